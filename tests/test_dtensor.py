@@ -226,7 +226,7 @@ def test_computing_on_meshes_nests():
 
 
 def test_computing_on_a_mesh_that_is_not_there_is_refused():
-    """A mesh of more devices than there are is refused, and what is no mesh."""
+    """A mesh of more devices than there are is refused, and what is not a mesh."""
     with pytest.raises(MeshError, match="16 devices"), run_on(Mesh(None, "x=16"), engine=ENGINE):
         pass
     with pytest.raises(LayoutError, match="needs a mesh"), run_on("x=2", engine=ENGINE):  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """The site in a browser, opened from the disk, with no network and with the keyboard alone."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,6 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 from test_docs import FENCE
 
-pytestmark = pytest.mark.long  # the site is built first
-
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
@@ -24,15 +24,27 @@ def browser(tmp_path_factory):
         yield browser
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
+def build(folder, *options):
     subprocess.run(
-        [str(Path(sys.executable).parent / "mkdocs"), "build", "--quiet", "--site-dir", str(folder)],
+        [
+            str(Path(sys.executable).parent / "mkdocs"),
+            "build",
+            "--quiet",
+            "--site-dir",
+            str(folder),
+            *options,
+        ],
         cwd=frameworks.ROOT,
         env={"NO_MKDOCS_2_WARNING": "1"},
         check=True,
     )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """All of it; the tests that have it are long, since that takes a while."""
+    folder = tmp_path_factory.mktemp("site")
+    build(folder)
     return folder
 
 
@@ -54,6 +66,7 @@ def sources(site):
             yield source.read_text(encoding="utf-8"), page
 
 
+@pytest.mark.long
 def test_each_fence_is_a_block_of_code(site):
     """As many blocks as fences, and no mark of one in the prose; made by mkdocstrings are more."""
     wrong = []
@@ -77,6 +90,7 @@ def search(browser):
     WebDriverWait(browser, 20).until(lambda b: b.execute_script(focus))
 
 
+@pytest.mark.long
 def test_search_works_from_the_disk_by_keyboard(browser, site):
     """`/` begins it, the page that is for users comes first, Enter opens it, Escape ends it; nothing is fetched."""
     browser.get((site / "how-to" / "fsdp.html").as_uri())
@@ -98,6 +112,7 @@ def test_search_works_from_the_disk_by_keyboard(browser, site):
     assert [] == browser.get_log("browser")
 
 
+@pytest.mark.long
 def test_what_has_the_focus_is_seen(browser, site):
     """The first ten stops of the Tab key have an outline, or are the field of the search, which opens."""
     browser.get((site / "index.html").as_uri())
@@ -113,16 +128,47 @@ def test_what_has_the_focus_is_seen(browser, site):
     assert ["md-search__input"] == [name for name, seen in outlines.items() if not seen]
 
 
-def test_no_page_is_wider_than_a_narrow_screen(browser, site):
-    """Tables and code scroll by themselves."""
-    screen = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    try:
-        wide = []
-        for page in sorted(site.rglob("*.html")):
+# How far a page scrolls sideways, and what of it is out of sight and in no box that scrolls.
+SIDEWAYS = """
+document.body.setAttribute("data-md-color-scheme", arguments[0]);
+const root = document.scrollingElement, scrolls = ["auto", "scroll"];
+const boxes = [...document.querySelectorAll(".md-content *")].filter(e => e.getBoundingClientRect().right > innerWidth);
+const boxed = e => e && (scrolls.includes(getComputedStyle(e).overflowX) || boxed(e.parentElement));
+return [root.scrollWidth - root.clientWidth, boxes.filter(e => !boxed(e.parentElement)).map(e => e.outerHTML)];
+"""
+
+
+def wide_pages(browser, folder):
+    """The pages of a site that scroll sideways or lose what is wide, at two widths, light and dark."""
+    for width in (1280, 390):
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+        for page in sorted(folder.rglob("*.html")):
             browser.get(page.as_uri())
-            if browser.execute_script("return document.documentElement.scrollWidth > innerWidth"):
-                wide.append(page.name)
-        assert [] == wide
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+            for scheme in ("default", "slate"):
+                if [0, []] != (seen := browser.execute_script(SIDEWAYS, scheme)):
+                    yield str(page.relative_to(folder)), width, scheme, *seen
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.long
+def test_no_page_scrolls_sideways(browser, site):
+    """Tables and code scroll in boxes of their own."""
+    assert [] == list(wide_pages(browser, site))
+
+
+def test_the_widest_pages_do_not_scroll_sideways(browser, tmp_path):
+    """The landing page, wide tables, code and what a notebook shows; of a page without such boxes it is seen."""
+    docs = frameworks.ROOT / "docs"
+    for name in ("stylesheets", "javascripts", "pictures"):
+        shutil.copytree(docs / name, tmp_path / "docs" / name)
+    for name in ("index.md", "step-cost.md", "notebooks/one-rules-file.ipynb"):
+        (tmp_path / "docs" / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(docs / name, tmp_path / "docs" / name)
+    (tmp_path / "docs" / "wide.md").write_text('# Wide\n\n<p style="width: 3000px">wide</p>\n')
+    settings = {"INHERIT": str(frameworks.ROOT / "mkdocs.yml"), "docs_dir": "docs", "strict": False}
+    settings |= {"nav": None, "plugins": [], "hooks": [str(frameworks.ROOT / "tools" / "site_hooks.py")]}
+    (tmp_path / "mkdocs.yml").write_text(json.dumps(settings))
+    build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+
+    assert {"wide.html"} == {page for page, *_ in wide_pages(browser, tmp_path / "site")}

@@ -88,7 +88,7 @@ def test_the_plan_notes_each_annotation():
     assert ["note", "note"] == [p.severity for p in notes]
     assert ["blocks.{0..1}.table", "blocks.{0..1}.up.kernel"] == sorted(p.subject for p in notes)
     (table,) = (p for p in notes if p.subject.endswith("table"))
-    assert "its annotation ('fsdp', None) shards nothing" in table.what
+    assert "its annotation ('fsdp', None) has no effect" in table.what
     assert r"""layout_map[r"blocks\.\d+\.table$"] = ('fsdp', None)""" in table.fix
 
 

@@ -82,7 +82,7 @@ class Pair:
 
 
 def test_paths_of_a_pytree():
-    """Attributes, keys and numbers are joined by dots; what is no array stays as it is and has no path."""
+    """Attributes, keys and numbers are joined by dots; what is not an array stays as it is and has no path."""
 
     def make():
         return {

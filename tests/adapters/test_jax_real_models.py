@@ -55,7 +55,7 @@ def test_annotations_of_a_real_model_are_notes(name):
     plan = lm.plan(MODELS[name].make, make_map(name), library="jax")
     notes = {p.subject: p.what for p in group_problems(plan.problems) if p.kind == "unsupported"}
 
-    assert "its annotation ('tp', 'fsdp') shards nothing" in notes["layers.{0..1}.mlp.down_proj.kernel"]
+    assert "its annotation ('tp', 'fsdp') has no effect" in notes["layers.{0..1}.mlp.down_proj.kernel"]
 
 
 @pytest.mark.parametrize("options", [{}, {"fsdp_dim": "batch"}], ids=["model", "both"])

@@ -248,9 +248,9 @@ def test_what_is_refused(layout_map):
         ("LayoutError", "step: no argument has a layout"),
         ("MeshError", "step: args[0]['blocks'][0]['bias'] and args[1] are on two meshes"),
         ("LayoutError", "step: args[1]: axis 0 cannot be split evenly"),
-        ("ScopeError", "step: batch_dim 'data' is no dim of the mesh"),
+        ("ScopeError", "step: batch_dim 'data' is not a dim of the mesh"),
         ("ScopeError", "step: there is no argument 1"),
-        ("LayoutError", "step: args[1] is no array"),
+        ("LayoutError", "step: args[1] is not an array"),
         ("LayoutError", "args[0]['scale']: the step changes its shape"),
         ("ScopeError", "step: it is called inside of another traced function"),
     ] == told
@@ -333,12 +333,12 @@ def test_lower_returns_what_jit_does(layout_map):
     expected = jax.tree.map(lambda p: np.asarray(p) * 3, params)
     result, _ = compiled(params, x)
     assert all(map(np.array_equal, jax.tree.leaves(expected), jax.tree.leaves(result)))
-    with pytest.raises(lm.LayoutError, match="is no array"):
+    with pytest.raises(lm.LayoutError, match="is not an array"):
         step(shapes, x, 3)
 
 
 class Net(eqx.Module):
-    """A module with what is no array in it: a function, and numbers that Python reads."""
+    """A module with what is not an array in it: a function, and numbers that Python reads."""
 
     mlp: eqx.nn.MLP
     drop: eqx.nn.Dropout

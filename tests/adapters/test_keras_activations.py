@@ -168,8 +168,5 @@ def test_weights_sharded_along_two_axes_want_a_rule_for_activations():
 
     assert (keras.backend.backend() == "jax", False) == (bool(told), bool(after))
     for problem in told:
-        assert (
-            "scale.kernel: sharded along two axes, and no rule says how activations are laid out"
-            == problem.what
-        )
+        assert "scale.kernel: sharded along two axes, and no rule is for activations" == problem.what
         assert (("layout", "(batch, model)"), ("such weights", "2")) == problem.facts

@@ -34,10 +34,10 @@ def test_a_batch_dim_that_was_forgotten_is_noted():
 
     assert ("unused dim", "note", "batch") == (note.kind, note.severity, note.subject)
     assert """\
-mesh dim 'batch' is used by nothing
+mesh dim 'batch' is not used
   mesh       batch=2, model=4
   batch_dim  None
-  why        no weight, no output of a layer and no batch is sharded over it: groups of 2 devices compute the same
+  why        no weight, layer output or batch is sharded over it: groups of 2 devices compute the same
   fix        pass batch_dim='batch' to the scope, or add rules that shard weights over it""" == str(note)
     assert str(plan).endswith(f"\n\nnote: {note.what}; {note.fix}")
     assert () == with_batches.problems

@@ -17,7 +17,7 @@ INITIALIZED = "up.kernel: the processes initialize it in different ways"
 VALUES = "up.kernel: the processes have different values of it"
 OPTIONS = "the processes open this scope with different options"
 PROBLEMS = "the processes find different problems in one plan"
-BATCHES = "the processes bring different batches"
+BATCHES = "the processes pass different batches"
 # On JAX a process brings the rows of its devices, and here all devices hold the same.
 ROWS = {
     "jax": {

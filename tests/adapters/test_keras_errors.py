@@ -89,7 +89,7 @@ def test_an_axis_that_does_not_divide():
           layout  (unsharded, model)     rule 1  d1\.kernel
           mesh    batch=2, model=4
           why     6 is not a multiple of 4
-          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
         """)
 
 
@@ -243,7 +243,7 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
             None,
             """
             the function returned no model
-              why   it may have made one, and build and plan have only what it returns
+              why   build and plan only see the model that the function returns
               fix   end it with: return model
             """,
         ),
@@ -286,7 +286,7 @@ def test_a_map_without_a_mesh(verb):
 def test_a_batch_dim_that_the_mesh_does_not_have():
     """Names the dims that there are."""
     assert raised(lm.ScopeError, lambda: make_map({}).build(make_model, batch_dim="data")) == text("""
-        batch_dim 'data' is no dim of the mesh
+        batch_dim 'data' is not a dim of the mesh
           mesh  batch=2, model=4
           why   the batch is sharded over it
           fix   use one of 'batch', 'model', or leave it out

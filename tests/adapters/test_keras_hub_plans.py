@@ -205,7 +205,7 @@ def test_every_broken_rule_is_reported(name):
         for slip in slips(pattern):
             try:
                 plan = make_plan(variables, with_rule(layout_map, pattern, slip))
-            except RuleError:  # it is no regex any more
+            except RuleError:  # it is not a regex any more
                 told[pattern] += 1
                 continue
             moves, alarm = winners(plan) != winners(right), bool(plan.warnings + plan.errors)

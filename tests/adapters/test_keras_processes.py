@@ -91,7 +91,7 @@ def test_meshes_that_share_rows_or_leave_devices_out(told):
         np.testing.assert_allclose(each["both"]["predict"], own, rtol=1e-5, atol=1e-6)
     for name, expected in alone["step"].items():
         assert_close(expected, processes[0]["alone"][name])
-    assert "the mesh has no device of this process" in processes[1]["alone"]
+    assert "no device of the mesh belongs to this process" in processes[1]["alone"]
 
 
 def test_one_process_writes_a_file_and_all_read_it(told):
@@ -113,7 +113,7 @@ def test_one_process_writes_a_file_and_all_read_it(told):
 
 
 SAID = {
-    "plan": "process 1 has another plan than process 0\n"
+    "plan": "process 1 has a different plan from process 0\n"
     "  from 0 to it  up.bias  layout  (unsharded,) -> (model,)",
     "sizes": "fit: the processes bring batches that do not fit together\n"
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",

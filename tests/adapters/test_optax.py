@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -144,6 +145,7 @@ def test_what_is_refused(layout_map, params):
         ((tx, two), {}),
         ((tx, params), {"zero_dim": "data"}),
         ((tx.init, params), {}),
+        ((keras.optimizers.Adam(), params), {"zero_dim": "batch"}),
         ((tx, {"activation": jax.nn.relu}), {}),
         ((optax.GradientTransformation(lambda p: float(p["scale"][0]), tx.update), params), {}),
     ):
@@ -156,9 +158,9 @@ def test_what_is_refused(layout_map, params):
     assert [
         ("LayoutError", "params.blocks.0.bias: it has no layout", True),
         ("MeshError", "params.blocks.0.bias and params.scale are on two meshes", True),
-        ("ScopeError", "zero_dim 'data' is no dim of the mesh", True),
-        ("ScopeError", "there is no optimizer", True),
-        ("LayoutError", "activation: it is no array", True),
+        ("ScopeError", "zero_dim 'data' is not a dim of the mesh", True),
+        *[("ScopeError", "there is no optimizer", True)] * 2,
+        ("LayoutError", "activation: it is not an array", True),
         ("ScopeError", "the optimizer's init cannot be traced", True),
         ("MeshError", "the layout map and params.blocks.0.bias are on two meshes", True),
     ] == told

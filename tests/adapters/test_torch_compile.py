@@ -145,7 +145,7 @@ def test_a_graph_is_used_only_where_it_computes_the_same(told, case):
 @pytest.mark.long
 @pytest.mark.parametrize("case", REASONS_LONG)
 def test_no_graph_is_used_where_it_computes_something_else(told_in_all, case):
-    """It keeps tensors, reads those that are no attributes, or takes what is no tensor: it runs as it is."""
+    """It keeps tensors, reads those that are no attributes, or takes what is not a tensor: it runs as it is."""
     assert_reason(told_in_all, case, REASONS_LONG[case])
 
 

@@ -10,7 +10,7 @@ PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("torch_disagreement_process.py")
 
 OPTIONS = "the processes open this scope with different options"
-BATCHES = "the processes bring different batches"
+BATCHES = "the processes pass different batches"
 NUMBERS = "the processes draw different random numbers"
 PROBLEMS = "the processes find different problems in one plan"
 

@@ -311,7 +311,7 @@ def test_another_way_to_gather():
     with pytest.raises(lm.ScopeError) as caught:
         layout_map.build(lambda: torch.nn.Linear(2, 2), library="torch", gather="never")
     assert str(caught.value).splitlines() == [
-        "gather='never': there is no such way to gather weights",
+        "gather='never': it is not a way to gather weights",
         "  ways  'fully_shard', 'own'",
         "  why   it says how weights that are sharded over batch_dim are gathered, on torch",
         '  fix   leave gather out, or gather="own"',

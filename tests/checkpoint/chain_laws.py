@@ -71,7 +71,7 @@ class Laws:
                 assert 5 + number == each["common"]
                 assert np.random.RandomState(7).random_sample() == each["numpy"]
                 assert (
-                    "data['own']: each of the processes that saved has a state of its own" in each["refused"]
+                    "data['own']: each of the processes that saved it had its own state" in each["refused"]
                 )
 
     def test_a_chunk_that_one_process_reads_fails_all(self, told):

@@ -231,7 +231,7 @@ def test_a_missing_manifest_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("instead", ["nothing", "folder", "pipe"])
 def test_a_missing_data_file_is_said(tmp_path: Path, instead: str) -> None:
-    """A data file that is not there, or is no file, is refused by name, and nothing waits for a pipe."""
+    """A data file that is not there, or is not a file, is refused by name, and nothing waits for a pipe."""
     save(tmp_path, 1, OLD)
     file = tmp_path / "step-1" / DATA
     file.unlink()
@@ -305,7 +305,7 @@ def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_deleted_step_is_gone_at_once(tmp_path: Path) -> None:
-    """What is deleted is no step any more, though its files may still be there; to delete it again is no error.
+    """What is deleted is not a step any more, though its files may still be there; to delete it again is no error.
 
     Two managers of one directory both delete what neither of them keeps.
     """

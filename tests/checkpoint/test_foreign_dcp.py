@@ -43,7 +43,7 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Distribut
 
 
 def test_what_torch_saved_is_read(tmp_path: Path) -> None:
-    """Tensors of any type, order in memory and size are read with their bits; what is no tensor is left out."""
+    """Tensors of any type, order in memory and size are read with their bits; what is not a tensor is left out."""
     source = saved(tmp_path / "c")
     expected = {
         name: (tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -134,7 +134,7 @@ def test_a_pickle_that_names_anything_else_is_refused(
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """A file that is missing, truncated, or is no file of torch's, is refused when the tensor is checked."""
+    """A file that is missing, truncated, or is not a file of torch's, is refused when the tensor is checked."""
     source = saved(tmp_path / "c", {"w": torch.ones(64)})
     (file,) = (tmp_path / "c").glob("*.distcp")
     data = file.read_bytes()

@@ -108,7 +108,7 @@ def test_a_model_is_loaded_from_its_weight_file(tmp_path: Path) -> None:
     kernel = np.asarray(model.layers[0].kernel.value).tolist()
     assert [kernel] * 2 == [np.asarray(each.layers[0].kernel.value).tolist() for each in (found, named)]
     assert ("unsharded", "model") == found.layers[0].kernel.layout.sharding_specs
-    with pytest.raises(CheckpointError, match=r"a weight file of Keras, and no model of Keras: dict"):
+    with pytest.raises(CheckpointError, match=r"it is a weight file of Keras, and the model is not: dict"):
         lm.load({"w": jnp.zeros(3)}, tmp_path / "x.weights.h5")
 
 

@@ -159,4 +159,4 @@ def test_what_is_not_of_its_form_is_refused_when_it_is_opened(
     with pytest.raises(lm.CheckpointError) as error:
         Step(LocalStorage(tmp_path))
 
-    assert f"{step}/manifest.json: this is no manifest of a checkpoint" == error.value.what
+    assert f"{step}/manifest.json: this is not a manifest of a checkpoint" == error.value.what

@@ -131,7 +131,7 @@ def test_a_module_is_loaded_in_place(tmp_path: Path, mesh: str | None) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Static:
-    """A dataclass with a part that is no array."""
+    """A dataclass with a part that is not an array."""
 
     weight: jax.Array
     name: str = dataclasses.field(metadata={"static": True})
@@ -166,7 +166,7 @@ def everything() -> dict[str, Any]:
 
 
 def test_a_pytree_comes_back_with_all_that_is_in_it(tmp_path: Path) -> None:
-    """Arrays of any kind come back bit for bit where they were; structure and what is no array stay as they are."""
+    """Arrays of any kind come back bit for bit where they were; structure and what is not an array stay as they are."""
     tree = everything()
     lm.save(tree, tmp_path)
     arrays, rest = eqx.partition(tree, eqx.is_array_like)
@@ -336,10 +336,10 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         lambda: lm.load(params, tmp_path, step=1, optimizer=optax.adam(1e-2).init(params)),
     )
     assert [
-        f"{tmp_path}/step-0: this is not the checkpoint of the model",
-        f"{tmp_path}/step-0: this is not the checkpoint of the model",
+        f"{tmp_path}/step-0: the checkpoint is not of this model",
+        f"{tmp_path}/step-0: the checkpoint is not of this model",
         "optimizer: of type optax.GradientTransformationExtraArgs, it has no state",
-        f"{tmp_path}/step-1: there is nothing in it for the optimizer",
+        f"{tmp_path}/step-1: it has no state for the optimizer",
     ] == said
 
 
@@ -373,7 +373,7 @@ def test_missing_and_extra_and_other_types(tmp_path: Path) -> None:
     """What a checkpoint lacks is kept, what it has too many of is left out, and types are converted, if asked for."""
     lm.save({"a": jnp.ones(3), "b": jnp.ones(2)}, tmp_path)
     other = {"a": jnp.zeros(3, jnp.bfloat16), "c": jnp.zeros(4)}
-    assert [f"{tmp_path}/step-0: this is not the checkpoint of the model"] == refusals(
+    assert [f"{tmp_path}/step-0: the checkpoint is not of this model"] == refusals(
         lambda: lm.load(other, tmp_path)
     )
     loaded = lm.load(other, tmp_path, missing="keep", extra="ignore", cast=True)

@@ -323,7 +323,7 @@ def test_what_becomes_of_later_steps_is_one_of_three(tmp_path: Path) -> None:
     saved_to_50(tmp_path)
     error = refused(lambda: lm.CheckpointManager(tmp_path).load(model_of(0), step=30, later="remove"))  # type: ignore[arg-type]
 
-    assert "later='remove': there is no such choice" == error.what
+    assert "later='remove': this is not one of the choices" == error.what
     assert [30, 40, 50] == lm.CheckpointManager(tmp_path).steps
 
 

@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "version": ("version: 2\nnames: {}", "not a table of names of version 1"),
     "YAML": ("version: 1\nnames: {a: 0x10}", r"(?s)mine.yaml.*16|mine.yaml: 0x10 is no plain"),
     "key": ("version: 1\nnames: {}\nrules: {}", r"(?s)it has a key 'rules'.*line  3"),
-    "names": ("version: 1\n\nnames: [a]", r"(?s)names is no mapping.*line  3"),
+    "names": ("version: 1\n\nnames: [a]", r"(?s)names is not a mapping.*line  3"),
     "own key": ("version: 1\nnames:\n  a: b\n  c: {to: d}", r"(?s)'c' cannot be read.*line  4.*a key 'to'"),
     "no from": ("version: 1\nnames:\n  a: {axes: b -> b}", r"(?s)line  3.*from is a name"),
     "stars": ("version: 1\nnames:\n  a.*: b", r"(?s)line  3.*'b' has the stars \[\], and the path"),

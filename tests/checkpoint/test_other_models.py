@@ -46,15 +46,15 @@ OTHERS = {
         {
             "queries.bias": "not in the checkpoint; it has query.bias",
             "queries.kernel": "not in the checkpoint; it has query.kernel",
-            "query.bias": "in the checkpoint, and not in the model",
-            "query.kernel": "in the checkpoint, and not in the model",
+            "query.bias": "in the checkpoint, but not in the model",
+            "query.kernel": "in the checkpoint, but not in the model",
         },
     ),
     "extra": (
         {"names": ("query",)},
         {
-            "value.bias": "in the checkpoint, and not in the model",
-            "value.kernel": "in the checkpoint, and not in the model",
+            "value.bias": "in the checkpoint, but not in the model",
+            "value.kernel": "in the checkpoint, but not in the model",
         },
     ),
     "missing": (
@@ -90,7 +90,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path, other: str) 
         lm.load(model, tmp_path)
 
     lines = str(error.value).splitlines()
-    assert f"{tmp_path}/step-0: this is not the checkpoint of the model" == lines[0]
+    assert f"{tmp_path}/step-0: the checkpoint is not of this model" == lines[0]
     rows = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in lines[1:]}
     assert expected == {name: text for name, text in rows.items() if name not in ("why", "fix")}
     assert f"{len(expected)} variables differ; nothing has been loaded" == rows["why"]
@@ -152,9 +152,9 @@ def test_nothing_is_verified_where_others_see_to_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"verify": "later"}, "verify='later': there is no such choice"),
-        ({"missing": "kepp"}, "missing='kepp': there is no such choice"),
-        ({"extra": "keep"}, "extra='keep': there is no such choice"),
+        ({"verify": "later"}, "verify='later': this is not one of the choices"),
+        ({"missing": "kepp"}, "missing='kepp': this is not one of the choices"),
+        ({"extra": "keep"}, "extra='keep': this is not one of the choices"),
         ({"batch_dim": "batch"}, "load: batch_dim= has no effect without layout_map="),
         (
             {"layout_map": lm.LayoutMap("model=4")},
@@ -178,7 +178,7 @@ def test_what_is_no_step_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(CheckpointError) as error:
         lm.save(make(), tmp_path / "new", step=step)
 
-    assert f"step={step!r}: this is no step" == str(error.value).splitlines()[0]
+    assert f"step={step!r}: this is not a step" == str(error.value).splitlines()[0]
     assert [] == names_in(tmp_path)
 
 

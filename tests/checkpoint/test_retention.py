@@ -85,8 +85,8 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, object], be
 
 
 def test_metrics_are_numbers() -> None:
-    """What is no number, and metrics without the one that compares, are refused by name."""
-    with pytest.raises(CheckpointError, match=r"^metrics\['loss'\]: this is no number"):
+    """What is not a number, and metrics without the one that compares, are refused by name."""
+    with pytest.raises(CheckpointError, match=r"^metrics\['loss'\]: this is not a number"):
         check_metrics({"loss": "small"}, None)
     with pytest.raises(CheckpointError, match=r"^metrics: there is no 'val_loss' among them"):
         check_metrics({"loss": 1}, "val_loss")

@@ -523,7 +523,7 @@ def test_an_optimizer_that_was_not_saved_is_refused(tmp_path: Path) -> None:
     train(model, optimizer, range(1))
     lm.save(model, tmp_path)
     said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer), model, optimizer)
-    assert f"{tmp_path}/step-0: there is nothing in it for the optimizer" == said
+    assert f"{tmp_path}/step-0: it has no state for the optimizer" == said
     before = slots(model, optimizer)
     lm.load(model, tmp_path, optimizer=optimizer, missing="keep")
     assert before == slots(model, optimizer)
@@ -547,7 +547,7 @@ def test_a_damaged_file_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_state_that_is_no_data_is_refused(tmp_path: Path) -> None:
-    """What an optimizer keeps that is no number, text or array is refused by name."""
+    """What an optimizer keeps that is not a number, text or array is refused by name."""
     model, optimizer = made(0)
     optimizer.state[model.scale]["look"] = print
     with pytest.raises(CheckpointError, match="'look'"):

@@ -36,14 +36,14 @@ def first_lines(name):
 @pytest.mark.parametrize("name", ["directory", "step", "metadata"])
 def test_processes_that_ask_for_different_things_are_refused(name):
     """Both are refused, before anything is written, and shown what each of them passed."""
-    assert [f"{name}: the processes save different things"] * 2 == first_lines(name)
+    assert [f"{name}: the processes save with different arguments"] * 2 == first_lines(name)
     assert all("process 0" in each[name] and "process 1" in each[name] for each in told()[0])
 
 
 def test_one_that_cannot_begin_fails_all():
     """An exception in one process, whatever it is, is an error in the other one that says what it was."""
     assert ["process 1 cannot save", "RuntimeError: the reader has gone away"] == first_lines("state")
-    assert ["process 1 cannot save", "step=-2: this is no step"] == first_lines("no step")
+    assert ["process 1 cannot save", "step=-2: this is not a step"] == first_lines("no step")
     there = f"{told()[1]}/steps: step 1 is there already"
     assert [there, "process 0 cannot save"] == first_lines("there")
     assert there in told()[0][1]["there"]

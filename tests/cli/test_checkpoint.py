@@ -146,7 +146,7 @@ def test_what_cannot_be_described(folder, capsys):
     for arguments, words in (
         (("saved", "--step", 3), "there is no step 3\n  steps  1, 2\n"),
         (("nowhere",), "nowhere: there is no checkpoint\n"),
-        (("saved", "--match", "("), "--match '(' is no regex\n"),
+        (("saved", "--match", "("), "--match '(' is not a regex\n"),
         (("saved", "--json", "nowhere/file"), "--json 'nowhere/file' cannot be written\n"),
     ):
         code, out, err = run(capsys, "describe", *arguments)

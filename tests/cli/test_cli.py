@@ -255,7 +255,7 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
     )[:2]
     code, out, err = run(capsys, "lint", "odd.json", "--batch-dim", "data")
     assert (2, "") == (code, out)
-    assert "lint: batch_dim 'data' is no dim of the mesh" in err
+    assert "lint: batch_dim 'data' is not a dim of the mesh" in err
 
 
 def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):
@@ -312,7 +312,7 @@ positional arguments:
     search              Find the layout map with the fastest training step on a machine, and
                         compare it with built-in expert maps.
     checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
-    devices             List the devices of this process, and say which of a job it is.
+    devices             List the devices of this process, and its number in a job of several.
     presets             List the presets of rules, and the published models that can be planned by
                         name.
     schema              Print the JSON Schema of rules files, for editors, or check such files.
@@ -325,19 +325,19 @@ options:
     ("devices", "--help"): """\
 usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]
 
-List the devices of this process, and say which of a job it is.
+List the devices of this process, and its number in a job of several.
 
 options:
   -h, --help            show this help message and exit
   --engine {jax,tensorflow,torch}
-                        whose devices; default: those of all engines that are installed
+                        the engine; default: all that are installed
 """,
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
                       [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--partial]
-                      [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]] [--remat LAYERS]
-                      [--fuse-attention] [--batch-dim DIM] [--backend {jax,tensorflow,torch}]
-                      [--library {keras,torch,jax}]
+                      [--wide] [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]]
+                      [--remat LAYERS] [--fuse-attention] [--batch-dim DIM]
+                      [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
 
 Show what changes from one plan to another; the exit code is 1 if anything does.
@@ -358,17 +358,19 @@ options:
   --dtype POLICY        the Keras dtype policy of a published model, as in bfloat16
   --mesh DIMS           the mesh, as in "batch=2,model=4"; default: that of the rules file
   --inputs SPEC [SPEC ...]
-                        what the model is called with: for a model that makes its weights at its
-                        first call, and for --on: "float32[8,128]", or "name=int32[8,16]"
-  --partial             take the plan of a model whose layers do not all have weights yet; without
+                        the model's inputs: for a model that makes its weights at its first call,
+                        and for --on: "float32[8,128]", or "name=int32[8,16]"
+  --partial             accept a plan of a model whose layers do not all have weights yet; without
                         it the exit code is 2
-  --optimizer NAME      a Keras optimizer whose slots are planned as well, as in adamw; with --on
-                        also one of torch
+  --wide                print all columns of tables and all of each line, also where the terminal
+                        is narrower
+  --optimizer NAME      a Keras optimizer whose slots are planned as well, such as adamw; with
+                        --on also one of torch
   --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
                         plan what a training step sends, holds and takes there; needs --inputs
   --verify [DEVICE]     with --on: have XLA's own compiler compile the step for those devices,
                         which need not be present, or for DEVICE, as in "cpu", and print its
-                        figures beside those that were counted
+                        figures beside the counted ones
   --remat LAYERS        with --on: recompute the activations inside of these layers in the
                         backward pass (rematerialization): a regex for their paths, or "blocks",
                         the repeated blocks of the model
@@ -467,7 +469,7 @@ CANNOT = {
     ("diff", "cli_models.json", "cli_models:make"): "cli_models.json cannot be read",
     ("plan", "keras_hub:llama3_405", "--mesh", "x=2"): "did you mean 'llama3_405b'?",
     ("plan", "keras_hub:llama3_8b"): "preset 'llama': there is no mesh",
-    ("plan", "keras_hub:llama3_8b", "--mesh", "x=2"): "model_dim 'model' is no dim of the mesh",
+    ("plan", "keras_hub:llama3_8b", "--mesh", "x=2"): "model_dim 'model' is not a dim of the mesh",
     ("plan", "keras_hub:llama3_8b", "--mesh", "model=2", "--dtype", "bfloat15"): "--dtype bfloat15",
     ("plan", "cli_models:make", "--mesh", "x=2", "--dtype", "bfloat16"): "is for published models",
     ("plan", "cli_models:make", "--mesh", "x=2", "--fsdp-dim", "x"): "--fsdp-dim x is for presets",

@@ -87,9 +87,9 @@ def test_an_unknown_element_type_is_refused():
 
 
 def test_a_map_reads_its_mesh_from_text():
-    """Text means an abstract mesh of these dims; what is no mesh is refused."""
+    """Text means an abstract mesh of these dims; what is not a mesh is refused."""
     assert lm.LayoutMap(MESH, {"k": ("model",)}) == lm.LayoutMap("batch=2,model=4", {"k": ("model",)})
-    with pytest.raises(lm.MeshError, match="7 is no mesh"):
+    with pytest.raises(lm.MeshError, match="7 is not a mesh"):
         lm.LayoutMap(7)
 
 

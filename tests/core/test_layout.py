@@ -384,14 +384,14 @@ the shape (None, 8) is not fully known
     "text for a layout": (
         lambda: as_layout("model", MESH),
         """\
-'model' is no layout
+'model' is not a layout
   why   it is of type str
   fix   for a tensor of one axis write ('model',), of two (None, 'model')""",
     ),
     "None for a layout": (
         lambda: as_layout(None, MESH),
         """\
-None is no layout
+None is not a layout
   why   it is None
   fix   use a Layout, or a tuple of sharding specs such as (None, "model")""",
     ),

@@ -375,7 +375,7 @@ BAD_MESHES = {
             "  fix   name it 'my_mesh'"
         ),
     ),
-    "a mesh name that is no text": (
+    "a mesh name that is not text": (
         lambda: Mesh(None, "x=2", None),  # type: ignore[arg-type]
         'mesh name None is not text\n  why   it is None\n  fix   leave it out, or pass ""',
     ),

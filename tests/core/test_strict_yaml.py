@@ -91,11 +91,11 @@ def test_what_surprises_is_refused(text, line, what):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("mesh: {dims: {x: [2]}}", "rules file: the size of mesh dim 'x' is no whole number"),
-        ("mesh: {dims: {1: 2}}", "rules file: mesh dims has a key 1 that is no text"),
-        ("mesh: {dims: {x: 2}, devices: [1]}", "rules file: mesh devices is no list of texts"),
-        ("mesh: {dims: {x: 2}, name: 1}", "rules file: mesh name is no text"),
-        ("rules: {12: [x]}", "rules file: rules has a key 12 that is no text"),
+        ("mesh: {dims: {x: [2]}}", "rules file: the size of mesh dim 'x' is not a whole number"),
+        ("mesh: {dims: {1: 2}}", "rules file: mesh dims has a key 1 that is not text"),
+        ("mesh: {dims: {x: 2}, devices: [1]}", "rules file: mesh devices is not a list of texts"),
+        ("mesh: {dims: {x: 2}, name: 1}", "rules file: mesh name is not text"),
+        ("rules: {12: [x]}", "rules file: rules has a key 12 that is not text"),
         ("rules: {a: [x, 1]}", "rules file: rule 'a': the sharding spec of axis 1 cannot be read"),
         ("rules: {a: [[[x]]]}", "rules file: rule 'a': the sharding spec of axis 0 cannot be read"),
         ("uneven: [a, [b, [c, [d, [e]]]]]", "rules file: uneven=['a', ['b', ['c', [...]]]]"),

@@ -249,7 +249,7 @@ layout message is of type 7
 
 @pytest.mark.parametrize("mistake", BAD_LAYOUT_MESSAGES)
 def test_a_message_that_is_no_layout_is_refused(mistake: str):
-    """What is no layout is refused by what it is, where protobuf would read nonsense out of it."""
+    """What is not a layout is refused by what it is, where protobuf would read nonsense out of it."""
     make, message = BAD_LAYOUT_MESSAGES[mistake]
 
     with pytest.raises(LayoutError) as raised:

@@ -1,4 +1,4 @@
-"""A plan as JSON is the plan: it comes back equal, its text is stable, and what is no plan is refused by place."""
+"""A plan as JSON is the plan: it comes back equal, its text is stable, and what is not a plan is refused by place."""
 
 import json
 from dataclasses import replace
@@ -108,18 +108,18 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "plan file: it is no JSON"),
-        ("[]", "plan file: it is no plan"),
-        (changed(format="other"), "plan file: it is no plan"),
+        ("{", "plan file: it is not JSON"),
+        ("[]", "plan file: it is not a plan"),
+        (changed(format="other"), "plan file: it is not a plan"),
         (changed(version=4), "plan file: version 4\n  why   this layoutmap reads versions 1 to 3"),
         (changed(version=2), "plan file: plan has no 'collectives'"),
         (changed(cost={}), "plan file: plan has no 'collectives'"),
-        (changed(verdict=True), "plan file: verdict is no object"),
+        (changed(verdict=True), "plan file: verdict is not an object"),
         (changed(device_memory=-1), "plan file: device_memory is no"),
-        (changed(mesh=None), "plan file: mesh is no object"),
+        (changed(mesh=None), "plan file: mesh is not an object"),
         (changed(mesh={}), "plan file: mesh has no 'dims'"),
         (changed(mesh={"dims": {"x": 0}}), "plan file: mesh: "),
-        (changed(variables={}), "plan file: variables is no list"),
+        (changed(variables={}), "plan file: variables is not a list"),
         (changed(variables=[{"path": "d"}]), r"plan file: variables\[0\] has no 'shape'"),
         (
             changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": ["y"]}]),
@@ -127,13 +127,13 @@ def changed(**changes):
         ),
         (
             changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": [None], "rule": 1}]),
-            r"plan file: variables\[0\].rule is no list of 2",
+            r"plan file: variables\[0\].rule is not a list of 2",
         ),
         (
             changed(variables=[{"path": "d", "shape": ["a"], "dtype": "int8", "layout": [None]}]),
-            r"plan file: variables\[0\].shape\[0\] is no whole number of 0 or more",
+            r"plan file: variables\[0\].shape\[0\] is not a whole number of 0 or more",
         ),
-        (changed(problems=["it burns"]), r"plan file: problems\[0\] is no object"),
+        (changed(problems=["it burns"]), r"plan file: problems\[0\] is not an object"),
     ],
 )
 def test_what_is_no_plan_is_refused(text, message):
@@ -145,8 +145,8 @@ def test_what_is_no_plan_is_refused(text, message):
 
 @pytest.mark.parametrize("end", range(0, 900, 45))
 def test_half_a_file_is_refused(end):
-    """A plan that was cut off is no plan."""
-    with pytest.raises(lm.PlanError, match="it is no JSON"):
+    """A plan that was cut off is not a plan."""
+    with pytest.raises(lm.PlanError, match="it is not JSON"):
         lm.Plan.from_json(make().to_json()[:end])
 
 
@@ -184,48 +184,48 @@ STRICT = {
     "unknown key of a problem": (changed(problems=[{**NOTE, "x": 1}]), "problems[0]: 'x' is not known"),
     "version": (changed(version=True), "version True"),
     "version of a fraction": (changed(version=1.0), "version 1.0"),
-    "fraction": (variable(shape=[512.9, 8]), "variables[0].shape[0] is no whole number of 0 or more"),
-    "size as text": (variable(shape=[8, "8"]), "variables[0].shape[1] is no whole number of 0 or more"),
-    "negative": (variable(shape=[8, -4]), "variables[0].shape[1] is no whole number of 0 or more"),
-    "bool": (variable(shape=[True, 4]), "variables[0].shape[0] is no whole number of 0 or more"),
+    "fraction": (variable(shape=[512.9, 8]), "variables[0].shape[0] is not a whole number of 0 or more"),
+    "size as text": (variable(shape=[8, "8"]), "variables[0].shape[1] is not a whole number of 0 or more"),
+    "negative": (variable(shape=[8, -4]), "variables[0].shape[1] is not a whole number of 0 or more"),
+    "bool": (variable(shape=[True, 4]), "variables[0].shape[0] is not a whole number of 0 or more"),
     "not a number": (
         variable(shape=[float("nan"), 4]),
-        "variables[0].shape[0] is no whole number of 0 or more",
+        "variables[0].shape[0] is not a whole number of 0 or more",
     ),
     "1e400": (
         variable().replace("[8, 4]", "[8, 1e400]"),
-        "variables[0].shape[1] is no whole number of 0 or more",
+        "variables[0].shape[1] is not a whole number of 0 or more",
     ),
     "too many elements": (
         variable(shape=[2**40, 2**40]),
-        "variables[0].shape is no shape: it has too many elements",
+        "variables[0].shape is not a shape: it has too many elements",
     ),
-    "path": (variable(path=1), "variables[0].path is no text"),
-    "dtype": (variable(dtype="float33"), "variables[0].dtype is no dtype"),
-    "dtype of numpy's own": (variable(dtype="a4"), "variables[0].dtype is no dtype"),
+    "path": (variable(path=1), "variables[0].path is not text"),
+    "dtype": (variable(dtype="float33"), "variables[0].dtype is not a dtype"),
+    "dtype of numpy's own": (variable(dtype="a4"), "variables[0].dtype is not a dtype"),
     "kind": (variable(kind="wait"), "variables[0].kind is not known"),
-    "aliases": (variable(aliases="ab"), "variables[0].aliases is no list"),
-    "parent": (variable(parent=1), "variables[0].parent is no text"),
+    "aliases": (variable(aliases="ab"), "variables[0].aliases is not a list"),
+    "parent": (variable(parent=1), "variables[0].parent is not text"),
     "axes": (variable(axes=[[0]]), "variables[0].axes does not fit the shape"),
     "use": (variable(use=["in.0"]), "variables[0].use does not fit the shape"),
     "head size": (
         variable(use=["", ""], head_size="8"),
-        "variables[0].head_size is no whole number of 0 or more",
+        "variables[0].head_size is not a whole number of 0 or more",
     ),
     "head size of nothing": (variable(head_size=8), "variables[0]: 'head_size' is not known"),
-    "rule": (variable(rule=["1", "d"]), "variables[0].rule[0] is no whole number of 0 or more"),
-    "other": (variable(others=[[1, "d"]]), "variables[0].others[0] is no list of 3 to 4"),
+    "rule": (variable(rule=["1", "d"]), "variables[0].rule[0] is not a whole number of 0 or more"),
+    "other": (variable(others=[[1, "d"]]), "variables[0].others[0] is not a list of 3 to 4"),
     "uneven": (variable(uneven="grow"), "variables[0].uneven is not known"),
-    "spec": (variable(layout=[None, 1]), "variables[0].layout[1] is no list"),
+    "spec": (variable(layout=[None, 1]), "variables[0].layout[1] is not a list"),
     "mesh dim twice": (
         variable(layout=["model", "model"]),
         "variables[0].layout: layout (model, model): spec 'model'",
     ),
-    "mesh size": (changed(mesh={"dims": {"x": 2.0}}), "mesh.dims.x is no whole number of 0 or more"),
-    "mesh name": (changed(mesh={"dims": {"x": 2}, "name": 1}), "mesh.name is no text"),
-    "free activations": (changed(free_activations="no"), "free_activations is no true or false"),
+    "mesh size": (changed(mesh={"dims": {"x": 2.0}}), "mesh.dims.x is not a whole number of 0 or more"),
+    "mesh name": (changed(mesh={"dims": {"x": 2}, "name": 1}), "mesh.name is not text"),
+    "free activations": (changed(free_activations="no"), "free_activations is not true or false"),
     "severity": (changed(problems=[{**NOTE, "severity": "bad"}]), "problems[0].severity is not known"),
-    "facts": (changed(problems=[{**NOTE, "facts": [["a", 1]]}]), "problems[0].facts[0][1] is no text"),
+    "facts": (changed(problems=[{**NOTE, "facts": [["a", 1]]}]), "problems[0].facts[0][1] is not text"),
     "variable twice": (
         changed(variables=[ONE, {**ONE, "model": "a"}, ONE]),
         "variables[2]: 'd' is there twice",
@@ -238,10 +238,10 @@ STRICT = {
         variable().replace('"dims": {', '"dims": {"batch": 2, '),
         "mesh.dims: key 'batch'",
     ),
-    "digits": (variable().replace("[8, 4]", f"[8, {'4' * 5000}]"), "it is no JSON"),
-    "deep": (variable().replace("[8, 4]", "[" * 100_000), "it is no JSON of a plan"),
-    "deep and whole": ("[" * 900 + "]" * 900, "it is no plan"),
-    "no text": (None, "it is no JSON"),
+    "digits": (variable().replace("[8, 4]", f"[8, {'4' * 5000}]"), "it is not JSON"),
+    "deep": (variable().replace("[8, 4]", "[" * 100_000), "it is not JSON of a plan"),
+    "deep and whole": ("[" * 900 + "]" * 900, "it is not a plan"),
+    "no text": (None, "it is not JSON"),
 }
 
 
@@ -302,19 +302,19 @@ def test_a_cost_comes_back_with_its_machine():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"collectives": [["gather"]]}, r"collectives\[0\] is no list of 6"),
+        ({"collectives": [["gather"]]}, r"collectives\[0\] is not a list of 6"),
         ({"collectives": [["gather", [], 1, 1, "", ""]]}, r"collectives\[0\]\[0\] is not known"),
-        ({"collectives": [["permute", ["row"], 1, 1, "", ""]]}, r"collectives\[0\]: 'row' is no mesh dim"),
-        ({"collectives": [["permute", [], -1, 1, "", ""]]}, r"collectives\[0\]\[2\] is no whole number"),
-        ({"cost": []}, "cost is no object"),
-        ({"cost__flops": {"float32": 1.5}}, "cost.flops.float32 is no whole number"),
+        ({"collectives": [["permute", ["row"], 1, 1, "", ""]]}, r"collectives\[0\]: 'row' is not a mesh dim"),
+        ({"collectives": [["permute", [], -1, 1, "", ""]]}, r"collectives\[0\]\[2\] is not a whole number"),
+        ({"cost": []}, "cost is not an object"),
+        ({"cost__flops": {"float32": 1.5}}, "cost.flops.float32 is not a whole number"),
         ({"cost__peak": 1}, "cost: 'peak' is not known"),
         ({"cost__machine": {}}, "cost.machine has no 'name'"),
-        ({"cost__machine__node_size": 0}, "cost.machine.node_size is no whole number above 0"),
-        ({"cost__machine__devices": 0}, "cost.machine.devices is no whole number above 0"),
+        ({"cost__machine__node_size": 0}, "cost.machine.node_size is not a whole number above 0"),
+        ({"cost__machine__devices": 0}, "cost.machine.devices is not a whole number above 0"),
         ({"cost__machine__flops": {}}, "cost.machine.flops has no type"),
-        ({"cost__machine__fast__bandwidth": 0}, "cost.machine.fast.bandwidth is no number above 0"),
-        ({"cost__machine__memory_bandwidth": 1e999}, "cost.machine.memory_bandwidth is no number above 0"),
+        ({"cost__machine__fast__bandwidth": 0}, "cost.machine.fast.bandwidth is not a number above 0"),
+        ({"cost__machine__memory_bandwidth": 1e999}, "cost.machine.memory_bandwidth is not a number above 0"),
     ],
 )
 def test_what_is_no_cost_is_refused(changes, message):

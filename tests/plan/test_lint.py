@@ -245,7 +245,7 @@ def test_the_batchs_dim_is_that_of_the_activations_or_one_of_its_names_or_the_on
     assert "say batch_dim='rows'" in str(unknown.lint())
     assert "the batch dim is not known" in str(unknown.lint())
     assert [] == found(unknown, batch_dim="rows")
-    with pytest.raises(PlanError, match="lint: batch_dim 'row' is no dim of the mesh"):
+    with pytest.raises(PlanError, match="lint: batch_dim 'row' is not a dim of the mesh"):
         unknown.lint(batch_dim="row")
 
 

@@ -62,7 +62,7 @@ KINDS = {
           layout  (unsharded, model)     rule 1  d1\.
           mesh    batch=2, model=4
           why     6 is not a multiple of 4
-          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
         """,
     ),
     "no rule": (
@@ -136,6 +136,19 @@ def test_rules_that_disagree_on_one_variable():
           out.table    (model, unsharded)  rule 1  out\.
           why          it is one variable with 2 paths, and rule 1  out\. comes first
           fix          make the rules agree, or leave out one of them
+        """)
+
+
+def test_a_rule_for_slots_is_refused_by_name():
+    """It matches nothing, and what is said is why, and what shards slots."""
+    slot = VariableSpec("optimizer.d1.kernel.momentum", (16, 64), "float32", Kind.SLOT, parent="d1.kernel")
+    plan = plan_of([weight("d1.kernel"), slot], {"d1": (None, "model"), r"optimizer\..*": ("batch", None)})
+
+    assert "unused rule" == only_problem(plan).kind
+    assert str(only_problem(plan)) == text(r"""
+        rule 2  optimizer\..*: rules do not apply to an optimizer's slots
+          why   each slot has the layout of its weight
+          fix   delete it, and shard the weight; for optax, build_optimizer(.., zero_dim=) shards slots alone (ZeRO-1)
         """)
 
 
@@ -230,7 +243,7 @@ def test_a_map_that_says_that_the_rest_is_replicated_is_strict():
 
 def test_strict_says_how_the_rest_is_accepted():
     """The fix of one missing rule, and that of many, is also the map's `rest`."""
-    rest = 'say layout_map.rest = "replicated" if that is meant'
+    rest = 'set layout_map.rest = "replicated" if that is meant'
     for names in (["a"], ["a", "b"]):
         with pytest.raises(lm.PlanError) as refused:
             plan_of([weight(name) for name in names], {}).check(strict=True)

@@ -58,7 +58,7 @@ EXPLAINED = {
                         layout  (model,)     rule 3  d1\.bias
                         mesh    batch=2, model=4
                         why     6 is not a multiple of 4
-                        fix     pad axis 0 to 8, or leave it unsharded: (unsharded,), or say uneven="shrink"
+                        fix     pad axis 0 to 8, or leave it unsharded: (unsharded,), or set uneven="shrink"
           change it   the first rule that matches wins: put one before rule 3, or change that
         """,
     "norm.scale": r"""

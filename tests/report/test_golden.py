@@ -104,7 +104,7 @@ error: odd: axis 1 cannot be split evenly
   layout  (unsharded, model)     rule 9  odd
   mesh    batch=2, model=4
   why     6 is not a multiple of 4
-  fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+  fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
 
 warning: tokens: its paths get different layouts
   tokens  (unsharded, model)  rule 2  tokens
@@ -136,7 +136,7 @@ warning: activation rule 3  blokcs: matches no layer
   why          rules match from the start of a path, and none of the model's 3 paths starts like this
   fix          did you mean r"blocks\.0$"? else delete it
 
-warning: no rule matches these 2, so they are replicated; add rules, or say layout_map.rest = "replicated"
+warning: no rule matches these 2, so they are replicated; add rules, or set layout_map.rest = "replicated"
   norm.scale        add a rule: layout_map[r"norm\.scale$"] = (None,)
   norm.moving_mean  add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
@@ -170,7 +170,7 @@ odd: axis 1 cannot be split evenly
   layout  (unsharded, model)     rule 9  odd
   mesh    batch=2, model=4
   why     6 is not a multiple of 4
-  fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+  fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
 
 tokens: its paths get different layouts
   tokens  (unsharded, model)  rule 2  tokens
@@ -212,7 +212,7 @@ norm.moving_mean: no rule matches, so it is replicated
   why    every device holds all 64 bytes of it
   fix    add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
-no rule matches some: say layout_map.rest = "replicated" if that is meant""".strip()
+no rule matches some: set layout_map.rest = "replicated" if that is meant""".strip()
 
 EXPLAINED = {
     "blocks.1.up.kernel": r"""
@@ -303,7 +303,7 @@ odd
                  layout  (unsharded, model)     rule 9  odd
                  mesh    batch=2, model=4
                  why     6 is not a multiple of 4
-                 fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or say uneven="shrink"
+                 fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
   change it    a rule that is the path itself wins over all others: change rule 9
 """,
     "norm.moving_mean": r"""

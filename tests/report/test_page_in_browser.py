@@ -232,7 +232,7 @@ def test_search(browser, show):
         assert found == rows(browser), words
 
     search(browser, "/(/")
-    assert "This is no regex" in text(browser, "#hits")
+    assert "This is not a regex" in text(browser, "#hits")
     assert "true" == find(browser, "#search").get_attribute("aria-invalid")
 
 

@@ -62,14 +62,14 @@ error: head.kernel: axis 1 cannot be split evenly
   layout  (batch, model)     rule 2  head\.
   mesh    batch=2, model=4
   why     6 is not a multiple of 4
-  fix     pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or say uneven="shrink"
+  fix     pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or set uneven="shrink"
 
 warning: rule 3  norm\.moving_meen: matches no variable
   near misses  norm.moving_mean
   why          rules match from the start of a path, and none of the model's 9 paths starts like this
   fix          did you mean r"norm\.moving_mean$"? else delete it
 
-warning: no rule matches these 4, so they are replicated; add rules, or say layout_map.rest = "replicated"
+warning: no rule matches these 4, so they are replicated; add rules, or set layout_map.rest = "replicated"
   blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)
   norm.moving_mean       correct rule 3  norm\.moving_meen to r"norm\.moving_mean$", or add a rule
 """.strip()

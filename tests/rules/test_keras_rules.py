@@ -80,8 +80,8 @@ def test_two_regexes_that_match_one_name_are_an_error():
 mlp.up.kernel: 2 of Keras's rules match its name
   rule 1  keras:.*kernel  (model, unsharded)
   rule 2  keras:mlp.*     (unsharded, model)
-  why                     Keras refuses a name that several keys of a layout map match, whichever comes first
-  fix                     make one of them narrower, or add a rule that is the path itself: \
+  why                     Keras refuses a name that several keys of a layout map match
+  fix                     make one of them more specific, or add a rule that is the path itself: \
 layout_map['mlp.up.kernel']""" == str(problem)
     assert () == planned(rules | {"mlp.up.kernel": ROWS}, UP).errors
 
@@ -169,6 +169,6 @@ def test_a_key_that_is_no_regex_is_refused_with_what_to_write():
 @pytest.mark.parametrize("given", [{}, None, "a map", lm.LayoutMap(MESH)])
 def test_what_is_no_map_of_keras_is_refused(given):
     """By what it is."""
-    with pytest.raises(RuleError, match=r"from_keras: .* is no layout map of Keras") as refused:
+    with pytest.raises(RuleError, match=r"from_keras: .* is not a layout map of Keras") as refused:
         lm.LayoutMap.from_keras(given)
     assert "Llama3Backbone.get_layout_map(device_mesh)" in refused.value.fix

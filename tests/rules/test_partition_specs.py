@@ -62,7 +62,7 @@ REGEXES = st.sampled_from(
     st.lists(st.tuples(REGEXES, SPECS), max_size=5),
     st.dictionaries(PATHS, st.sampled_from([(), (1,), (1, 1, 1), (8, 8), (8, 8, 8)]), max_size=8),
 )
-@pytest.mark.filterwarnings("ignore:from_partition_rules. .* rules? decides? nothing")
+@pytest.mark.filterwarnings("ignore:from_partition_rules. .* rules? without effect")
 def test_rules_of_easylm_mean_what_they_mean_there(rules, shapes):
     """The first that `re.search` finds in the path with slashes; one element is replicated; none is an error."""
 
@@ -87,7 +87,7 @@ def test_rules_that_decide_nothing_are_named():
     """Those that match nothing, and those that come too late."""
     rules = [("wq", ("fsdp",)), ("wk", ("fsdp",)), ("h/0/wq", ("tensor",))]
 
-    with pytest.warns(LayoutMapWarning, match=r"2 rules decide nothing\n  rules  2  wk, 3  h/0/wq\n"):
+    with pytest.warns(LayoutMapWarning, match=r"2 rules without effect\n  rules  2  wk, 3  h/0/wq\n"):
         lm.LayoutMap.from_partition_rules(rules, MESH, {"h.0.wq": (8, 8)})
 
 
@@ -113,10 +113,14 @@ def test_an_array_without_a_spec_has_no_rule():
 
 SHAPES = {"d.kernel": (8, 8), "d.bias": (8,)}
 REFUSED = {
-    "a list": ([("d", ())], "is no dict", "pass a dict by path"),
+    "a list": ([("d", ())], "is not a dict", "pass a dict by path"),
     "another array": ({"d.kernal": ()}, "d.kernal is none of the arrays", "did you mean d.kernel?"),
-    "a text": ({"d.kernel": "tensor"}, "'tensor' is no PartitionSpec", 'write PartitionSpec(None, "model")'),
-    "a number": ({"d.kernel": 3}, "3 is no PartitionSpec", "or a tuple"),
+    "a text": (
+        {"d.kernel": "tensor"},
+        "'tensor' is not a PartitionSpec",
+        'write PartitionSpec(None, "model")',
+    ),
+    "a number": ({"d.kernel": 3}, "3 is not a PartitionSpec", "or a tuple"),
     "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 cannot be expressed in a layout", "leave it out"),
     "too many": ({"d.bias": ("fsdp", None)}, "2 entries for an array of 1 axes", "leave entries out"),
     "a dim": ({"d.bias": ("model",)}, "spec 'model' of axis 0 is not allowed", "use one of 'fsdp', 'tensor'"),
@@ -204,7 +208,7 @@ BAD_LOGICAL = {
         [],
         {"up.kernel": ("mlp", "mlp")},
         "linen",
-        "up.kernel: two axes are called 'mlp'",
+        "up.kernel: two axes have the name 'mlp'",
         "different",
     ),
     "rank": ([("mlp", None)], {"up.bias": ("mlp", None)}, "linen", "up.bias: 2 entries", "leave entries out"),

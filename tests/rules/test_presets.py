@@ -89,12 +89,12 @@ there is no preset 'lama'
     with pytest.raises(RuleError) as missing:
         lm.LayoutMap.preset("llama", MESH)
     assert """\
-preset 'llama': model_dim 'model' is no dim of the mesh
+preset 'llama': model_dim 'model' is not a dim of the mesh
   mesh  data=2, tp=4
   why   weights are sharded over it
   fix   use one of 'data', 'tp', or pass None""" == str(missing.value)
 
-    with pytest.raises(RuleError, match="fsdp_dim 'batch' is no dim of the mesh"):
+    with pytest.raises(RuleError, match="fsdp_dim 'batch' is not a dim of the mesh"):
         lm.LayoutMap.preset("llama", MESH, model_dim="tp", fsdp_dim="batch")
     with pytest.raises(RuleError, match="'tp'"):
         lm.LayoutMap.preset("llama", MESH, model_dim="tp", fsdp_dim="tp")

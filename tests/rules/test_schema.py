@@ -109,7 +109,7 @@ def test_the_schema_says_what_from_yaml_says(data):
 WRONG = {
     "no version": lambda data: data.pop("version"),
     "another version": lambda data: data.update(version=2),
-    "a version that is no number": lambda data: data.update(version=True),
+    "a version that is not a number": lambda data: data.update(version=True),
     "an unknown key": lambda data: data.update(rule={}),
     "rules in a list": lambda data: data.update(rules=[]),
     "specs that are no list": lambda data: data["rules"].update(up="model"),

@@ -286,7 +286,7 @@ BAD = {
     "a dim that is not there": (
         lambda: converted(LLAMA, dim="tp"),
         """
-        from_tp_plan: dim 'tp' is no dim of the mesh
+        from_tp_plan: dim 'tp' is not a dim of the mesh
           mesh  batch=2, model=4
           why   weights are sharded over it
           fix   use one of 'batch', 'model'
@@ -298,7 +298,7 @@ BAD = {
         tp_plan: none of its entries is for a parameter of the model
           entry      layers.*.self_attn.q_proj
           parameter  model.embed_tokens.weight
-          why        their paths begin otherwise
+          why        their paths begin differently
           fix        from_tp_plan(..., prefix='model.')
         """,
     ),
@@ -308,7 +308,7 @@ BAD = {
         tp_plan: none of its entries is for a parameter of the model
           entry      layers.*.self_attn.q_proj
           parameter  a
-          why        it is the plan of another model
+          why        it is another model's plan
           fix        use the model's own plan
         """,
     ),
@@ -341,7 +341,9 @@ def test_an_entry_for_nothing_in_the_model_is_reported():
 
     assert 6 == len(layout_map)
     assert textwrap.dedent("""\
-        tp_plan: these entries are for nothing in the model
+        tp_plan: these entries match nothing in the model
           entries  model.layers.*.mlp.gate_porj (colwise)
           why      no parameter and no layer has such a path
-          fix      let it be if the model has no such part, else fix their paths""") == str(caught[0].message)
+          fix      ignore this if the model has no such part, else correct their paths""") == str(
+        caught[0].message
+    )

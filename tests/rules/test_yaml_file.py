@@ -36,6 +36,7 @@ def test_the_file_is_as_documented():
     assert list(layout_map) == list(lm.LayoutMap.from_yaml(RULES_FILE))
 
 
+@pytest.mark.filterwarnings("ignore:.* can take forever")
 @given(strategies.layout_maps())
 def test_every_map_is_read_back_as_it_was(layout_map):
     """Writing and reading a map changes neither its rules, nor their order, nor its mesh."""
@@ -140,7 +141,7 @@ rules file: rule 'a' has no list of sharding specs
         (
             "just text",
             """\
-rules file: it is no mapping
+rules file: it is not a mapping
   there  'just text'
   fix    write it as LayoutMap.to_yaml() does: version, mesh and rules""",
         ),

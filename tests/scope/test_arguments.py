@@ -116,7 +116,7 @@ def test_the_mesh_of_another_library():
 def test_inputs_that_are_no_arrays(inputs, shape, leaf, kind):
     """A shape alone says no element type, so the fix is an input of that shape."""
     assert f"""\
-inputs={inputs}: {leaf} is no array
+inputs={inputs}: {leaf} is not an array
   why   it is {kind}, and has neither a shape nor an element type
   fix   pass an example batch, or its shape and type: inputs=keras.Input(batch_shape={shape}, dtype="float32")\
 """ == refused(lambda: lm.plan(make_model, MAP, inputs=inputs))

@@ -103,7 +103,7 @@ def test_too_few_devices_are_refused_with_what_helps_a_program_that_runs(device_
 mesh of 16 devices, and JAX has 8
   mesh     x=16
   devices  CPU:0, CPU:1, CPU:2, CPU:3, CPU:4, CPU:5, CPU:6, CPU:7
-  why      each place of the mesh needs a device
+  why      each position of the mesh needs a device
   fix      restart Python and call lm.simulate_devices(16) before JAX starts, for as many devices of the CPU; \
 or make the mesh smaller""" == str(refused.value)
 

@@ -430,7 +430,7 @@ BAD_RULES = {
 rule 'there' is in the map already
   there  (unsharded, model)
   new    (model, unsharded)
-  why    two layouts for one pattern contradict each other
+  why    one pattern has one layout
   fix    del layout_map['there'] first, or change one of the patterns""",
     ),
     "an invalid regex": (
@@ -438,7 +438,7 @@ rule 'there' is in the map already
         """\
 rule '.*\\\\.(query|key\\\\.kernel' is not a regex
   why   missing ), unterminated subpattern, at character 4
-  fix   complete the regex, or escape the sign where it is meant itself: '.*\\\\.\\\\(query|key\\\\.kernel'""",
+  fix   complete the regex, or escape the character if it is meant literally: '.*\\\\.\\\\(query|key\\\\.kernel'""",
     ),
     "a glob": (
         lambda m: m.__setitem__("*.kernel", ROW),
@@ -452,7 +452,7 @@ rule '*.kernel' is not a regex
         """\
 rule 'a{99999999999}' is not a regex
   why   the repetition number is too large
-  fix   fix the regex; re.escape(path) escapes all signs of a path""",
+  fix   fix the regex; re.escape(path) escapes all special characters of a path""",
     ),
     "a compiled regex": (
         lambda m: m.__setitem__(re.compile("a"), ROW),
@@ -464,14 +464,14 @@ rule re.compile('a') is not text
     "text for a layout": (
         lambda m: m.__setitem__("new", "model"),
         """\
-rule 'new': 'model' is no layout
+rule 'new': 'model' is not a layout
   why   it is of type str
   fix   for a tensor of one axis write ('model',), of two (None, 'model')""",
     ),
     "no layout": (
         lambda m: m.setdefault("new"),
         """\
-rule 'new': None is no layout
+rule 'new': None is not a layout
   why   it is None
   fix   use a Layout, or a tuple of sharding specs such as (None, "model")""",
     ),
@@ -497,7 +497,7 @@ rule 'new': layout (model, model): spec 'model' of axis 1 is not allowed
 rule 'new': its layout is on another mesh
   map's     batch=2, model=4
   layout's  model=8
-  why       one program runs all variables of a model on one mesh
+  why       all variables of a model are on one mesh
   fix       use the map's mesh, or make another map""",
     ),
     "an activation that is there": (
@@ -506,7 +506,7 @@ rule 'new': its layout is on another mesh
 activation rule 'layer' is in the map already
   there  (model, unsharded)
   new    (model, unsharded)
-  why    two layouts for one pattern contradict each other
+  why    one pattern has one layout
   fix    del layout_map.activations['layer'] first, or change one of the patterns""",
     ),
     "an activation by module": (
@@ -522,13 +522,13 @@ activation rule 7 is not text
 activation rule 'new': its layout is on another mesh
   map's     batch=2, model=4
   layout's  model=8
-  why       one program runs all variables of a model on one mesh
+  why       all variables of a model are on one mesh
   fix       use the map's mesh, or make another map""",
     ),
     "one bad rule of many": (
         lambda m: m.update({"fine": ROW, "new": 7}),
         """\
-rule 'new': 7 is no layout
+rule 'new': 7 is not a layout
   why   it is of type int
   fix   use a Layout, or a tuple of sharding specs such as (None, "model")""",
     ),

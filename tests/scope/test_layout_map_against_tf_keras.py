@@ -124,7 +124,7 @@ def test_a_key_that_is_there_is_refused_by_both(pair):
 def test_a_value_that_is_no_layout_is_refused_by_both(pair):
     """Text for a layout is a ValueError that says so."""
     for layout_map in pair:
-        with pytest.raises(ValueError, match=r"should be a dtensor.Layout type|'model' is no layout"):
+        with pytest.raises(ValueError, match=r"should be a dtensor.Layout type|'model' is not a layout"):
             layout_map["new"] = "model"
 
 
@@ -221,7 +221,7 @@ def test_a_layout_of_tensorflow_is_taken(pair):
     assert ROW == ours["new"]
     assert ROW == Layout(tf_layout.sharding_specs, tf_layout.mesh)
     assert MESH == LayoutMap(tf_layout.mesh).mesh
-    with pytest.raises(RuleError, match="is no layout"):
+    with pytest.raises(RuleError, match="is not a layout"):
         ours["text"] = tf_layout.to_string()
 
 

@@ -324,7 +324,7 @@ def test_logical_rules_mean_in_linen_what_they_mean_there(rules, arrays):
     try:
         theirs = {path: nn.logical_to_mesh_axes(names, rules) for path, names in axes.items()}
     except ValueError:
-        with pytest.raises(RuleError, match="two axes are called"):
+        with pytest.raises(RuleError, match="two axes have the name"):
             ours()
     else:
         assert theirs == {path: P(*specs) for path, specs in ours().items()}
@@ -415,7 +415,7 @@ def test_a_plan_goes_to_specs_and_back(planned):
     st.sampled_from([None, "batch", ("batch", "model")]),
 )
 def test_a_map_goes_to_a_tree_and_back(kernel, bias):
-    """By PartitionSpecs and by NamedShardings, with the same layouts for the same paths; what is no array has none."""
+    """By PartitionSpecs and by NamedShardings, with the same layouts for the same paths; other leaves have none."""
     layout_map = lm.LayoutMap(MESH, {r"blocks\.\d\.kernel": kernel, "blocks.*bias": (bias,)})
     for tree in layout_map.to_partition_specs(TREE), layout_map.to_named_shardings(TREE):
         assert tree["activation"] is None
@@ -464,7 +464,7 @@ def refused_specs():
         "unreduced=['batch']": P(unreduced={"batch"}),
         "memory kind 'pinned_host'": NamedSharding(mesh, P(), memory_kind="pinned_host"),
         "its sharding is on another mesh": NamedSharding(other, P("model")),
-        "is no PartitionSpec": jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        "is not a PartitionSpec": jax.sharding.SingleDeviceSharding(jax.devices()[0]),
     }
 
 

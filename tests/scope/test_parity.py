@@ -141,7 +141,7 @@ def test_a_wrong_seed_is_found_at_its_variable():
         lm.check_parity(make_model, make_map(MLP), numbers(), steps=0)
 
     what, differs, mesh, then, why, fix = str(caught.value).splitlines()
-    assert "d2.kernel: the sharded model parts from the plain one in its weights" == what
+    assert "d2.kernel: the sharded model differs from the plain one, first in its weights" == what
     assert differs.startswith("  differs by  ")
     assert differs.endswith(" (allowed 0)")
     assert "  mesh        batch=2, model=4" == mesh

@@ -154,7 +154,7 @@ def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
         ({"on": "h100", "inputs": None}, "plan: on='h100' needs inputs", "pass inputs="),
         (
             {"on": "h100", "batch_dim": "rows"},
-            "batch_dim 'rows' is no dim of the mesh",
+            "batch_dim 'rows' is not a dim of the mesh",
             "use one of 'data', 'model'",
         ),
         ({"batch_dim": "data"}, "batch_dim='data' has no effect without on=", "leave batch_dim out"),

@@ -32,7 +32,7 @@ def test_plans_are_compared_by_what_they_place():
 
     assert 1 == len({str(error) for error in errors})
     assert isinstance(errors[0], lm.PlanError)
-    assert "process 2 has another plan than process 0" == errors[0].what
+    assert "process 2 has a different plan from process 0" == errors[0].what
     assert "kernel  layout  (x, unsharded) -> (unsharded, x)" in str(errors[0])
 
 
@@ -93,7 +93,7 @@ def test_batches_are_compared():
         arrays = [np.zeros(3, np.float32), others]
         errors = everywhere(2, lambda i, gather, arrays=arrays: check_batch([arrays[i]], gather))
 
-        assert ["the processes bring different batches"] * 2 == [error.what for error in errors]
+        assert ["the processes pass different batches"] * 2 == [error.what for error in errors]
     assert [None] * 2 == everywhere(2, lambda i, gather: check_batch([np.zeros(3)], gather))
 
 

@@ -83,7 +83,7 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     """Layers that have no weights yet are a warning of their own, with the fix, and an error if `strict`."""
     message = textwrap.dedent("""\
         Lazy: 2 layers have no weights yet: dense, dense_1
-          why   a model makes its weights at its first call, and nothing has called it
+          why   a model makes its weights at its first call, and has not been called
           fix   pass inputs=: an example batch, or keras.Input(...); a lazy layer of torch needs its sizes instead""")
     keras.utils.clear_session()
     plan = lm.plan(Lazy, lm.LayoutMap(make_map().mesh))

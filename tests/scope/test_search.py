@@ -178,11 +178,14 @@ def test_figures_are_those_of_a_dim_of_the_batch(tmp_path):
         ({"on": 3}, "search: on=3 names no machine"),
         ({"verify": "b300"}, "target 'b300' is not known"),
         ({"mesh": "data=2,model=8"}, "on='h100:8': the machine has 8 devices, and the mesh 16"),
-        ({"mesh": "data=2,model=4", "batch_dim": "rows"}, "search: batch_dim 'rows' is no dim of the mesh"),
+        (
+            {"mesh": "data=2,model=4", "batch_dim": "rows"},
+            "search: batch_dim 'rows' is not a dim of the mesh",
+        ),
         ({"batch_dim": "rows"}, "search: batch_dim='rows' has no effect without mesh="),
         ({"mesh": "data=2,model=2,expert=2"}, "search: the mesh has 2 dims besides that of the batch"),
-        ({"keep": ["up"]}, "search: keep='up' is no rule of start"),
-        ({"start": {"up": ("model",)}}, "search: start={'up': ('model',)} is no layout map"),
+        ({"keep": ["up"]}, "search: keep='up' is not a rule of start"),
+        ({"start": {"up": ("model",)}}, "search: start={'up': ('model',)} is not a layout map"),
         ({"inputs": None}, "search: there are no inputs"),
         ({"make_model": narrow}, "narrow: it cannot be called with inputs of these shapes"),
         (

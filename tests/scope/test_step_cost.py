@@ -390,7 +390,7 @@ def test_recomputed_blocks_change_the_state_that_they_change():
 
 
 def test_layers_to_recompute_that_there_are_not():
-    """A pattern that matches no layer, one that is no regex, and a pytree, which has no layers: each says so."""
+    """A pattern that matches no layer, one that is not a regex, and a pytree, which has no layers: each says so."""
 
     def pytree():
         weights = {"up": jnp.zeros((WIDTH, INNER))}
@@ -422,7 +422,7 @@ def test_a_batch_dim_that_the_mesh_does_not_have_is_refused(block):
     ):
         with pytest.raises(lm.ScopeError) as raised:
             count()
-        assert "batch_dim 'rows' is no dim of the mesh" == raised.value.what
+        assert "batch_dim 'rows' is not a dim of the mesh" == raised.value.what
         assert "use one of 'data', 'model', or leave it out" == raised.value.fix
 
 
@@ -535,7 +535,7 @@ def test_a_model_that_cannot_be_traced_says_so():
 
 def test_inputs_without_a_shape_are_refused():
     """What stands for a batch has a shape and an element type, or is refused by what it is."""
-    with pytest.raises(lm.ScopeError, match="is no array"):
+    with pytest.raises(lm.ScopeError, match="is not an array"):
         lowered(Block, inputs=(ROWS, WIDTH))
 
 

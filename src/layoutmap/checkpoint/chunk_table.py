@@ -44,7 +44,7 @@ class ChunkTable(Sequence[Chunk]):
         files, starts, indices, self._checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
         self._files, self._starts = _integers(files, (len(rows),)), _integers(starts, (len(rows),))
         if not all(isinstance(each, str) for each in self._checksums):
-            raise ValueError("a checksum of a chunk is no text")
+            raise ValueError("a checksum of a chunk is not text")
         ends = _integers(indices, (len(rows), rank, 2))
         self._begins, self._ends = ends[..., 0], ends[..., 1]
 

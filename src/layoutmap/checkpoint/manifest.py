@@ -138,7 +138,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         manifest = _manifest(found) if is_known else None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
-            f"{where}: this is no manifest of a checkpoint",
+            f"{where}: this is not a manifest of a checkpoint",
             why=f"it has the right checksum and not the right parts: {error!r}",
             fix="it was written by another program; load another step",
         ) from error

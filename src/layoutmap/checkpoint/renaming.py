@@ -191,7 +191,12 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
     entries = found.get("names")
     if not isinstance(entries, dict):
         raise _wrong(
-            where, text, "names", "names is no mapping", f"it is {brief(entries)}", f"map {_LEFT} to a name"
+            where,
+            text,
+            "names",
+            "names is not a mapping",
+            f"it is {brief(entries)}",
+            f"map {_LEFT} to a name",
         )
     return Names(where, tuple(_entries(where, text, cast("dict[str, Any]", entries))))
 

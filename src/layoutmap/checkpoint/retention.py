@@ -118,7 +118,7 @@ def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[s
             found[name] = float(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"metrics[{name!r}]: this is no number",
+                f"metrics[{name!r}]: this is not a number",
                 facts={"it says": str(error)},
                 why="steps are compared by their metrics",
                 fix="pass one number for each metric, as in metrics={'loss': 0.25}",

@@ -14,7 +14,7 @@ from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renamed import under_their_names
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.specs import variable_specs
-from layoutmap.cli.output import PROBLEMS, WELL, check_targets, say, write_all
+from layoutmap.cli.output import PROBLEMS, WELL, check_targets, columns_of, say, write_all
 from layoutmap.cli.plans import rules_of_file
 from layoutmap.core.errors import CheckpointError, LayoutMapError, listed
 from layoutmap.core.mesh import Mesh
@@ -37,13 +37,14 @@ def describe(options: Any) -> int:
             found = Checkpoint(found.source, options.match)
         except re.error as error:
             raise LayoutMapError(
-                f"--match {options.match!r} is no regex",
+                f"--match {options.match!r} is not a regex",
                 why=str(error),
                 fix=r"write it as in --match '\.kernel$'",
             ) from error
     texts = {"--json": found.to_json, "--html": found.to_html}
     out = write_all({path: texts[option]() for option, path in files.items()})
-    say(str(found), out)
+    width = columns_of(out, options.wide)
+    say(found.to_text(width), out, width)
     return WELL
 
 

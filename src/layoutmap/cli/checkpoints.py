@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 from layoutmap.cli import interrupts
+from layoutmap.cli.output import add_wide_option
 from layoutmap.cli.sizes import size_in_bytes
 
 _EXAMPLES = """examples:
@@ -52,6 +53,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--match", metavar="REGEX", help="only variables in whose paths the regex is found; bytes are theirs"
     )
+    add_wide_option(shown)
     shown.add_argument("--json", metavar="FILE", help='also write it for programs; "-": to stdout')
     shown.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
     command("history", "Print which step came from which, as a tree.", of_a_step=False)

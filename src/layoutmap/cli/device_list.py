@@ -34,7 +34,7 @@ def list_devices(options: Any) -> int:
                     why=str(error),
                     fix=f'pip install "layoutmap[{engine}]"'
                     if missing
-                    else f"make {engine} itself list its devices",
+                    else f"check that {engine} itself lists its devices",
                 ) from error
             if not missing:
                 say(f"layoutmap: {engine}: no devices: {error}", sys.stderr)

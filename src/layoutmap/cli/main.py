@@ -31,7 +31,9 @@ from layoutmap.cli.output import (
     INTERRUPTED,
     PROBLEMS,
     WELL,
+    add_wide_option,
     check_targets,
+    columns_of,
     drop_unwritten,
     say,
     write_all,
@@ -100,7 +102,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _failed(error.strerror or error)
     except Exception as error:  # else its exit code would be that of a plan with problems
         return _failed(
-            f"{type(error).__name__}, which is a mistake in layoutmap: please report it with the lines above",
+            f"{type(error).__name__}, which is a bug in layoutmap: please report it with the lines above",
             before=traceback.format_exc().rstrip(),
         )
 
@@ -199,18 +201,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_checkpoint_commands(checkpoint)
     there = command(
-        "devices", list_devices, "List the devices of this process, and say which of a job it is."
+        "devices", list_devices, "List the devices of this process, and its number in a job of several."
     )
     there.add_argument(
         "--engine",
         choices=tuple(ENGINES),
-        help="whose devices; default: those of all engines that are installed",
+        help="the engine; default: all that are installed",
     )
-    command(
+    listed = command(
         "presets",
         _presets,
         "List the presets of rules, and the published models that can be planned by name.",
     )
+    add_wide_option(listed)
     rules = command(
         "schema", _schema, "Print the JSON Schema of rules files, for editors, or check such files."
     )
@@ -234,45 +237,47 @@ def _plan(options: Any) -> int:
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
+    width = columns_of(out, options.wide)
     refused = "" if known_model(options.model) else "--dtype"
-    rest = f"{made}\n\n{memory}".removeprefix(str(verdict))
-    say(verdict.text(as_command=True, refused=refused) + in_yaml(rest), out)
+    rest = f"{made.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
+    say(verdict.text(as_command=True, refused=refused) + in_yaml(rest), out, width)
     if findings:
-        say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out)
+        say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out, width)
     if made.cost is not None:
-        say(f"\n{made.cost}", out)
-    say(f"\nVerdict: {verdict.headline}", out)  # the first line is out of sight by now
+        say(f"\n{made.cost.to_text(width)}", out, width)
+    say(f"\nVerdict: {verdict.headline}", out, width)  # the first line is out of sight by now
     return WELL if verdict.passes else PROBLEMS
 
 
 def _explain(options: Any) -> int:
     made = plan_of(options.model, options)
     try:
-        say(in_yaml(made.explain(options.path)), sys.stdout)
+        say(in_yaml(made.explain(options.path)), sys.stdout, columns_of(sys.stdout, options.wide))
     except KeyError as error:
         raise LayoutMapError(
             str(error.args[0]),
-            why="a path is written as in the plan, with a number where the table has {0..31}",
-            fix=f"copy it from what this prints: layoutmap plan {options.model} ...",
+            why="write a path as in the plan, with one number in place of {0..31}",
+            fix=f"this prints all paths: layoutmap plan {options.model} ...",
         ) from None
     return WELL
 
 
 def _lint(options: Any) -> int:
     findings = plan_of(options.model, options).lint(options.batch_dim)
-    say(in_yaml(str(findings)), sys.stdout)
+    say(in_yaml(str(findings)), sys.stdout, columns_of(sys.stdout, options.wide))
     return PROBLEMS if findings else WELL
 
 
 def _diff(options: Any) -> int:
     before, after = plans_of([options.before, options.after], options)
     difference = before.diff(after)
-    say(str(difference), sys.stdout)
+    width = columns_of(sys.stdout, options.wide)
+    say(difference.to_text(width), sys.stdout, width)
     return PROBLEMS if difference else WELL
 
 
-def _presets(_: Any) -> int:
-    say(listing(), sys.stdout)
+def _presets(options: Any) -> int:
+    say(listing(), sys.stdout, columns_of(sys.stdout, options.wide))
     return WELL
 
 

@@ -99,7 +99,7 @@ def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> 
         if value and not there:
             raise LayoutMapError(
                 f"{option} {value} is {of}",
-                why="it has no meaning here",
+                why="it has no effect here",
                 fix="leave it out; layoutmap --help has examples",
             )
     if name is None:
@@ -107,7 +107,7 @@ def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> 
     if mesh is None:
         raise LayoutMapError(
             f"preset {name!r}: there is no mesh",
-            why="the rules of a preset are for any mesh, so they name none",
+            why="the rules of a preset fit any mesh, so they do not name one",
             fix="add one, as in --mesh batch=2,model=4",
         )
     model_dim = options.model_dim or "model"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Mapping
@@ -14,13 +16,41 @@ from typing import TextIO
 from layoutmap.cli import interrupts
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
+from layoutmap.core.text_table import ALL_COLUMNS, wrapped
 
 WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 """The exit codes; `layoutmap.cli.main` says what they mean."""
+_NARROWEST = 60  # columns of a terminal: in a narrower one lines are broken by the terminal
 
 
-def say(text: str, stream: TextIO | None) -> None:
+def add_wide_option(parser: argparse.ArgumentParser) -> None:
+    """Whether a terminal gets all of each line."""
+    parser.add_argument(
+        "--wide",
+        action="store_true",
+        help="print all columns of tables and all of each line, also where the terminal is narrower",
+    )
+
+
+def columns_of(stream: TextIO | None, wide: bool) -> int | None:
+    """How many characters wide what people read may be: as the terminal is; `None`: as it is.
+
+    Args:
+        stream: Where it goes. What is no terminal, as a file or a pipe, gets all of each line.
+        wide: Whether it is to be as it is, all the same.
+    """
+    if wide or stream is None or stream.closed or not stream.isatty():
+        return None
+    return max(_NARROWEST, shutil.get_terminal_size().columns)
+
+
+def say(text: str, stream: TextIO | None, width: int | None = None) -> None:
     """Print lines for people: control characters are escaped, and so is what the stream's encoding lacks.
+
+    Args:
+        text: The lines.
+        stream: Where they go.
+        width: How wide a line may be, before it is broken between words; `None`: as it is.
 
     Raises:
         OSError: The stream is closed, or cannot be written to.
@@ -28,7 +58,10 @@ def say(text: str, stream: TextIO | None) -> None:
     there = _opened(stream)
     encoding = there.encoding or "utf-8"
     lines = escaped(text, keep="\n\t")
-    there.write(lines.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    lines = (
+        lines.encode(encoding, "backslashreplace").decode(encoding).replace(ALL_COLUMNS, "--wide shows all")
+    )
+    there.write(wrapped(lines, width) + "\n")
 
 
 def is_stdout(path: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from layoutmap.adapters import ADAPTERS, find_adapter, imported_adapter
 from layoutmap.cli.models import add_preset_options, known_model, make_of, preset_of
-from layoutmap.cli.output import say
+from layoutmap.cli.output import add_wide_option, say
 from layoutmap.cli.users_code import function_named, names_of, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
@@ -53,14 +53,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--inputs",
         metavar="SPEC",
         nargs="+",
-        help="what the model is called with: for a model that makes its weights at its first call, and for --on: "
+        help="the model's inputs: for a model that makes its weights at its first call, and for --on: "
         '"float32[8,128]", or "name=int32[8,16]"',
     )
     add_partial_option(parser)
+    add_wide_option(parser)
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="a Keras optimizer whose slots are planned as well, as in adamw; with --on also one of torch",
+        help="a Keras optimizer whose slots are planned as well, such as adamw; with --on also one of torch",
     )
     parser.add_argument(
         "--on",
@@ -74,7 +75,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         help="with --on: have XLA's own compiler compile the step for those devices, which need not be present, or for "
-        'DEVICE, as in "cpu", and print its figures beside those that were counted',
+        'DEVICE, as in "cpu", and print its figures beside the counted ones',
     )
     parser.add_argument(
         "--remat",
@@ -104,7 +105,7 @@ def add_partial_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--partial",
         action="store_true",
-        help="take the plan of a model whose layers do not all have weights yet; without it the exit code is 2",
+        help="accept a plan of a model whose layers do not all have weights yet; without it the exit code is 2",
     )
 
 
@@ -156,13 +157,13 @@ def complete(plan: Plan, name: str, options: Any) -> Plan:
     if _is_file(name):
         fix = "write the file again from the model, with --inputs"
     elif options.inputs:
-        fix = "name --inputs that reach these layers, or leave layers out that the model never calls"
+        fix = "name --inputs that reach these layers, or remove layers that the model never calls"
     else:
-        fix = 'say what it is called with, as in --inputs "float32[8,128]"'
+        fix = 'describe its inputs, as in --inputs "float32[8,128]"'
     raise LayoutMapError(
         f"{name}: the plan is incomplete: {missing.what}",
         why=missing.why,
-        fix=f"{fix}; or take the plan as it is: --partial",
+        fix=f"{fix}; or accept the plan as it is: --partial",
     )
 
 
@@ -298,7 +299,7 @@ def _input(text: str) -> tuple[str | None, _Shaped]:
         raise LayoutMapError(
             f"--inputs {text!r} is not a dtype with a shape",
             facts={"dtypes": ", ".join(_DTYPES)} if found else {},
-            why="it gives the dtype and the shape of what the model is called with",
+            why="it gives the dtype and the shape of an input",
             fix='write it as in --inputs "float32[8,128]", or "name=int32[8,16]" for each of several',
         )
     return found[1], _Shaped(tuple(map(int, filter(None, found[3].split(",")))), found[2])
@@ -311,7 +312,7 @@ def _read_from(path: str) -> Generator[None]:
         yield
     except RecursionError as error:
         raise LayoutMapError(
-            f"{path}: it is nested too deeply", why="no file that this library writes is", fix="write it anew"
+            f"{path}: it is nested too deeply", why="files of this library are not", fix="write it anew"
         ) from error
     except LayoutMapError as error:
         raise LayoutMapError(

@@ -10,7 +10,7 @@ from typing import Any
 from layoutmap.adapters import ADAPTERS
 from layoutmap.cli import interrupts
 from layoutmap.cli.models import known_model, make_of
-from layoutmap.cli.output import WELL, check_targets, say, write_all
+from layoutmap.cli.output import WELL, add_wide_option, check_targets, columns_of, say, write_all
 from layoutmap.cli.plans import (
     add_attention_option,
     add_partial_option,
@@ -93,6 +93,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write it as a page for a browser")
     parser.add_argument("--library", choices=tuple(ADAPTERS), help="the library of the model")
     add_partial_option(parser)
+    add_wide_option(parser)
 
 
 def run_search_command(options: Any) -> int:
@@ -111,7 +112,7 @@ def run_search_command(options: Any) -> int:
     if options.dtype and not known:
         raise LayoutMapError(
             f"--dtype {options.dtype} is for published models",
-            why="it has no meaning here",
+            why="it has no effect here",
             fix="leave it out, and make the model with that policy",
         )
     module_name, function_name = names_of(options.model)
@@ -144,7 +145,9 @@ def run_search_command(options: Any) -> int:
         "--html": lambda: found.plan.to_html(found.batch_dim),
     }
     out = write_all({path: made[option]() for option, path in files.items()})
-    say(str(found), out)
+    width, rules = columns_of(out, options.wide), found.to_yaml()
+    say(rules, out)  # to be copied: the terminal breaks its lines, and copies them as one
+    say(found.to_text(width).removeprefix(f"{rules}\n"), out, width)
     if not found.is_complete:
         say("layoutmap: interrupted; the best map so far is above", sys.stderr)
     return WELL

@@ -38,8 +38,8 @@ class UsersCodeError(LayoutMapError):
         self.trace = "".join(traceback.TracebackException(type(error), error, trace).format()).rstrip()
         super().__init__(
             f"{name} raised {type(error).__name__}",
-            why="there is no plan, since the model could not be made",
-            fix="correct what is shown above, and run the command again",
+            why="the model could not be made, so there is no plan",
+            fix="fix the error that is shown above, and run the command again",
         )
 
 

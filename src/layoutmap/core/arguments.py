@@ -98,7 +98,7 @@ def as_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
         elif n is not None and n < -1:
             why = "an axis has 0 elements or more; None or -1 stands for a size that is not known"
     if why:
-        kind = "a negative size" if why.startswith("an axis") else "a size that is no number of elements"
+        kind = "a negative size" if why.startswith("an axis") else "a size that is not a number of elements"
         raise LayoutError(f"the shape {sizes} has {kind}", why=why, fix="give the sizes of the tensor")
     return found
 

@@ -407,7 +407,7 @@ def as_layout(value: Any, mesh: Mesh | None = None) -> Layout:
         fix = 'use a Layout, or a tuple of sharding specs such as (None, "model")'
         if isinstance(value, str):
             fix = f"for a tensor of one axis write ({value!r},), of two (None, {value!r})"
-        raise LayoutError(f"{value!r} is no layout", why=f"it is {kind_of(value)}", fix=fix)
+        raise LayoutError(f"{value!r} is not a layout", why=f"it is {kind_of(value)}", fix=fix)
     if mesh is None:
         raise LayoutMapError(
             f"sharding specs {value!r} have no mesh",

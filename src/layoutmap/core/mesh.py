@@ -281,7 +281,7 @@ def check_dim(
     """Raise if a mesh has no such dim; `None` names none. `what` is the argument that names it."""
     if dim is not None and dim not in mesh:
         raise error(
-            f"{what} {dim!r} is no dim of the mesh",
+            f"{what} {dim!r} is not a dim of the mesh",
             facts={"mesh": str(mesh)},
             why=why,
             fix=f"use one of {', '.join(map(repr, mesh.dim_names))}{otherwise}",

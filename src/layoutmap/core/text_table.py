@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+import re
+import textwrap
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from layoutmap.core.escaping import escaped
 
 _TABLE = "border-collapse:collapse;color:inherit"  # of a dark notebook, too
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
+_READABLE = 30  # characters of a column; it is not shortened to less while another can be left out
+_NAMED = re.compile(r" *\S+(?: \S+)* {2,}")  # a name, before the column of its text
+ALL_COLUMNS = "to_text() shows all"
+"""What a table says that is not complete; the command line puts its own option in its place."""
 
 
 def size(num_bytes: float) -> str:
@@ -24,19 +30,99 @@ def size(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-def text_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Container[str] = ()) -> list[str]:
-    """Rows of text in columns, under a head and a rule."""
-    table = [head, *(tuple(map(escaped, cells)) for cells in rows)]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+def text_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    right: Container[str] = (),
+    *,
+    width: int | None = None,
+    drop: Sequence[str] = (),
+) -> list[str]:
+    """Rows of text in columns, under a head and a rule.
+
+    Args:
+        head: The names of the columns.
+        rows: A text for each column.
+        right: The columns that are aligned to the right.
+        width: How wide the table may be: columns are left out and shortened, and the last line says which. `None`: as
+            wide as it is.
+        drop: The columns that may be left out, the least important first.
+
+    Example:
+        >>> head, row = ("variable", "dtype", "layout"), ("blocks.{0..31}.mlp.up.kernel", "float32", "(None, model)")
+        >>> print(*text_table(head, [row], width=40, drop=["dtype"]), sep="\\n")
+        variable                   layout
+        -------------------------  -------------
+        blocks.{....mlp.up.kernel  (None, model)
+        hidden: dtype; shortened: variable; to_text() shows all
+    """
+    table = [tuple(head), *(tuple(map(escaped, cells)) for cells in rows)]
+    widths = {name: max(len(cells[i]) for cells in table) for i, name in enumerate(head)}
+    shown = widths if width is None else _fit_widths(widths, width, drop)
     lines = [
         "  ".join(
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(cells, widths, head, strict=True)
+            _shortened(cell, shown[name]).rjust(shown[name])
+            if name in right
+            else _shortened(cell, shown[name]).ljust(shown[name])
+            for cell, name in zip(cells, head, strict=True)
+            if name in shown
         ).rstrip()
         for cells in table
     ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return lines
+    lines.insert(1, "  ".join("-" * each for each in shown.values()))
+    hidden = [name for name in head if name not in shown]
+    shortened = [name for name in shown if shown[name] < widths[name]]
+    said = [
+        f"{how}: {', '.join(names)}" for how, names in (("hidden", hidden), ("shortened", shortened)) if names
+    ]
+    return [*lines, "; ".join([*said, ALL_COLUMNS])] if said else lines
+
+
+def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
+    """The columns that are shown and their widths: first some are dropped, then the widest are shortened."""
+    shown, least = dict(widths), [*drop]
+    while least and sum(min(each, _READABLE) for each in shown.values()) + 2 * (len(shown) - 1) > width:
+        shown.pop(least.pop(0), None)
+    room = width - 2 * (len(shown) - 1)
+    while sum(shown.values()) > room and max(shown.values()) > 1:
+        shown[max(shown, key=lambda name: shown[name])] -= 1
+    return shown
+
+
+def _shortened(text: str, width: int) -> str:
+    """A text without its middle; paths differ most at their ends."""
+    if len(text) <= width:
+        return text
+    tail = 2 * max(0, width - 3) // 3
+    return f"{text[: max(0, width - 3 - tail)]}...{text[len(text) - tail :]}"[:width]
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """Lines broken between words so that none is wider; what continues a line is indented as the text in it.
+
+    Example:
+        >>> print(wrapped("  why  rules match from the start of a path", 30))
+          why  rules match from the
+               start of a path
+    """
+    if width is None:
+        return text
+    return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.split("\n"))
+
+
+def _broken(line: str, width: int) -> str:
+    named = _NAMED.match(line)
+    start = named[0] if named and len(named[0]) <= width // 2 else ""
+    indent = len(start) or min(len(line) - len(line.lstrip()), width // 2)
+    return textwrap.fill(
+        line.removeprefix(start).lstrip(),
+        width,
+        initial_indent=start or " " * indent,
+        subsequent_indent=" " * (indent if start else indent + 2),
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )
 
 
 def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

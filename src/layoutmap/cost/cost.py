@@ -20,6 +20,7 @@ OVERLAP = (
 PEAK = "all figures of the machine are its peak, and starting a collective takes no time: a measured step takes longer"
 COLUMNS = ("collective", "times", "over", "network", "tensor", "sent", "takes", "because of", "phase")
 _RIGHT = ("times", "tensor", "sent", "takes")
+_DROP = ("network", "tensor", "sent", "over", "times", "phase")
 _MOST_ROWS = 12
 
 
@@ -293,16 +294,18 @@ class Cost:
         for wait in self.waits:
             yield wait.what, duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
 
-    def __str__(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
         device = self.machine.device
         lines = [
             f"Cost: {self.line}",
             f"{device.about}; no overlap at all: {duration(self.serial_seconds)}",
             "",
         ]
-        lines += text_table(("of the step", "takes", "share"), self._parts(), ("takes", "share"))
+        lines += text_table(("of the step", "takes", "share"), self._parts(), ("takes", "share"), width=width)
         if self.rows:
-            lines += ["", *text_table(COLUMNS, (row.cells for row in self.rows[:_MOST_ROWS]), _RIGHT)]
+            cells = [row.cells for row in self.rows[:_MOST_ROWS]]
+            lines += ["", *text_table(COLUMNS, cells, _RIGHT, width=width, drop=_DROP)]
         if len(self.rows) > _MOST_ROWS:
             rest = self.rows[_MOST_ROWS:]
             seconds, sent = sum(row.seconds for row in rest), sum(row.sent_bytes for row in rest)
@@ -313,9 +316,11 @@ class Cost:
             *self.counts,
             *([f"devices in the order of the mesh: {mesh}"] if mesh else []),
             *(f"assumed: {each}" for each in self.assumptions),
-            *(["", str(self.verified)] if self.verified else []),
+            *(["", self.verified.to_text(width)] if self.verified else []),
         ]
         return "\n".join(lines)
+
+    __str__ = to_text
 
     def __repr__(self) -> str:
         return f"<Cost: {self.line}>"

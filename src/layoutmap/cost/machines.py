@@ -126,7 +126,7 @@ class _Fields:
 
     def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
         if not isinstance(data, dict):
-            raise _refused(where, "it is no mapping", f"it is {brief(data)}")
+            raise _refused(where, "it is not a mapping", f"it is {brief(data)}")
         self.data, self._where = cast("dict[Any, Any]", data), where
         known = (*needed, *optional)
         for key in self.data:
@@ -141,14 +141,14 @@ class _Fields:
     def text(self, key: str, default: str | None = None) -> str:
         value = self.data.get(key, default)
         if not isinstance(value, str):
-            raise _refused(self._where, f"{key} is no text", f"it is {brief(value)}")
+            raise _refused(self._where, f"{key} is not text", f"it is {brief(value)}")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.data.get(key, default)
         number = as_int(value)
         if number is None or not (0 if default == 0 else 1) <= number < _MOST:
-            raise _refused(self._where, f"{key} is no number of devices", f"it is {brief(value)}")
+            raise _refused(self._where, f"{key} is not a number of devices", f"it is {brief(value)}")
         return number
 
     def figure(self, key: str, unit: str) -> float:
@@ -180,7 +180,7 @@ def _device(name: str, data: Any, where: str) -> Device:
     slow = _Fields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
     sources: Any = fields.data.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
-        raise _refused(where, "sources is no list of texts", f"it is {brief(sources)}")
+        raise _refused(where, "sources is not a list of texts", f"it is {brief(sources)}")
     if not flops.data:
         raise _refused(where, "flops has no type", "time follows from how fast a device multiplies")
     return Device(

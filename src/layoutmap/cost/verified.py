@@ -71,7 +71,10 @@ class Verified:
             ("peak", self.cost.peak_bytes, self.peak_bytes),
         ]
 
-    def __str__(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
         head = ("bytes", "counted", f"XLA for {self.target}", "quotient")
         rows = [(name, size(a), size(b), f"{a / b:.2f}" if b else "") for name, a, b in self.rows]
-        return "\n".join(text_table(head, rows, head[1:]))
+        return "\n".join(text_table(head, rows, head[1:], width=width))
+
+    __str__ = to_text

@@ -94,7 +94,7 @@ def device_names_of(
         raise MeshError(
             f"mesh of {mesh.size} devices, and {framework} has {len(there)}",
             facts={"mesh": str(mesh), "devices": listed(there)},
-            why="each place of the mesh needs a device",
+            why="each position of the mesh needs a device",
             fix=fix_too_few,
         )
     if mesh.devices is None:

@@ -29,10 +29,10 @@ def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Pr
     count = f"{counted(len(layers), 'layer')} {'has' if len(layers) == 1 else 'have'}"
     what = f"{count} no weights yet: {listed(layers)}" if layers else "it has no weights"
     if called:
-        why = "the model was called with these inputs, which makes no others"
+        why = "the model was called with these inputs, which did not reach them"
         fix = "pass inputs that reach all layers, or leave out layers that the model never calls"
     else:
-        why = "a model makes its weights at its first call, and nothing has called it"
+        why = "a model makes its weights at its first call, and has not been called"
         fix = "pass inputs=: an example batch, or keras.Input(...); a lazy layer of torch needs its sizes instead"
     return Problem("not built", "warning", model, f"{model}: {what}" if model else what, why=why, fix=fix)
 

@@ -65,13 +65,16 @@ class PlanDiff:
     def __repr__(self) -> str:
         return f"<PlanDiff: {self._line}>"
 
-    def __str__(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
         rows = [tuple(map(escaped, row)) for row in self._cells]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
-        costs = text_table(COST_COLUMNS, self.costs, COST_COLUMNS[1:]) if self.costs else []
+        costs = text_table(COST_COLUMNS, self.costs, COST_COLUMNS[1:], width=width) if self.costs else []
         parts = (lines, costs, [self._line])
         return "\n\n".join("\n".join(part) for part in parts if part)
+
+    __str__ = to_text
 
     def _repr_html_(self) -> str:
         costs = html_table("A step", COST_COLUMNS, self.costs) if self.costs else ""

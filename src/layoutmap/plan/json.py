@@ -103,11 +103,11 @@ def plan_from_json(text: str) -> PlanTable:
     try:
         data: Any = json.loads(text, object_pairs_hook=JsonObject)
     except (ValueError, TypeError) as error:
-        raise refused("it is no JSON", str(error)) from error
+        raise refused("it is not JSON", str(error)) from error
     except RecursionError:
-        raise refused("it is no JSON of a plan", "it is nested too deeply to be read") from None
+        raise refused("it is not JSON of a plan", "it is nested too deeply to be read") from None
     if not isinstance(data, JsonObject) or data.get("format") != FORMAT:
-        raise refused("it is no plan", f'it does not say "format": "{FORMAT}"')
+        raise refused("it is not a plan", f'it does not say "format": "{FORMAT}"')
     top = Fields(data, "plan")
     version: Any = top("format", a_text) and top("version", lambda each, _: each, None)
     if type(version) is not int or version not in range(1, VERSION + 1):

@@ -103,7 +103,7 @@ def _read_advice(item: Any, place: str) -> Advice:
 
 def _check_dim(dim: str, place: str, mesh: Mesh) -> None:
     if dim not in mesh:
-        raise refused(f"{place}: {dim!r} is no mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
+        raise refused(f"{place}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
 
 
 def _read_machine(item: Any, place: str) -> Machine:

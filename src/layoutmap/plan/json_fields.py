@@ -62,13 +62,13 @@ def refused(what: str, why: str, fix: str = "write it with plan.to_json()") -> P
 
 def wrong(place: str, value: Any, wanted: str) -> PlanError:
     """Return the error of a value of another kind than is wanted."""
-    return refused(f"{place} is no {wanted}", f"it is {brief(value)}")
+    return refused(f"{place} is not {wanted}", f"it is {brief(value)}")
 
 
 def an_object(value: Any, place: str) -> JsonObject:
     """Read an object, in which no key is there twice."""
     if not isinstance(value, JsonObject):
-        raise wrong(place, value, "object")
+        raise wrong(place, value, "an object")
     if value.twice is not None:
         why = "which of the two values is meant is not known"
         raise refused(f"{place}: key {value.twice!r} is there twice", why, "delete one of the two")
@@ -92,21 +92,21 @@ def a_flag(value: Any, place: str) -> bool:
 def a_number(value: Any, place: str) -> int:
     """Read a whole number that is not negative."""
     if type(value) is not int or not 0 <= value <= MOST:  # a bool is an int
-        raise wrong(place, value, "whole number of 0 or more")
+        raise wrong(place, value, "a whole number of 0 or more")
     return value
 
 
 def a_count(value: Any, place: str) -> int:
     """Read a whole number above 0."""
     if not a_number(value, place):
-        raise wrong(place, value, "whole number above 0")
+        raise wrong(place, value, "a whole number above 0")
     return value
 
 
 def a_figure(value: Any, place: str) -> float:
     """Read a number above 0."""
     if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise wrong(place, value, "number above 0")
+        raise wrong(place, value, "a number above 0")
     return value
 
 
@@ -115,7 +115,7 @@ def list_of(read: Read[T]) -> Read[tuple[T, ...]]:
 
     def read_all(value: Any, place: str) -> tuple[T, ...]:
         if not isinstance(value, list):
-            raise wrong(place, value, "list")
+            raise wrong(place, value, "a list")
         return tuple(read(each, f"{place}[{i}]") for i, each in enumerate(cast("list[Any]", value)))
 
     return read_all
@@ -147,7 +147,7 @@ def a_row(*reads: Read[Any], least: int = 2) -> Read[list[Any]]:
         items = cast("list[Any]", value) if isinstance(value, list) else []
         if not least <= len(items) <= len(reads):
             raise wrong(
-                place, value, f"list of {least}" + (f" to {len(reads)}" if least < len(reads) else "")
+                place, value, f"a list of {least}" + (f" to {len(reads)}" if least < len(reads) else "")
             )
         return [of(each, f"{place}[{i}]") for i, (of, each) in enumerate(zip(reads, items, strict=False))]
 

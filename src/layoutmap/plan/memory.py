@@ -93,14 +93,18 @@ class Memory:
         ]
         return sorted(rows, key=lambda row: -row.saved_bytes)
 
-    def __str__(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
         cells = [(row.path, size(row.saved_bytes), f"axis {row.axis} over {row.dim}") for row in self.rows]
         lines = [self._line]
         if cells:
-            lines += ["", *text_table(("replicated", "saves", "if sharded"), cells[:_MOST_ROWS], {"saves"})]
+            head = ("replicated", "saves", "if sharded")
+            lines += ["", *text_table(head, cells[:_MOST_ROWS], {"saves"}, width=width)]
         if len(cells) > _MOST_ROWS:
             lines.append(f"... and {len(cells) - _MOST_ROWS} more")
         return "\n".join(lines)
+
+    __str__ = to_text
 
     @property
     def _line(self) -> str:

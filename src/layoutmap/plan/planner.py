@@ -20,7 +20,7 @@ from layoutmap.core.uneven import Uneven, derived_layout, fitted, sharded_furthe
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity, in_order
-from layoutmap.plan.slots import is_sharded_further, note_of_zero, problems_of_slot
+from layoutmap.plan.slots import NO_RULES, SLOTS, is_sharded_further, note_of_zero, problems_of_slot
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.keras_rules import is_named, layout_for
@@ -265,8 +265,8 @@ def _problem_of_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> 
         variable.path,
         f"{variable.path}: {len(rules)} of Keras's rules match its name",
         tuple((str(rule), str(rule.layout)) for rule in rules),
-        "Keras refuses a name that several keys of a layout map match, whichever comes first",
-        f"make one of them narrower, or add a rule that is the path itself: layout_map[{variable.path!r}]",
+        "Keras refuses a name that several keys of a layout map match",
+        f"make one of them more specific, or add a rule that is the path itself: layout_map[{variable.path!r}]",
     )
 
 
@@ -283,7 +283,7 @@ def _problems_of(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
         error = asked.uneven_error(variable.shape, axis, variable.path)
         if layout == asked:
             problem = _of_layout("uneven", "error", error, assignment)
-            yield replace(problem, fix=f'{problem.fix}, or say uneven="shrink"')
+            yield replace(problem, fix=f'{problem.fix}, or set uneven="shrink"')
         else:
             yield _of_taken(error, assignment, axis)
     yield from problems_of_slot(variable)
@@ -359,7 +359,7 @@ def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
 
 
 def _problems_of_free_activations(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """A problem if weights are sharded along two axes, and no rule says how activations are laid out."""
+    """A problem if weights are sharded along two axes, and no rule is for activations."""
     sharded = [
         a
         for a in assignments
@@ -371,10 +371,10 @@ def _problems_of_free_activations(assignments: Sequence[Assignment]) -> Iterator
             "no activations",
             "warning",
             first.variable.path,
-            f"{first.variable.path}: sharded along two axes, and no rule says how activations are laid out",
+            f"{first.variable.path}: sharded along two axes, and no rule is for activations",
             (("layout", str(first.layout)), ("such weights", f"{len(sharded)}")),
-            "the compiler then chooses for itself, and may move several times as many bytes in each step",
-            "add rules for the layers between which activations pass, as in "
+            "the compiler then chooses, and may send several times as many bytes in each step",
+            "add rules for the outputs of the main blocks, as in "
             'layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)',
         )
 
@@ -420,6 +420,9 @@ def _problems_of_rules(
             tried = [path for path in paths if is_named(path) == named]
             candidates[named] = len(tried), Candidates(tried, _MOST_COMPARISONS)
         count, candidate_paths = candidates[named]
+        if of == "variable" and rule.pattern.startswith(SLOTS):
+            yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
+            continue
         near = candidate_paths.nearest(rule.pattern)
         yield Problem(
             "unused rule",
@@ -477,8 +480,8 @@ def _problems_of_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem
             "layer output",
             "note",
             rule.pattern,
-            f"{rules.name_of(rule)}: Keras lays out outputs of layers by it, too; this map does not",
+            f"{rules.name_of(rule)}: in Keras it also lays out outputs of layers; in this map it does not",
             (("outputs", listed(names)),),
             "Keras looks up the output of a layer in the map of its variables, as the layer's path and /output",
-            "if that is meant, say it by the layer's path: layout_map.activations[...]",
+            "if that is meant, add a rule for the layer's path: layout_map.activations[...]",
         )

@@ -10,6 +10,13 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 
 _SMALL = 1024  # elements: a slot of no weight that has more is worth a warning, and worth sharding
+SLOTS = "optimizer"
+"""How the paths of slots begin, and patterns that are meant for them."""
+NO_RULES = (
+    "rules do not apply to an optimizer's slots",
+    "each slot has the layout of its weight",
+    "delete it, and shard the weight; for optax, build_optimizer(.., zero_dim=) shards slots alone (ZeRO-1)",
+)
 
 
 def is_sharded_further(variable: VariableSpec) -> bool:
@@ -23,14 +30,14 @@ def problems_of_slot(variable: VariableSpec) -> Iterator[Problem]:
     follows = variable.follows and (variable.axes is None or any(variable.axes))
     if variable.kind is not Kind.SLOT or num_elements < 2 or follows:
         return
-    why = f"it is of {variable.parent}, which has no axis of such a size"
+    why = f"it belongs to {variable.parent}, which has no axis of such a size"
     yield Problem(
         "loose slot",
         "warning" if num_elements > _SMALL else "note",
         variable.path,
-        f"{variable.path}: it has no axis of a weight, so no weight says how it is sharded",
+        f"{variable.path}: it has no axis of a weight, so it does not follow the layout of one",
         (("shape", str(variable.shape)), ("bytes", f"{variable.global_bytes:,}")),
-        why if variable.follows else "the path of no weight is in its own",
+        why if variable.follows else "its path contains no weight's path",
         "keep what belongs to a weight under the weight's path in the state; or zero_dim= shards it, too",
     )
 

@@ -187,7 +187,7 @@ class PlanTable(Mapping[str, Assignment]):
         if not found:
             return self
         grouped = group_problems(found)
-        rest = any(p.kind == "no rule" for p in found) * 'say layout_map.rest = "replicated" if that is meant'
+        rest = any(p.kind == "no rule" for p in found) * 'set layout_map.rest = "replicated" if that is meant'
         if len(grouped) == 1:
             (only,) = grouped
             fix = ", or ".join(filter(None, (only.fix, rest)))

@@ -23,6 +23,7 @@ from layoutmap.report.text import shape_text
 
 COLUMNS = ("variable", "times", "shape", "dtype", "kind", "layout", "bytes")
 _RIGHT = {"times", "bytes"}
+_DROP = ("kind", "times", "dtype", "shape")
 _NAMES = {
     Kind.WEIGHT: "weights",
     Kind.STATE: "state",
@@ -80,14 +81,14 @@ def contents_line(contents: Contents) -> str:
     )
 
 
-def contents_text(contents: Contents) -> str:
-    """A checkpoint's facts, its variables in a table, the largest first, and its totals."""
+def contents_text(contents: Contents, width: int | None = None) -> str:
+    """A checkpoint's facts, its variables in a table, the largest first, and its totals; `width`: of the table."""
     facts = [(name, escaped(text)) for name, text in contents.facts.items()]
     return "\n".join(
         [
             aligned(f"Checkpoint {contents_line(contents)}", facts),
             "",
-            *text_table(COLUMNS, _cells(contents), _RIGHT),
+            *text_table(COLUMNS, _cells(contents), _RIGHT, width=width, drop=_DROP),
             "",
             _totals(contents.table.assignments),
         ]

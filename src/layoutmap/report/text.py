@@ -20,6 +20,7 @@ from layoutmap.report.rows import Row, plan_rows
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
 _RIGHT = {"times", "bytes", "per device"}
+_DROP = ("times", "dtype", "bytes", "shard", "shape", "rule")
 _MOST_RULES = 40
 
 
@@ -35,17 +36,18 @@ def plan_line(plan: PlanTable) -> str:
     )
 
 
-def plan_text(plan: PlanTable) -> str:
-    """The verdict on a plan, its table and totals, and its problems in full."""
+def plan_text(plan: PlanTable, width: int | None = None) -> str:
+    """The verdict on a plan, its table and totals, and its problems in full; `width`: of its tables at most."""
     lines = [str(verdict_of(plan)), ""]
-    lines += text_table(COLUMNS, map(row_cells, plan_rows(plan)), _RIGHT)
+    lines += text_table(COLUMNS, map(row_cells, plan_rows(plan)), _RIGHT, width=width, drop=_DROP)
     rules = _rules_that_won(plan)
     if rules:
         lines += ["", *(escaped(str(rule)) for rule in rules[:_MOST_RULES])]
     if len(rules) > _MOST_RULES:
         lines.append(f"... and {len(rules) - _MOST_RULES} more rules")
     if plan.activations:
-        lines += ["", *text_table(ACTIVATION_COLUMNS, activation_cells(plan), _RIGHT)]
+        cells = activation_cells(plan)
+        lines += ["", *text_table(ACTIVATION_COLUMNS, cells, _RIGHT, width=width, drop=_DROP)]
     lines += ["", f"Plan: {plan_line(plan)}"]
     if plan.cost:
         lines.append(f"Cost: {plan.cost.line}")
@@ -67,7 +69,7 @@ def plan_text(plan: PlanTable) -> str:
         count = sum(p.kind == "no rule" for p in plan.problems)
         which = "this one, so it is" if count == 1 else f"these {count}, so they are"
         lines += ["", f"warning: no rule matches {which} replicated;"]
-        lines[-1] += ' add rules, or say layout_map.rest = "replicated"'
+        lines[-1] += ' add rules, or set layout_map.rest = "replicated"'
         subjects = [escaped(f"{p.model}: {p.subject}" if p.model else p.subject) for p in no_rule]
         width = max(map(len, subjects))
         lines += [f"  {s:<{width}}  {escaped(p.fix)}" for s, p in zip(subjects, no_rule, strict=True)]

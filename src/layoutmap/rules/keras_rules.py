@@ -58,7 +58,7 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[A
     """
     if not _is_keras_map(keras_map):
         raise RuleError(
-            f"from_keras: {brief(keras_map)} is no layout map of Keras",
+            f"from_keras: {brief(keras_map)} is not a layout map of Keras",
             why=f"it is {kind_of(keras_map)}",
             fix="pass a keras.distribution.LayoutMap, as in Llama3Backbone.get_layout_map(device_mesh)",
         )
@@ -77,7 +77,7 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[A
     if mesh is None and not theirs:
         raise RuleError(
             "from_keras: the map has no mesh",
-            why="neither it nor a layout in it has a device_mesh",
+            why="neither the map nor a layout in it has a device_mesh",
             fix='pass one: LayoutMap.from_keras(keras_map, lm.create_mesh("batch=2,model=4"))',
         )
     found = [mesh] if mesh else list(dict.fromkeys(map(_mesh_of, theirs)))
@@ -85,7 +85,7 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[A
         raise RuleError(
             f"from_keras: its layouts are on {len(found)} meshes",
             facts={"meshes": "; ".join(map(str, found))},
-            why="one program runs all variables of a model on one mesh",
+            why="all variables of a model are on one mesh",
             fix="make the map on one DeviceMesh, or pass a mesh",
         )
     return found[0], rules

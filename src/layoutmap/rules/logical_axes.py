@@ -33,7 +33,7 @@ def logical_specs(
     if semantics not in get_args(Semantics):
         raise RuleError(
             f"{where}: semantics={semantics!r}",
-            why="flax reads two rules for one name differently in linen and in nnx",
+            why="linen and nnx treat two rules for one name differently",
             fix="use 'linen', as MaxText and flax.linen do, or 'nnx'",
         )
     read = [(name, _dims(name, dims, where)) for name, dims in pairs(rules, where)]
@@ -63,9 +63,9 @@ def _first_free(names: Specs, rules: Sequence[tuple[str, _Dims]], where: str) ->
     twice = next((name for name in names if isinstance(name, str) and names.count(name) > 1), None)
     if twice is not None:
         raise RuleError(
-            f"{where}: two axes are called {twice!r}",
+            f"{where}: two axes have the name {twice!r}",
             facts={"axes": names},
-            why="linen's rules are for the one axis of a name",
+            why="a rule of linen is for one axis of that name",
             fix="give the axes different names",
         )
     # An axis without a name is unsharded, and one of mesh dims keeps them.

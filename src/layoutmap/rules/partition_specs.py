@@ -35,7 +35,7 @@ def leaves(tree: Any, where: str) -> dict[str, Any]:
     """
     if not isinstance(tree, Mapping):
         raise RuleError(
-            f"{where}: {brief(tree)} is no dict",
+            f"{where}: {brief(tree)} is not a dict",
             why=f"it is {kind_of(tree)}, and what is in it goes by path",
             fix='pass a dict by path, as in {"d1.kernel": ...}, or dicts in dicts',
         )
@@ -74,7 +74,7 @@ def shapes_of(parameters: Any, where: str) -> dict[str, Shape]:
             raise RuleError(
                 f"{where}: {path}: no shape",
                 facts={"given": brief(leaf)},
-                why="a PartitionSpec says nothing of an array's last axes, and a layout has a spec for each",
+                why="a PartitionSpec may leave out last axes, and a layout has a spec for each",
                 fix="give the array's shape, or anything with a shape: jax.eval_shape(init, ...) returns such a tree, "
                 "and nn.meta.unbox(tree) one without the boxes of flax",
             )
@@ -103,7 +103,7 @@ def read_spec(given: Any, where: str) -> Specs:
         return ()
     if _is_no_row(spec):
         raise RuleError(
-            f"{where}: {brief(spec)} is no PartitionSpec",
+            f"{where}: {brief(spec)} is not a PartitionSpec",
             why=f"it is {kind_of(spec)}",
             fix='write PartitionSpec(None, "model"), or a tuple; of boxed variables of flax, nn.get_partition_spec(..)',
         )
@@ -122,9 +122,7 @@ def _entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
 
 
 def _not_expressed(where: str, what: str, why: str) -> RuleError:
-    return RuleError(
-        f"{where}: {what} cannot be expressed in a layout", why=why, fix="leave it out of what is taken over"
-    )
+    return RuleError(f"{where}: {what} cannot be expressed in a layout", why=why, fix="leave it out")
 
 
 def fitted(specs: Specs, shape: Shape, where: str) -> Specs:
@@ -175,7 +173,7 @@ def specs_of_tree(tree: Any, shapes: Mapping[str, Shape], mesh: Mesh, where: str
             raise RuleError(
                 f"{where}: {path}: its sharding is on another mesh",
                 facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in theirs.shape.items())},
-                why="one program runs all variables of a model on one mesh",
+                why="all variables of a model are on one mesh",
                 fix="pass the mesh of the shardings, or PartitionSpecs, which are on none",
             )
         found[path] = fitted(read_spec(given, f"{where}: {path}"), shapes[path], f"{where}: {path}")
@@ -227,7 +225,7 @@ def searched_specs(
         raise RuleError(
             f"{where}: no rule is for {len(missing)} of the arrays",
             facts={"arrays": listed(missing)},
-            why="re.search finds none of the regexes in their paths, joined by slashes",
+            why="none of the regexes is found in their paths, joined by slashes",
             fix='add rules for them; a last one for all others is (".*", PartitionSpec())',
         )
     unused = [f"{n + 1}  {regex.pattern}" for n, (regex, _) in enumerate(compiled) if n not in used]

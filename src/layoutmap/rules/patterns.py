@@ -69,8 +69,8 @@ def _fix(pattern: str, error: Exception) -> str:
     if position is not None and pattern[position : position + 1] in tuple("([{)*+?"):
         meant = f"{pattern[:position]}\\{pattern[position:]}"
         if _is_regex(meant):
-            return f"complete the regex, or escape the sign where it is meant itself: {meant!r}"
-    return "fix the regex; re.escape(path) escapes all signs of a path"
+            return f"complete the regex, or escape the character if it is meant literally: {meant!r}"
+    return "fix the regex; re.escape(path) escapes all special characters of a path"
 
 
 def _is_regex(pattern: str) -> bool:

@@ -254,7 +254,7 @@ def mesh_of(mesh: Any) -> Mesh | None:
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
     raise MeshError(
-        f"{mesh!r} is no mesh",
+        f"{mesh!r} is not a mesh",
         why=f"it is {kind_of(mesh)}",
         fix=f'pass a Mesh, as lm.create_mesh("{_dims_of(mesh)}") makes one, or that text',
     )

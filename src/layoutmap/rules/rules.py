@@ -192,7 +192,7 @@ class Rules(MutableMapping[str, Layout]):
             raise RuleError(
                 f"{self._rule} {pattern!r} is in the map already",
                 facts={"there": there.rule.layout, "new": layout},
-                why="two layouts for one pattern contradict each other",
+                why="one pattern has one layout",
                 fix=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
             )
         compiled = compile_pattern(pattern, self._rule)
@@ -206,7 +206,7 @@ class Rules(MutableMapping[str, Layout]):
             raise RuleError(
                 f"{self._rule} {pattern!r}: its layout is on another mesh",
                 facts=_difference(mesh, value.mesh),
-                why="one program runs all variables of a model on one mesh",
+                why="all variables of a model are on one mesh",
                 fix="use the map's mesh, or make another map",
             )
         own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")

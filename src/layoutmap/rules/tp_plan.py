@@ -261,7 +261,7 @@ def _refuse_strangers(key: str, prefix: str, parameters: Iterable[str]) -> None:
     raise RuleError(
         "tp_plan: none of its entries is for a parameter of the model",
         facts={"entry": prefix + key, "parameter": next(iter(parameters), "")},
-        why="their paths begin otherwise" if meant is not None else "it is the plan of another model",
+        why="their paths begin differently" if meant is not None else "it is another model's plan",
         fix=f"from_tp_plan(..., prefix={meant!r})" if meant is not None else "use the model's own plan",
     )
 
@@ -277,8 +277,8 @@ def _warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[str]:
         )
     if unmatched:
         yield format_message(
-            "tp_plan: these entries are for nothing in the model",
+            "tp_plan: these entries match nothing in the model",
             {"entries": ", ".join(unmatched)},
             "no parameter and no layer has such a path",
-            "let it be if the model has no such part, else fix their paths",
+            "ignore this if the model has no such part, else correct their paths",
         )

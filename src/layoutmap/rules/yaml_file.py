@@ -133,16 +133,16 @@ def from_yaml(text: str) -> RulesFields:
     name: Any = (mesh or {}).get("name")
     devices: Any = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
-        raise RuleError("rules file: mesh name is no text", facts={"there": brief(name)}, fix=_FIX)
+        raise RuleError("rules file: mesh name is not text", facts={"there": brief(name)}, fix=_FIX)
     if devices is not None and not _are_texts(devices):
         raise RuleError(
-            "rules file: mesh devices is no list of texts", facts={"there": brief(devices)}, fix=_FIX
+            "rules file: mesh devices is not a list of texts", facts={"there": brief(devices)}, fix=_FIX
         )
     dims = None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None)
     for dim, size in (dims or {}).items():
         if not isinstance(size, int):
             raise RuleError(
-                f"rules file: the size of mesh dim {dim!r} is no whole number",
+                f"rules file: the size of mesh dim {dim!r} is not a whole number",
                 facts={"there": brief(size)},
                 why="it is the number of devices along the dim",
                 fix=f"write a number, as in {{{dim}: 4}}",
@@ -220,9 +220,9 @@ def _check_specs(rule: str, pattern: str, specs: Any) -> None:
     listed = cast("list[Any]", specs)
     if "None" in listed:
         raise RuleError(
-            f"rules file: {rule} {pattern!r}: None is no mesh dim",
+            f"rules file: {rule} {pattern!r}: None is not a mesh dim",
             facts={"there": brief(listed)},
-            why="YAML says null for what Python calls None",
+            why="Python's None is null in YAML",
             fix=f"write [{', '.join('null' if s in ('None', None) else str(s) for s in listed)}]",
         )
     for axis, spec in enumerate(listed):
@@ -241,12 +241,12 @@ def _are_texts(value: Any) -> bool:
 
 def _mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RuleError(f"rules file: {what} is no mapping", facts={"there": brief(value)}, fix=_FIX)
+        raise RuleError(f"rules file: {what} is not a mapping", facts={"there": brief(value)}, fix=_FIX)
     found = cast("dict[str, Any]", value)
     for key in found:
         if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
-                f"rules file: {what} has a key {key!r} that is no text",
+                f"rules file: {what} has a key {key!r} that is not text",
                 why="YAML reads null and digits without quotes as no text",
                 fix=f"quote it: '{'null' if key is None else key}'",
             )

@@ -103,7 +103,7 @@ def model(name: str) -> PublishedModel:
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         raise LayoutMapError(
-            f"{name!r} is no published model that is known here",
+            f"{name!r} is not a published model that is known here",
             facts={"known": ", ".join(known)},
             why="what the shapes of its weights are made of must be known, since nothing is downloaded",
             fix=f"did you mean {near[0]!r}?" if near else "use one of them, or a function of your own",

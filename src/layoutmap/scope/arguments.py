@@ -100,6 +100,6 @@ def check_remat(remat: Any) -> None:
     except (re.error, TypeError) as error:
         raise ScopeError(
             f"remat={brief(remat)} names no layers",
-            why=f"it is no regex: {error}",
+            why=f"it is not a regex: {error}",
             fix="write remat='blocks', or a regex for the paths of layers, as remat=r'blocks\\.0$'",
         ) from error

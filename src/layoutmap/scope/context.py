@@ -248,16 +248,16 @@ class Scope:
                     yield problem.of_model(variable.model if several else "")
 
     def _unused_dims(self, plan: Plan) -> Iterator[Problem]:
-        """A note for each mesh dim that is used by nothing; what a dry run cannot know, which has no batch dim."""
+        """A note for each mesh dim that is not used; what a dry run cannot know, which has no batch dim."""
         for dim in plan.unused_dims:
             if dim.name != self.policy.batch_dim:
                 yield Problem(
                     "unused dim",
                     "note",
                     dim.name,
-                    f"mesh dim {dim.name!r} is used by nothing",
+                    f"mesh dim {dim.name!r} is not used",
                     (("mesh", str(plan.mesh)), ("batch_dim", str(self.policy.batch_dim))),
-                    f"no weight, no output of a layer and no batch is sharded over it: groups of {dim.size} devices "
+                    f"no weight, layer output or batch is sharded over it: groups of {dim.size} devices "
                     "compute the same",
                     f"pass batch_dim={dim.name!r} to the scope, or add rules that shard weights over it",
                 )
@@ -287,9 +287,8 @@ class Scope:
         text = format_message(
             "strict: the layout map is not checked yet, since layers have no weights",
             {"layers": listed(unbuilt), "rules to check": listed(waiting)},
-            "a model makes its weights at its first call: what does not fit raises there, and so does a rule that "
-            "matches no variable",
-            "to have all checked now, build the model with inputs=: an example batch, or keras.Input(...)",
+            "a model makes its weights at its first call: errors, and rules that match no variable, are raised then",
+            "to check now, build the model with inputs=: an example batch, or keras.Input(...)",
         )
         warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
 

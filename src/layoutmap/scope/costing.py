@@ -78,8 +78,8 @@ def asked_cost(
             if value is not None:
                 raise ScopeError(
                     f"plan: {name}={value!r} has no effect without on=",
-                    why="it says what a training step does, and only its cost depends on that",
-                    fix=f"leave {name} out, or say on which machine, as in on='h100:{mesh.size}'",
+                    why="it is about the cost of a training step, which is counted only with on=",
+                    fix=f"leave {name} out, or name the machine, as in on='h100:{mesh.size}'",
                 )
         return None
     machine = machine_for(on, mesh)
@@ -87,14 +87,14 @@ def asked_cost(
     if inputs is None:
         raise ScopeError(
             f"plan: on={str(on)!r} needs inputs",
-            why="what a step sends and computes depends on the shape of the batch, which nothing says",
+            why="what a step sends and computes depends on the shape of the batch, which is not given",
             fix='pass inputs=: anything with shape and dtype; for the command line --inputs "int32[64,4096]"',
         )
     step_counter(engine)
     check_remat(remat)
     on_jax = {
-        "verify": "it is XLA that compiles the step, and compares",
-        "remat": "it is JAX that computes again",
+        "verify": "the step is compiled by XLA",
+        "remat": "recomputing is done by JAX",
         "fuse_attention": "torch's scaled_dot_product_attention is counted as the operations that it is for torch",
     }
     for name, why in on_jax.items():

@@ -185,8 +185,11 @@ class Checkpoint(Mapping[str, SavedVariable]):
             self._contents, problems if problems is None else list(map(_problem, problems))
         )
 
-    def __str__(self) -> str:
-        return contents_text(self._contents)
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
+        return contents_text(self._contents, width)
+
+    __str__ = to_text
 
     def __repr__(self) -> str:
         return f"<Checkpoint {contents_line(self._contents)}>"

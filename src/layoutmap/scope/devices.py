@@ -142,11 +142,11 @@ def default_engine_name() -> str:
     if len(there) == 1:
         return there[0]
     raise EngineError(
-        f"which devices are meant is open: {' and '.join(imported)} are imported"
+        f"it is not clear which devices are meant: {' and '.join(imported)} are imported"
         if imported
-        else "which devices are meant is open: no framework is imported",
+        else "it is not clear which devices are meant: no framework is imported",
         facts={} if imported else {"installed": ", ".join(there)},
-        why="without engine= it is the framework that is imported",
+        why="without engine=, they are those of the imported framework",
         fix=fix,
     )
 

@@ -244,10 +244,10 @@ class LayoutMap(RuleSet):
         specs, unused = searched_specs(rules, shapes_of(parameters, where), where)
         if unused:
             _warn(
-                f"{where}: {counted(len(unused), 'rule')} decide{'s' * (len(unused) == 1)} nothing",
+                f"{where}: {counted(len(unused), 'rule')} without effect",
                 {"rules": ", ".join(unused)},
-                "re.search finds them in no path, or earlier rules come first wherever it does",
-                "let it be if the model has no such part, else fix them or put them further up",
+                "they match no path, or earlier rules match first",
+                "ignore this if the model has no such part, else correct them or move them up",
             )
         return cls(on, rules_by_path(specs))
 

@@ -156,7 +156,7 @@ def _check_arguments(
     for name, value, known in ((name, value, get_args(kind)) for name, value, kind in choices):
         if value not in known:
             raise CheckpointError(
-                f"{name}={value!r}: there is no such choice",
+                f"{name}={value!r}: this is not one of the choices",
                 why=f"it is one of {', '.join(map(repr, known))}",
                 fix=f"leave {name} out, or pass {name}={known[1]!r}",
             )
@@ -164,7 +164,7 @@ def _check_arguments(
         names = ", ".join(f"{name}=" for name in options)
         raise CheckpointError(
             f"load: {names} has no effect without layout_map=",
-            why="it says how a model is built in a scope, and none is opened",
+            why="it is for building a model, which load does only with layout_map=",
             fix="pass a function that makes the model, and layout_map=",
         )
     if layout_map is not None and find_adapter(model) is not None:
@@ -179,7 +179,7 @@ def _check_unused(source: KerasWeights, given: Sequence[str]) -> None:
     if given:
         raise CheckpointError(
             f"{source.where}: {', '.join(f'{name}=' for name in given)} has no effect on a weight file of Keras",
-            why="the model's own load_weights reads it, by the places that layers have in it",
+            why="the model's own load_weights reads it, by the positions of layers",
             fix="leave it out; model.load_weights(path, skip_mismatch=True) leaves out what does not fit",
         )
 
@@ -189,9 +189,9 @@ def _with_weights(model: Any, source: KerasWeights) -> Any:
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
         raise CheckpointError(
-            f"{source.where}: a weight file of Keras, and no model of Keras: {type(model).__name__}",
-            why="it has places of Keras's layers, such as layers.dense.vars.0, and no paths",
-            fix="pass a model of Keras, or names= with a place for each path",
+            f"{source.where}: it is a weight file of Keras, and the model is not: {type(model).__name__}",
+            why="it names weights by Keras's layers, as in layers.dense.vars.0, and not by path",
+            fix="pass a Keras model, or names= with such a name for each path",
         )
     load_weights(source.where)
     return model
@@ -210,7 +210,7 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
             facts={f"process {number}": save for number, save in enumerate(saves)},
-            why="a save has an id, and these are of several",
+            why="their ids differ: they were written by different saves",
             fix="pass a directory that all processes share, or copies of one",
         )
     processes.agreed(source.check_files)
@@ -341,12 +341,12 @@ class _Loading:
             return
         library = self._states.get("settings", {}).get("library")
         raise CheckpointError(
-            f"{self._values.source.where}: there is nothing in it for the optimizer",
+            f"{self._values.source.where}: it has no state for the optimizer",
             facts={"saved by": library, "loading": self._adapter.name},
             why="it was saved without optimizer="
             if library == self._adapter.name
-            else "each library keeps the state of its optimizers in another form",
-            fix='leave optimizer out, or pass missing="keep" to begin with what the optimizer has',
+            else "each library stores the state of its optimizers in its own form",
+            fix='leave optimizer out, or pass missing="keep" to start with a new state',
         )
 
     def _check_values(

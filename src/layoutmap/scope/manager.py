@@ -231,7 +231,7 @@ class CheckpointManager:
         """
         if later not in get_args(Later):
             raise CheckpointError(
-                f"later={later!r}: there is no such choice",
+                f"later={later!r}: this is not one of the choices",
                 why=f"it is one of {', '.join(map(repr, get_args(Later)))}",
                 fix='leave later out, or pass later="keep"',
             )

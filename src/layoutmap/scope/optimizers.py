@@ -137,5 +137,6 @@ def _init_of(tx: Any) -> Any:
     raise ScopeError(
         "there is no optimizer",
         why=f"what was passed for it is {kind_of(tx)}, without init and update",
-        fix="pass one of optax, as in optax.adamw(1e-3); a state that exists is laid out by apply_optimizer",
+        fix="pass one of optax, as in optax.adamw(1e-3); a state that exists is laid out by apply_optimizer; an "
+        "optimizer of Keras or torch needs neither: its slots have the layouts of their weights",
     )

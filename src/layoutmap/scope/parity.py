@@ -174,7 +174,7 @@ def check_parity(
     first = report.first_difference
     if raises and first is not None:
         raise ParityError(
-            f"{first.name}: the sharded model parts from the plain one in its {first.stage}",
+            f"{first.name}: the sharded model differs from the plain one, first in its {first.stage}",
             facts={
                 "differs by": f"{first.error:.3g} (allowed {first.tolerance:.3g})",
                 "mesh": str(layout_map.mesh),
@@ -218,7 +218,7 @@ def _check_apart(adapter: Adapter, plain: Any, sharded: Any) -> None:
             f"{shared[0]}: the second model that make_model() returns has this variable of the first one",
             facts={"shared variables": len(shared)},
             why="a model would be compared with itself",
-            fix="make everything anew inside make_model(): layers, and the optimizer",
+            fix="create everything inside make_model(): layers and the optimizer",
         )
 
 
@@ -302,7 +302,7 @@ def compared_variables(
             "the two builds made different variables",
             facts={"plain": f"{len(theirs)} variables", "sharded": f"{len(ours)} variables"},
             why="make_model() did not make the same model twice",
-            fix="make it depend on nothing but the seed",
+            fix="let it depend on the seed alone",
         )
     for (path, variable), plain_variable in zip(ours.items(), theirs.values(), strict=True):
         expected, actual = adapter.read(plain_variable), adapter.read(variable)

@@ -261,8 +261,16 @@ class Plan(PlanTable):
 
         return plan_page(self, self.lint(batch_dim).problems)
 
-    def __str__(self) -> str:
-        return plan_text(self)
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows.
+
+        Args:
+            width: How many characters wide a table may be, as of a terminal: columns are left out and shortened, and
+                the line below says which. `None`: all columns.
+        """
+        return plan_text(self, width)
+
+    __str__ = to_text
 
     def __repr__(self) -> str:
         return f"<Plan: {plan_line(self)}>"

@@ -98,7 +98,7 @@ def check_plans(plan: PlanTable, gather: Gather, *, strict: bool = False) -> Non
     difference = diff_plans(plans[0], plans[other])
     devices = [", ".join(each.mesh.devices or ()) for each in (plans[0], plans[other])]
     raise PlanError(
-        f"process {other} has another plan than process 0",
+        f"process {other} has a different plan from process 0",
         facts={"from 0 to it": str(difference) if difference else "\n".join(devices)},
         why="each process holds its part of one model, so all must build the same model by the same rules",
         fix="give all processes the same layout map, and make the same model in each",
@@ -116,7 +116,7 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
         recipes,
         gather,
         "the processes initialize it in different ways",
-        why="each process initializes the shards that it holds, and they would be of different values",
+        why="each process initializes its own shards, which would then not fit together",
         fix="make the same model in all processes, with the same arguments of initializers, and seed them alike "
         "before it is made",
     )
@@ -139,7 +139,7 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
 
 
 def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
-    """Raise a `CheckpointError` if the processes save different things.
+    """Raise a `CheckpointError` if the processes save with different arguments.
 
     Args:
         named_texts: What decides what is saved and where: its name, or a variable's path, and a text, in order.
@@ -147,9 +147,9 @@ def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
     """
     if (found := _first_difference(named_texts, gather)) is not None:
         raise CheckpointError(
-            f"{found[0]}: the processes save different things",
+            f"{found[0]}: the processes save with different arguments",
             facts=of_processes(found[1]),
-            why="each process writes its part of one step, and all parts must be of the same",
+            why="each process writes its part of one step",
             fix="pass the same directory, step, metadata, model and optimizer in all processes",
         )
 
@@ -162,14 +162,14 @@ def _check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: s
 
 
 def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
-    """Raise a `ScopeError` if the processes bring different batches, where each of them brings all of it."""
+    """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it."""
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)
     if texts:
         raise ScopeError(
-            "the processes bring different batches",
+            "the processes pass different batches",
             facts=of_processes(texts),
-            why="every process brings the global batch here, and computes its part of it",
+            why="every process passes the global batch here, and computes its part of it",
             fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
             "sampler that gives each process its own rows",
         )

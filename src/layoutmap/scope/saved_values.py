@@ -90,7 +90,7 @@ class Values:
             names = near.nearest(variable.path, 1)
             facts[variable.path] = "not in the checkpoint" + (f"; it has {names[0]}" if names else "")
         facts |= dict(wrong)
-        facts |= dict.fromkeys(extra, "in the checkpoint, and not in the model")
+        facts |= dict.fromkeys(extra, "in the checkpoint, but not in the model")
         shown = dict(list(facts.items())[:20])
         if len(facts) > len(shown):
             shown["and"] = f"{len(facts) - len(shown)} more"
@@ -102,7 +102,7 @@ class Values:
         fixes += ['pass extra="ignore" to leave out what the model does not have'] * bool(extra)
         fixes += ["pass cast=True to convert element types"] * any("dtype" in text for _, text in wrong)
         raise CheckpointError(
-            f"{self.source.where}: this is not the checkpoint of the model",
+            f"{self.source.where}: the checkpoint is not of this model",
             facts=shown,
             why=f"{len(facts)} variables differ; nothing has been loaded",
             fix=", or ".join(fixes),
@@ -124,7 +124,7 @@ class Values:
                 raise CheckpointError(
                     f"{variable.path}: {'a random state' if variable.kind is Kind.RNG else 'a count'} does not fit",
                     facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
-                    why="libraries hold it as integers of different types, and this one has no such number",
+                    why="libraries hold it as integers of different types, and this number does not fit the one here",
                     fix="load it where it was saved"
                     + ", or seed the generator with a number below 2**31" * (variable.kind is Kind.RNG),
                 )

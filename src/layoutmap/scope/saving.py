@@ -287,7 +287,7 @@ def check_step(step: Any) -> int:
     number = as_int(step)
     if number is None or not 0 <= number <= MOST_STEP:
         raise CheckpointError(
-            f"step={step!r}: this is no step",
+            f"step={step!r}: this is not a step",
             why="a step is a whole number, 0 or more, of at most 18 digits",
             fix="pass the number of the training step, as in step=1000",
         )

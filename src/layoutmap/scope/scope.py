@@ -338,10 +338,10 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
     opened.across = len(bound.local_device_ids) < bound.size
     if not bound.local_device_ids:
         raise ScopeError(
-            "the mesh has no device of this process",
+            "no device of the mesh belongs to this process",
             facts={"mesh": str(bound), "devices": listed(bound.devices or ())},
-            why="a process takes part with its own devices, and here it has none",
-            fix="leave the scope to the processes of these devices, or make a mesh of all: lm.create_mesh(..)",
+            why="a process takes part with its own devices",
+            fix="open the scope only in processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
         )
     if opened.across:
         from layoutmap.scope.processes import check_options
@@ -352,14 +352,14 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
         opened.hear_of_others()
     if opened.draws not in ("exact", *adapter.other_draws):
         raise ScopeError(
-            f"draws={opened.draws!r}: {adapter.name} models do not draw random numbers so",
+            f"draws={opened.draws!r}: {adapter.name} models have no such way to draw random numbers",
             facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_draws)))},
             why='"exact" draws what the plain model draws; a library may offer other ways, for very large models',
             fix='leave draws out, or draws="exact"',
         )
     if opened.gathering not in _GATHER:
         raise ScopeError(
-            f"gather={opened.gathering!r}: there is no such way to gather weights",
+            f"gather={opened.gathering!r}: it is not a way to gather weights",
             facts={"ways": ", ".join(map(repr, _GATHER))},
             why="it says how weights that are sharded over batch_dim are gathered, on torch",
             fix='leave gather out, or gather="own"',
@@ -430,22 +430,22 @@ def _made(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
     if model is None:
         raise ScopeError(
             "the function returned no model",
-            why="it may have made one, and build and plan have only what it returns",
+            why="build and plan only see the model that the function returns",
             fix="end it with: return model",
         )
     owner = adapter_of_model(model).name
     if owner != opened.adapter.name:
         raise ScopeError(
             f"{type(model).__name__}: a {owner} model is built in a scope for {opened.adapter.name} models",
-            why="a scope works inside one library",
+            why="a scope is for one library",
             fix=f"pass library={owner!r}",
         )
     if not opened.session.made(model):
         raise ScopeError(
             f"{type(model).__name__}: the function returned a model that existed before",
             facts={"model": getattr(model, "name", "")},
-            why="what is laid out here is what is made while the function runs; the model is as it was",
-            fix="make the model inside the function, or lay out the one that exists: layout_map.apply(model)",
+            why="only what is made while the function runs is laid out; the model has not been changed",
+            fix="make the model inside the function, or lay out the existing one: layout_map.apply(model)",
         )
     opened.session.complete(model, inputs)
     return model

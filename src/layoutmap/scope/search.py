@@ -95,17 +95,20 @@ class SearchResult:
             f"{duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
         )
 
-    def __str__(self) -> str:
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
         return "\n".join(
             [
                 self.to_yaml(),
-                *text_table(HEAD, self.rows, RIGHT),
+                *text_table(HEAD, self.rows, RIGHT, width=width),
                 "",
                 f"Best: {self.verdict}",
                 *filter(None, [self.recompute]),
                 self._line,
             ]
         )
+
+    __str__ = to_text
 
     def to_yaml(self) -> str:
         """Return the rules as text for a file, with what they need as a comment; `LayoutMap.from_yaml` reads it."""
@@ -193,15 +196,15 @@ def search(
     if inputs is None:
         raise ScopeError(
             "search: there are no inputs",
-            why="what a step costs depends on the shape of the batch, which nothing says",
+            why="what a step costs depends on the shape of the batch, which is not given",
             fix='pass inputs: anything with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
     given = _mesh_given(mesh, start)
     if given is None and batch_dim not in (None, "data"):
         raise ScopeError(
             f"search: batch_dim={batch_dim!r} has no effect without mesh=",
-            why="meshes with dims data and model are tried then, and the batch is sharded over data",
-            fix="leave batch_dim out, or pass the mesh that has it",
+            why="then meshes with dims data and model are tried, and the batch is sharded over data",
+            fix="leave batch_dim out, or pass a mesh that has it",
         )
     machine = machine_for(on, given) if given else _machine(on)
     kept = _kept(start, keep, given)
@@ -286,7 +289,7 @@ def _machine(on: Any) -> Machine:
 def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     if start is not None and not isinstance(start, RuleSet):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(
-            f"search: start={brief(start)} is no layout map",
+            f"search: start={brief(start)} is not a layout map",
             why=f"it is {kind_of(start)}",
             fix="pass a LayoutMap",
         )
@@ -295,7 +298,7 @@ def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
         raise MeshError(
             "search: mesh is not that of start",
             facts={"mesh": str(found), "start": str(start.mesh)},
-            why="the rules to start from are for their mesh",
+            why="the rules of start are for their own mesh",
             fix="leave mesh out, or read the rules on it: LayoutMap.from_yaml(text, mesh)",
         )
     return found if found is not None else start.mesh if start is not None else None
@@ -320,9 +323,9 @@ def _kept(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> Rule
         if pattern not in there:
             near = nearest(pattern, there)
             raise RuleError(
-                f"search: keep={pattern!r} is no rule of start",
+                f"search: keep={pattern!r} is not a rule of start",
                 facts={"rules": ", ".join(there)},
-                why="a rule is kept by its pattern, as start has it",
+                why="keep= takes patterns of start's rules",
                 fix=f"did you mean {near[0]!r}?" if near else "use one of them, or pass start=",
             )
     assert start is not None

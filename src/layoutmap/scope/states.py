@@ -29,16 +29,16 @@ def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: 
         raise CheckpointError(
             f"{name}: the checkpoint has no state of it",
             why="it was saved without data=",
-            fix="leave data out, and begin with the data where you want to",
+            fix="leave data out, and start the data where you want to",
         )
     if isinstance(data, Mapping):
         several = cast("Mapping[str, Any]", data)
         saved = list(cast("dict[str, Any]", states[0])) if isinstance(states[0], dict) else []
         if set(saved) != set(several):
             raise CheckpointError(
-                f"{name}: it has other names than were saved",
+                f"{name}: the names differ from those that were saved",
                 facts={"names": listed(list(several)), "saved": listed(saved)},
-                why="each of several is given its own state",
+                why="each of several gets its own state",
                 fix="pass the same names as to save",
             )
         return {
@@ -49,10 +49,10 @@ def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: 
     found = own_of(states, number, count)
     if found is None:
         raise CheckpointError(
-            f"{name}: each of the processes that saved has a state of its own, and another number of them loads",
+            f"{name}: each of the processes that saved it had its own state, and their number is now different",
             facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
-            why="where each of these would go on does not follow from where those were",
-            fix=f"start {len(states)} processes; or leave data out, and begin anew with the data",
+            why="where each process would continue does not follow from the saved states",
+            fix=f"start {len(states)} processes; or leave data out, and start the data anew",
         )
     return found[0]
 

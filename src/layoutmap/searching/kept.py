@@ -54,7 +54,7 @@ class KeptFigures:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise LayoutMapError(
                 f"{self._path} keeps no figures of a search",
-                why=f"it is no JSON of version {VERSION} of that form",
+                why=f"it is not JSON of version {VERSION} of that form",
                 fix="name another file for cache=, or delete it",
             ) from error
 

@@ -159,7 +159,7 @@ def test_gradients_by_frequency():
 
 @pytest.mark.parametrize("name", ["amax", "infinity norm"])
 def test_gradients_of_the_largest(name):
-    """The gradient of a largest value is where that value is; alone it is no number."""
+    """The gradient of a largest value is where that value is; alone it is not a number."""
     function = torch.amax if name == "amax" else lambda x: torch.linalg.vector_norm(x, float("inf"))
     x = normal(8, 6)
 

@@ -59,7 +59,7 @@ def training_step(
 def _check_array(inputs: Any, leaf: Any) -> None:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise ScopeError(
-            f"inputs={brief(inputs)}: {brief(leaf)} is no array",
+            f"inputs={brief(inputs)}: {brief(leaf)} is not an array",
             why=f"it is {kind_of(leaf)}, and has neither a shape nor an element type",
             fix='pass an example batch, or its shape and type: inputs=jax.ShapeDtypeStruct((8, 16), "float32")',
         )

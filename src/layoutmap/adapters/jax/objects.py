@@ -177,7 +177,7 @@ def closed_objects(
             "the step changes the structure of an object that it is given",
             facts={"added": listed(added), "removed": listed(gone)} if added or gone else {},
             why="a compiled step returns new arrays for the Variables that there are; "
-            + ("these are others" if added or gone else "an attribute that is no array is another one"),
+            + ("these are others" if added or gone else "an attribute that is not an array is another one"),
             fix="change modules outside of the step; what a layer sows is removed in the step: nnx.pop(model, ...)",
         )
     return {

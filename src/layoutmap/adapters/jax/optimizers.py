@@ -72,7 +72,7 @@ def weights_of(params: Any) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, 
         path = ".".join(parts) or "params"
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise LayoutError(
-                f"{path}: it is no array",
+                f"{path}: it is not an array",
                 why=f"params has {kind_of(leaf)} there, and an optimizer keeps slots for arrays",
                 fix="pass the arrays only, as in eqx.filter(model, eqx.is_array) or nnx.state(model, nnx.Param)",
             )

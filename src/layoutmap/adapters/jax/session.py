@@ -182,7 +182,7 @@ def _data(array: Any) -> Any:
 def _unused_annotation(leaf: Leaf) -> Unsupported:
     return Unsupported(
         leaf.path,
-        f"its annotation {leaf.annotation} shards nothing",
+        f"its annotation {leaf.annotation} has no effect",
         f"the model's code annotates it with {leaf.annotation}, and here only rules of the layout map shard; without "
         "a rule it is replicated",
         f"write a rule in the dims of the mesh: layout_map[{path_pattern([leaf.path])}] = {leaf.annotation}",

@@ -345,7 +345,7 @@ class JitStep:
 
     def _refuse(self, name: str, leaf: Any) -> NoReturn:
         raise LayoutError(
-            f"{self._name}: {name} is no array",
+            f"{self._name}: {name} is not an array",
             why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
             fix="make it a constant of the step: static_argnums=.., or functools.partial; or pass its arrays only",
         )

@@ -53,7 +53,7 @@ def _making_layers(found: Any) -> Any:
         elif session is not None:
             raise ScopeError(
                 f"{cls.__name__}: a Keras layer is built in a scope for {session.library} models",
-                why="a scope works inside one library, and this would not be laid out",
+                why="a scope is for one library, and this would not be laid out",
                 fix='pass library="keras"',
             )
         else:

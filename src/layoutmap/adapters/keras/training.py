@@ -67,7 +67,7 @@ def _symbol(inputs: Any, leaf: Any) -> Any:
         sizes = isinstance(inputs, tuple | list) and all(n is None or isinstance(n, int) for n in inputs)
         shape = tuple(inputs) if sizes else (8, 16)
         raise ScopeError(
-            f"inputs={brief(inputs)}: {brief(leaf)} is no array",
+            f"inputs={brief(inputs)}: {brief(leaf)} is not an array",
             why=f"it is {kind_of(leaf)}, and has neither a shape nor an element type",
             fix="pass an example batch, or its shape and type: "
             f'inputs=keras.Input(batch_shape={shape}, dtype="float32")',

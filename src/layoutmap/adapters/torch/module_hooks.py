@@ -42,7 +42,7 @@ def _parameter_registered(module: torch.nn.Module, name: str, parameter: Any) ->
         raise ScopeError(
             f"{type(module).__name__}: a torch module is built in a scope for {watcher.library} models",
             facts={"parameter": name},
-            why=f"{watcher.library} is imported too, and a scope works inside one library: this would not be laid out",
+            why=f"{watcher.library} is imported too, and a scope is for one library: this would not be laid out",
             fix='pass library="torch"',
         )
 

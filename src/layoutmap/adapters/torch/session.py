@@ -138,7 +138,7 @@ class TorchSession:
             if is_of_keras(module):
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
-                    why="a scope works inside one library, and names and trains Keras models in another way",
+                    why="a scope is for one library, and names and trains Keras models in another way",
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))

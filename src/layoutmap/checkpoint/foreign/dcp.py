@@ -134,7 +134,7 @@ class DistributedCheckpoint(Source):
                 tensor = unpickled(file.path, archive.read(head))
                 if not isinstance(tensor, Tensor):
                     raise wrong(
-                        file.path, f"{path}: it is no plain tensor", f"its pickle says {brief(tensor)}"
+                        file.path, f"{path}: it is not a plain tensor", f"its pickle says {brief(tensor)}"
                     )
                 if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
                     raise wrong(

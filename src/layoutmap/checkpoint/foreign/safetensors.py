@@ -177,7 +177,7 @@ def _header(file: ByteFile) -> tuple[int, dict[str, Any]]:
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
         raise _wrong(
             file,
-            "this is no file of safetensors, or a truncated one",
+            "this is not a file of safetensors, or a truncated one",
             f"its first 8 bytes say that its header has {length} bytes, and it has {file.num_bytes} in all"
             if length >= 0
             else f"it has {file.num_bytes} bytes, and begins with 8 that give the length of its header",
@@ -199,9 +199,9 @@ def _json(file: ByteFile, data: bytes, what: str) -> dict[str, Any]:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _wrong(file, f"{what} is no JSON", str(error)) from error
+        raise _wrong(file, f"{what} is not JSON", str(error)) from error
     if not isinstance(found, dict):
-        raise _wrong(file, f"{what} is no JSON object", f"it is {brief(found)}")
+        raise _wrong(file, f"{what} is not a JSON object", f"it is {brief(found)}")
     return cast("dict[str, Any]", found)
 
 

@@ -31,9 +31,9 @@ def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
             w,
             f"axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
             {},
-            "a device has some terms of every sum, and all terms of some rows: in each step the weight or the batch "
-            "is moved, and no rule says which",
-            'say how activations are laid out, as in layout_map.activations[r"..."] = '
+            "for its rows a device needs the whole weight, and for its part of the weight all rows: in each step one "
+            "of them is gathered, and no rule says which",
+            'add a rule for activations, as in layout_map.activations[r"..."] = '
             f"({batch!r}, ...), or shard an output axis: {_moved(w, axis, w.axes('out')[0])}",
         )
 
@@ -119,18 +119,18 @@ def _not_passed_on(first: Weight, out: int, then: Weight, into: int) -> Problem:
     ours, theirs = first.dims(out), then.dims(into)
     other = next((axis for axis in first.axes("in") if first.dims(axis) == theirs), None)
     swapped = None if other is None else _moved(first, other, out)
-    reason = f"what a device has computed over {_names(ours)} is not what it needs over {_names(theirs)}"
+    reason = "the two differ"
     if other is not None:
-        reason += f", and its sums over axis {other} are in parts, one on each device of {_names(theirs)}"
+        reason += f", and sums over axis {other} are partial, over {_names(theirs)}"
     fix = "shard both over the same dims"
     if swapped is not None and not swapped.uneven_axes(first.shape):
         fix = f"its axes seem to be swapped: {swapped}"
     return _problem(
         "swapped",
         first,
-        f"outputs axis {out} over {_names(ours)}, and {then.name} takes it in over {_names(theirs)}",
+        f"its output is sharded over {_names(ours)}, and the input of {then.name} over {_names(theirs)}",
         {then.name: f"{then.shape}  {then.layout_text}"},
-        f"{reason}: activations between the two are resharded in every step",
+        f"{reason}: activations between them are resharded in every step",
         fix,
     )
 

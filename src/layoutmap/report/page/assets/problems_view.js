@@ -30,7 +30,7 @@ function noRuleNode(found) {
   const count = found.reduce((sum, { count }) => sum + count, 0);
   return make("article", { class: "problem warning" },
     make("p", { class: "what" }, make("span", { class: "severity" }, "warning"),
-      ` no rule matches these ${countText(count)}, so they are replicated; add rules, or say layout_map.rest = "replicated"`),
+      ` no rule matches these ${countText(count)}, so they are replicated; add rules, or set layout_map.rest = "replicated"`),
     make("dl", { class: "facts listed" }, found.flatMap(({ subject, fix, variables: [first] }) => [
       make("dt", {}, first ? make("button", { type: "button", class: "link", onclick: () => chooseVariable(first, "problem") }, pathNode(subject)) : pathNode(subject)),
       make("dd", {}, make("code", {}, fix)),

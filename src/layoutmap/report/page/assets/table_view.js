@@ -124,7 +124,7 @@ function tableView(holder, changed) {
     }
     active = Math.max(0, entries.findIndex((entry) => entry.all.includes(chosen.variable)));
     const inRows = entries.length === found?.length ? "" : `, in ${counted(entries.length, "row")}`;
-    hits.textContent = error ? `This is no regex: ${error}` : `${countText(found.length)} of ${counted(variables.length, "variable")}${inRows}`;
+    hits.textContent = error ? `This is not a regex: ${error}` : `${countText(found.length)} of ${counted(variables.length, "variable")}${inRows}`;
     if (search.value !== asked.search) search.value = asked.search;
     [kind.value, rule.value, collapsed.checked] = [asked.kind, asked.rule, asked.collapsed];
     for (const { name, chip } of flags) chip.setAttribute("aria-pressed", `${asked.flags.has(name)}`);
