@@ -36,7 +36,6 @@ def test_the_file_is_as_documented():
     assert list(layout_map) == list(lm.LayoutMap.from_yaml(RULES_FILE))
 
 
-@pytest.mark.filterwarnings("ignore:.* can take forever")
 @given(strategies.layout_maps())
 def test_every_map_is_read_back_as_it_was(layout_map):
     """Writing and reading a map changes neither its rules, nor their order, nor its mesh."""

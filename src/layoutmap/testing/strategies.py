@@ -22,6 +22,7 @@ from layoutmap.core.match import Rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.rules.backtracking import doubling_text
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan, make_plan
 
@@ -110,7 +111,7 @@ def patterns() -> st.SearchStrategy[str]:
     r"""Regexes as a layout map may hold: all that Python's `re` knows, over the words of `paths`.
 
     Exact paths, `.*\.kernel`, classes, groups, alternatives, every quantifier (greedy, lazy, possessive), escapes,
-    anchors, look-arounds, back references, comments and flags. All of them compile.
+    anchors, look-arounds, back references, comments and flags. All of them compile, and a map takes them.
     """
     return st.one_of(paths(), paths().map(re.escape), _like_rules(), _regexes()).filter(_compiles)
 
@@ -243,6 +244,6 @@ def _compiles(pattern: str) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "possible nested set": a pattern whose meaning is about to change
         try:
-            return bool(re.compile(pattern))
+            return doubling_text(re.compile(pattern)) is None  # else a map refuses it
         except (re.error, OverflowError, RecursionError, Warning):
             return False
