@@ -30,7 +30,7 @@ import jax
 from layoutmap.core.errors import EngineError
 from layoutmap.core.patches import Attribute
 from layoutmap.core.tested import unsupported
-from layoutmap.engines.jax.cost.shardy import propagate
+from layoutmap.engines.jax.shardy import propagate
 
 try:
     from jax._src.interpreters import mlir as _mlir
