@@ -171,7 +171,6 @@ def lowered(equation, sizes, specs, result_spec):
         "input",
         "kernel in replicas",
         "kernel of sequences",
-        "input of sequences",
         "2-D weights",
     ],
 )
