@@ -289,3 +289,33 @@ class TestWeightsCutByTheBatch:
         for other in (model, copied):
             for expected, parameter in zip(plain.parameters(), other.parameters(), strict=True):
                 assert_close(expected.grad, parameter.grad)
+
+
+class Running(torch.nn.Module):
+    """Holds a mean that `forward` assigns anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 16)
+        self.mean = torch.nn.Buffer(torch.zeros(16))
+
+    def forward(self, x):
+        x = self.linear(x) - self.mean
+        self.mean = torch.lerp(self.mean, x.detach().mean(0), 0.1)
+        return x
+
+
+@pytest.mark.parametrize("specs", [None, "model", "batch", ("model", "batch")])
+def test_a_buffer_that_forward_assigns_anew_keeps_its_layout(specs):
+    """Whatever layout its new value was computed in; found by drawn models (seed 1004)."""
+    rules = {"mean$": (specs,), "linear.weight$": ("model", None)}
+    layout_map = lm.LayoutMap("batch=2,model=4", rules, rest="replicated")
+    torch.manual_seed(0)
+    model = layout_map.build(Running, batch_dim="batch", library="torch")
+    torch.manual_seed(0)
+    plain, x = Running(), torch.linspace(-1, 1, 64).reshape(8, 8)
+    for _ in range(2):
+        plain(x), model(x)
+
+    torch.testing.assert_close(model.mean.full_tensor(), plain.mean)
+    assert lm.Layout([specs], layout_map.mesh) == lm.dtensor.fetch_layout(model.mean)

@@ -17,6 +17,7 @@ from layoutmap.testing import models
 from layoutmap.testing.models.torch.kinds import KINDS
 
 PROCESSES = ("torch",)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of models that nobody would write
 
 
 def test_every_kind_and_every_pair_of_kinds_is_drawn():
@@ -110,9 +111,12 @@ def test_a_case_is_a_program(tmp_path):
 
 def test_cases_shrink():
     """What fails is found in a model of few parts: with one seed, since Hypothesis may give up early with another."""
-    settings = hypothesis.settings(max_examples=2000, database=None)
+    settings = hypothesis.settings(max_examples=200, database=None)
     found = hypothesis.find(
-        models.models("torch"), lambda model: "Recurrent" in model.kinds, settings=settings, random=random.Random(0)
+        models.models("torch"),
+        lambda model: "Conv" in model.kinds,
+        settings=settings,
+        random=random.Random(0),
     )
 
-    assert sum(len(each.parts) for each in found.classes) <= 4
+    assert sum(len(each.parts) for each in found.classes) <= 3

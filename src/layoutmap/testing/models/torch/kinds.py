@@ -170,7 +170,7 @@ KINDS: dict[str, Kind] = {
     "Cell": (_SEQUENCE, 5, {lambda s, d: (d["z"],): """
         nn.GRUCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
         nn.RNNCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
-        nn.LSTMCell({w}, {z}) -> c = {x}.new_zeros(len({x}), {z}); for t in {x}.unbind(1): {y}, c = {m}(t, ({y}, c))"""}),
+        nn.LSTMCell({w}, {z}) -> c = torch.zeros(len({x}), {z}); for t in {x}.unbind(1): {y}, c = {m}(t, ({y}, c))"""}),
     "MultiheadAttention": (_SEQUENCE, 8, attention),
     "TransformerEncoder": (_SEQUENCE, 6, {_same: """
         nn.TransformerEncoderLayer({w}, {k}, 16, dropout=0.0, batch_first=True)
