@@ -247,8 +247,9 @@ class Forward:
         module = self._the_module()
         for name, layout in self._buffers.items():
             buffer = getattr(module, name, None)
-            is_held = isinstance(buffer, DTensor) and buffer.ndim == layout.rank
-            if is_held and buffer.placements != self._placements[name]:
+            if not isinstance(buffer, DTensor) or buffer.ndim != layout.rank:
+                continue
+            if buffer.placements != self._placements[name]:
                 setattr(module, name, self.home.engine.relayout(buffer, layout))
 
     @plainly

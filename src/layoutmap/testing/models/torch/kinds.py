@@ -236,7 +236,7 @@ KINDS: dict[str, Kind] = {
         {x}[:, 1:] - {x}[:, :-1]
         {x}.diff(dim=1)
         {x}.narrow(1, 1, {f} - 1)""",
-        lambda s, d: s[1:] or None: """
+        lambda s, d: s[1:] if len(s) > 1 else None: """
         {x}[:, 0]
         {x}[:, -1]
         {x}.unbind(1)[0] + {x}.select(1, 0)"""}),
@@ -259,7 +259,7 @@ KINDS: dict[str, Kind] = {
         lambda s, d: (math.prod(s),): """
         {x}.reshape({x}.shape[0], -1)
         {x}.flatten(1)""",
-        lambda s, d: (*s[:-1], d["d"], s[-1] // d["d"]) if len(s) < 4 else None: """
+        lambda s, d: (*s[:-1], d["d"], s[-1] // d["d"]) if len(s) in range(4) else None: """
         {x}.contiguous().view(*{x}.shape[:-1], {d}, -1)
         {x}.unflatten(-1, ({d}, -1))""",
         lambda s, d: (d["d"], s[0], s[1] // d["d"]) if len(s) == 2 else None: """
