@@ -25,6 +25,7 @@ from torch_pairs import (
 )
 
 import layoutmap as lm
+from layoutmap.adapters.torch import train_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
@@ -319,3 +320,29 @@ def test_a_buffer_that_forward_assigns_anew_keeps_its_layout(specs):
 
     torch.testing.assert_close(model.mean.full_tensor(), plain.mean)
     assert lm.Layout([specs], layout_map.mesh) == lm.dtensor.fetch_layout(model.mean)
+
+
+class GroupedHeads(nn.Module):
+    """Attention with fewer keys than queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(24, 32, bias=False)
+        self.both = nn.Linear(24, 16)
+
+    def forward(self, x):
+        parts = (self.query(x), *self.both(x).chunk(2, -1))
+        heads = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+def test_gradients_of_replicated_keys_beside_sharded_queries_are_those_of_one_device():
+    """They are gathered, and in another order in memory than before: found by drawn models."""
+
+    def make_model():
+        return train_with(GroupedHeads(), loss=F.mse_loss, optimizer=OPTIMIZERS["sgd"])
+
+    layout_map = lm.LayoutMap("batch=2,model=2,x=2", {"query.weight": ("model", None)}, rest="replicated")
+    data = torch.linspace(-1, 1, 4 * 6 * 24).reshape(4, 6, 24).sin(), torch.ones(4, 6, 32)
+
+    assert lm.check_parity(make_model, layout_map, data, batch_dim="batch", library="torch").agrees
