@@ -206,7 +206,9 @@ def _dims_of(layout: Any) -> Iterator[list[tuple[str, int, int | None]]]:
         found: list[tuple[str, int, int | None]] = []
         for dim in map(_sdy.AxisRefAttr, axis.axes):
             part = dim.sub_axis_info and _sdy.SubAxisInfoAttr(dim.sub_axis_info)
-            found.append((dim.name, part.pre_size, part.pre_size * part.size) if part else (dim.name, 1, None))
+            found.append(
+                (dim.name, part.pre_size, part.pre_size * part.size) if part else (dim.name, 1, None)
+            )
         yield found
 
 

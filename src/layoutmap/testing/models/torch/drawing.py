@@ -11,7 +11,7 @@ from layoutmap.testing.models.torch.kinds import CALL, KINDS, Drawing, drawing_o
 from layoutmap.testing.models.torch.sequences import attention
 from layoutmap.testing.models.values import WIDTHS, Value
 
-_INPUTS = {"vector": 3, "sequence": 5, "image": 4, "volume": 2, "tokens": 4, "bag": 2}
+_INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
 _STYLES = {"attributes": 5, "list": 1, "dict": 1}
 _LOSSES = {  # of an output `o` and targets `t`
     "F.mse_loss(o, t)": 4,
