@@ -57,7 +57,7 @@ STATE = {
     "engines.jax.corrections._without_devices": "whether this thread lowers for devices that are not there",
     "engines.jax.corrections._inside": "whether this thread lowers one of our forms: JAX's own rules hold in it",
     "engines.jax.cost.attention._calls": "the step that is traced on this thread, whose calls of attention are named",
-    "engines.jax.cost.shardy.check": "whether jaxlib has Shardy's passes, asked once",
+    "engines.jax.shardy.check": "whether jaxlib has Shardy's passes, asked once",
     "rules.zoo.models": "the list of published models, read once",
     "cost.machines.known_devices": "the devices of machines.yaml, read once",
 }

@@ -1,11 +1,12 @@
-"""Products of matrices and of tensors, in layouts that nobody chose, are those of NumPy.
+"""Products of matrices and of tensors, and convolutions, in layouts that nobody chose, are those of one device.
 
 As a program it counts which of many drawn ones are wrong in XLA, and with this package's correction:
 
-    python tests/engines/test_jax_products.py --count 3000
+    python tests/engines/test_jax_products.py --count 3000 --kind convolutions
 """
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -16,9 +17,14 @@ from collections import Counter
 
 import jax
 import numpy as np
+import pytest
+from cases import few
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import layoutmap as lm
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.jax import shardy
+from layoutmap.engines.jax.far_products import keep_apart
 
 PROCESSES = ("jax",)
 XLA = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -35,14 +41,29 @@ def correct():
     lm.dtensor.relayout(np.zeros(()), lm.Layout.replicated(mesh, 0))
 
 
-def is_right(equation, operands, mesh, specs, result_spec):
-    """Whether a product in a layout is that of NumPy; of whole numbers, which no order of sums rounds."""
-    product = jax.jit(
-        lambda *each: jax.numpy.einsum(equation, *each),
-        in_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
-        out_shardings=None if result_spec is None else NamedSharding(mesh, result_spec),
+def compiled(function, operands, mesh, specs, result_spec):
+    return (
+        jax.jit(
+            lambda *each: function(*each),
+            in_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
+            out_shardings=None if result_spec is None else NamedSharding(mesh, result_spec),
+        )
+        .lower(*operands)
+        .compile()
     )
-    return np.array_equal(product(*operands), np.einsum(equation, *operands, optimize=True))
+
+
+def is_right(function, operands, mesh, specs, result_spec):
+    """Whether a function in layouts is that of one device; of whole numbers, which no order of sums rounds."""
+    placed = [
+        jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(operands, specs, strict=True)
+    ]
+    made = compiled(function, operands, mesh, specs, result_spec)(*placed)
+    return np.array_equal(made, jax.jit(function)(*operands))
+
+
+def einsum(equation):
+    return lambda *operands: jax.numpy.einsum(equation, *operands)
 
 
 def whole_numbers(rng, *shapes):
@@ -57,21 +78,158 @@ def test_three_summed_axes():
     specs = [PartitionSpec(*order) for order in set(itertools.permutations(("x", "y", None)))]
     pairs = list(itertools.product(specs, specs))
 
-    assert [] == [pair for pair in pairs if not is_right("abci,abcj->ij", operands, mesh, pair, None)]
+    assert [] == [pair for pair in pairs if not is_right(einsum("abci,abcj->ij"), operands, mesh, pair, None)]
 
 
-# -- as a program
+P = PartitionSpec
+WANTED = {
+    "a kernel's gradient": ((2, 2, 2), "ki,ku->iu", [P("z", "x"), P("z", ("y", "x"))], P("z")),
+    "with a replicated operand": ((2, 2, 2), "ki,uk->iu", [P("x", "y"), P(None, "x")], P("x", ("z", "y"))),
+    "of a batch over others": (
+        (2, 2, 2),
+        "ak,uavk->auv",
+        [P("x", "y"), P("x", "z", None, "y")],
+        P("x", "z", "y"),
+    ),
+    "of a batch over the sum's": ((4, 2), "kia,ka->ai", [P("x", None, "y"), P("x", "y")], P("x", "y")),
+    "over two of the sum's": (
+        (2, 2, 2),
+        "aki,ka->ai",
+        [P("y", ("z", "x")), P(("z", "x"), "y")],
+        P(("y", "x"), "z"),
+    ),
+    "with operands over others": ((2, 2, 2), "kai,kau->aiu", [P("y"), P("z", "x")], P(("y", "x"), "z")),
+}
+"""A mesh, a product, the layouts of its operands, and a layout that is wanted of its result over dims of the sum."""
 
 
-def drawn(seed):
-    """A product, its operands, a mesh, the layouts of the operands and that of the result; or `None`: any."""
+@pytest.mark.parametrize("name", few(WANTED, "of a batch over the sum's"))
+def test_wanted_over_the_dims_of_the_sum(name):
+    """A result is right in a layout that XLA would read in another order than the operands had it computed in."""
+    correct()
+    sizes, equation, specs, result_spec = WANTED[name]
+    terms = equation.split("->")[0].split(",")
+    operands = whole_numbers(np.random.default_rng(0), *([8] * len(term) for term in terms))
+
+    assert is_right(einsum(equation), operands, mesh_of(sizes), specs, result_spec)
+
+
+def test_a_convolution_wanted_over_the_dims_of_the_sum():
+    """So is that of a convolution, whose sum is over features."""
+    correct()
+    numbers = ("NHC", "HIO", "NHC")
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated, window_strides=(1,), padding="SAME", dimension_numbers=numbers
+    )
+    operands = whole_numbers(np.random.default_rng(0), (8, 4, 8), (3, 8, 8))
+    specs = [P("y", None, "x"), P(None, "x", "z")]
+
+    assert is_right(convolve, operands, mesh_of((2, 2, 2)), specs, P(("z", "y"), None, "x"))
+
+
+def test_inside_of_a_loop():
+    """So is that of a product in a function that a loop calls."""
+    correct()
+    mesh = mesh_of((2, 2, 2))
+    wanted = NamedSharding(mesh, P("z"))
+
+    @jax.jit
+    def multiply(a, b):
+        return jax.lax.with_sharding_constraint(a.T @ b, wanted)
+
+    def loop(a, b):
+        return jax.lax.scan(
+            lambda total, _: (total + multiply(a, b), None), np.zeros((8, 8), "float32"), None, 2
+        )[0]
+
+    operands = whole_numbers(np.random.default_rng(0), (16, 8), (16, 8))
+
+    assert is_right(loop, operands, mesh, [P("z", "x"), P("z", ("y", "x"))], P("z"))
+
+
+def lowered(equation, sizes, specs, result_spec):
+    """What JAX makes of a product of axes with eight elements."""
+    shapes = [jax.ShapeDtypeStruct([8] * len(term), "float32") for term in equation.split("->")[0].split(",")]
+    shardings = [NamedSharding(mesh_of(sizes), spec) for spec in (*specs, result_spec)]
+    made = jax.jit(einsum(equation), in_shardings=tuple(shardings[:2]), out_shardings=shardings[2])
+    return made.lower(*shapes).as_text()
+
+
+@pytest.mark.parametrize(
+    ("equation", "sizes", "specs", "result_spec"),
+    [
+        ("bsd,df->bsf", (2, 4), [P("x"), P("x", "y")], P("x", None, "y")),
+        ("bsd,bsf->df", (2, 4), [P("x"), P("x", None, "y")], P("x", "y")),
+        ("bsf,df->bsd", (2, 4), [P("x", None, "y"), P("x", "y")], P("x", None, "y")),
+        ("bsd,bsf->df", (2, 2, 2), [P(("x", "y")), P(("x", "y"), None, "z")], P("y", "z")),
+        ("bsd,bsf->df", (2, 2, 2), [P("y", "x"), P("y", "x", "z")], P("y", "z")),
+        ("bsd,df->bsf", (2, 2, 2), [P(("x", "y"), None, "z"), P("y", "z")], P(("x", "y"), None, "z")),
+    ],
+    ids=[
+        "forward",
+        "kernel",
+        "input",
+        "kernel in replicas",
+        "kernel of sequences",
+        "2-D weights",
+    ],
+)
+def test_usual_layouts(equation, sizes, specs, result_spec):
+    """The products of data, weights and tensors that are sharded as usual are lowered as JAX lowers them."""
+    correct()
+
+    assert "propagation_barrier" not in lowered(equation, sizes, specs, result_spec)
+
+
+def test_gspmd_is_refused():
+    """GSPMD does not say which layouts it will choose: with it a product on a mesh of several dims is refused."""
+    correct()
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        lowered("ki,ku->iu", (8,), [P("x"), P("x")], P("x"))
+        with pytest.raises(EngineError) as refused:
+            lowered("ki,ku->iu", (4, 2), [P("x"), P("x", "y")], P("x"))
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+    assert "set jax_use_shardy_partitioner, as it is by default" == refused.value.fix
+    assert "XLA could compute wrong numbers" in str(refused.value)
+
+
+FIXED = """
+sdy.mesh @mesh = <["x"=4, "y"=2]>
+func.func @main(%a: tensor<8x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"}, {}]>},
+                %b: tensor<8x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"}, {}]>}) -> tensor<8x8xf32> {
+  %0 = stablehlo.dot_general %a, %b, contracting_dims = [0] x [0]
+    {sdy.sharding = #sdy.sharding_per_value<[<@mesh, [{"x", "y"}, {}]>]>}
+    : (tensor<8x8xf32>, tensor<8x8xf32>) -> tensor<8x8xf32>
+  return %0 : tensor<8x8xf32>
+}
+"""
+
+
+def test_what_cannot_be_kept_apart_is_refused():
+    """A product whose own layout is fixed is refused by name: a barrier behind it changes nothing."""
+    with shardy.context():
+        module = shardy.parsed(FIXED)
+        with pytest.raises(EngineError) as refused:
+            keep_apart(module, "step")
+
+    assert "step: XLA could compute wrong numbers" == str(refused.value).splitlines()[0]
+
+
+# -- drawn ones
+
+
+def drawn_product(seed):
+    """A name, a function, its operands, a mesh, the layouts of the operands and that of the result; `None`: any."""
     rng = random.Random(seed)
     mesh = mesh_of(rng.choice(MESHES))
     axes = {
         letter: rng.choice([2, 4, 8])
         for letters, most in (
             ("ab", [0, 0, 0, 1, 2]),
-            ("klmn", [1, 2, 3, 4]),
+            ("klmn", [1, 1, 2, 3, 4]),
             ("ij", [0, 1, 2]),
             ("uv", [0, 1, 2]),
         )
@@ -84,23 +242,68 @@ def drawn(seed):
     for term in terms:
         rng.shuffle(term)
     terms.append(batch + free[0] + free[1])
-    shapes = [[axes[letter] for letter in term] for term in terms]
-    specs = [spec_of(rng, shape, mesh) for shape in shapes]
+    specs = drawn_specs(rng, terms, axes, summed[0], mesh)
     equation = "{},{}->{}".format(*map("".join, terms))
-    result_spec = specs[2] if rng.random() < 0.7 else None
-    return equation, whole_numbers(np.random.default_rng(seed), *shapes[:2]), mesh, specs[:2], result_spec
+    shapes = [[axes[letter] for letter in term] for term in terms[:2]]
+    operands = whole_numbers(np.random.default_rng(seed), *shapes)
+    return equation, einsum(equation), operands, mesh, specs[:2], specs[2]
 
 
-def spec_of(rng, shape, mesh):
+def drawn_convolution(seed):
+    """The same, of a convolution: the axes that its windows go over are not sharded."""
+    rng = random.Random(seed)
+    mesh = mesh_of(rng.choice(MESHES))
+    groups = rng.choice([1, 1, 1, 2, 4])
+    places = rng.choice([1, 3, 4, 8])
+    window = rng.choice([each for each in (1, 2, 3, 8) if each <= places])
+    axes = {"N": rng.choice([4, 8, 16]), "I": rng.choice([4, 8]), "O": rng.choice([4, 8, 16])}
+    axes["C"] = axes["I"] * groups
+    orders = [list(letters) for letters in ("NCH", "IOH", "NOH")]
+    for order in orders:
+        rng.shuffle(order)
+    summed = "C" if groups == 1 else None
+    terms = [[each.replace("I", "C" if groups == 1 else "I") for each in order] for order in orders]
+    specs = drawn_specs(rng, terms, axes, summed, mesh)
+    lhs, rhs, result = map("".join, orders)
+    options = {
+        "window_strides": (rng.choice([1, 1, 2]),),
+        "padding": rng.choice(["VALID", "SAME"]),
+        "dimension_numbers": (lhs, rhs, result.replace("O", "C")),
+        "feature_group_count": groups,
+    }
+    sizes = [axes | {"H": places}, axes | {"H": window}]
+    shapes = [[size[each] for each in order] for size, order in zip(sizes, orders, strict=False)]
+    operands = whole_numbers(np.random.default_rng(seed), *shapes)
+    function = functools.partial(jax.lax.conv_general_dilated, **options)
+    return f"{options} of {shapes}", function, operands, mesh, specs[:2], specs[2]
+
+
+def drawn_specs(rng, terms, axes, summed, mesh):
+    """The layouts of two operands and of a result; half of the operands are sharded alike along an axis of the sum."""
+    alike = {}
+    if summed and rng.random() < 0.5:
+        dims = rng.sample(mesh.axis_names, rng.choice([1, 1, 2]))
+        if axes[summed] % math.prod(mesh.shape[dim] for dim in dims) == 0:
+            alike = {summed: tuple(dims)}
+    specs = [spec_of(rng, term, axes, mesh, alike) for term in terms]
+    return [*specs[:2], specs[2] if rng.random() < 0.7 else None]
+
+
+def spec_of(rng, term, sizes, mesh, given):
     """A spec with most dims of a mesh, in any order."""
-    dims, axes = list(mesh.axis_names), [()] * len(shape)
+    axes = {letter: given.get(letter, ()) for letter in term}
+    free = [letter for letter in term if letter not in given and letter != "H"]
+    dims = [dim for dim in mesh.axis_names if all(dim not in used for used in axes.values())]
     rng.shuffle(dims)
-    for dim in dims if shape else ():
-        axis = rng.randrange(len(shape))
-        shards = math.prod(mesh.shape[each] for each in (*axes[axis], dim))
-        if rng.random() < 0.8 and shape[axis] % shards == 0:
-            axes[axis] += (dim,)
-    return PartitionSpec(*(dims or None for dims in axes))
+    for dim in dims if free else ():
+        letter = rng.choice(free)
+        shards = math.prod(mesh.shape[each] for each in (*axes[letter], dim))
+        if rng.random() < 0.8 and sizes[letter] % shards == 0:
+            axes[letter] += (dim,)
+    return PartitionSpec(*(axes[letter] or None for letter in term))
+
+
+KINDS = {"products": drawn_product, "convolutions": drawn_convolution}
 
 
 def main():
@@ -109,10 +312,11 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--kind", choices=KINDS, default="products")
     parser.add_argument("--only", choices=("XLA", "here"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.only is None:
-        print("summed axes, layout of the result, outcome: number", flush=True)
+        print("layout of the result, outcome: number", flush=True)
         environment = os.environ | {"XLA_FLAGS": XLA, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         for only in ("XLA", "here"):
             subprocess.run(
@@ -123,18 +327,16 @@ def main():
         correct()
     counts = Counter()
     for seed in range(asked.seed, asked.seed + asked.count):
-        equation, *rest, mesh, specs, result_spec = drawn(seed)
-        number = len(set(equation.split("->")[0]) & set("klmn"))
+        name, *case = KINDS[asked.kind](seed)
+        *_, mesh, specs, result_spec = case
         try:
-            outcome = "right" if is_right(equation, *rest, mesh, specs, result_spec) else "wrong"
+            outcome = "right" if is_right(*case) else "wrong"
         except jax.errors.JaxRuntimeError:  # XLA finds that it has made an invalid program
             outcome = "error"
-        axes = "three or four" if number > 2 else "one or two"
-        counts[axes, "any" if result_spec is None else "given", outcome] += 1
+        counts["any" if result_spec is None else "given", outcome] += 1
         if outcome != "right":
-            print(
-                f"  {asked.only}: {outcome}: seed {seed}: {equation} in {specs} to {result_spec}, {mesh.shape}"
-            )
+            shape = dict(mesh.shape)
+            print(f"  {asked.only}: {outcome}: seed {seed}: {name} in {specs} to {result_spec}, {shape}")
     for key, number in sorted(counts.items()):
         print(f"{asked.only}: {', '.join(key)}: {number}", flush=True)
 

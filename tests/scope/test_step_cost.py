@@ -547,7 +547,7 @@ def test_an_unknown_target_names_those_there_are(block):
 
 def test_a_jaxlib_without_the_passes_says_which(monkeypatch, block):
     """A jaxlib that lacks a pass of Shardy's is refused by name, with XLA's compiler as the way that is left."""
-    from layoutmap.engines.jax.cost import shardy
+    from layoutmap.engines.jax import shardy
 
     monkeypatch.setattr(shardy, "PASSES", ("builtin.module(sdy-renamed-pipeline)",))
     shardy.check.cache_clear()

@@ -93,7 +93,7 @@ def test_a_seed_gives_the_same_case_for_ever(library):
     assert program == str(models.draw(5, library))
 
 
-@pytest.mark.parametrize(("library", "seed"), few([("nnx", 3), ("pytree", 6)], ("pytree", 6)))
+@pytest.mark.parametrize(("library", "seed"), few([("nnx", 44), ("pytree", 12)], ("pytree", 12)))
 def test_a_case_is_a_program(library, seed, capsys):
     """It runs by itself, and says whether parity holds."""
     program = compile(str(models.draw(seed, library)), "drawn.py", "exec")

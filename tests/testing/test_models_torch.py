@@ -17,12 +17,13 @@ from layoutmap.testing import models
 from layoutmap.testing.models.torch.kinds import KINDS
 
 PROCESSES = ("torch",)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of models that nobody would write
 
 
 def test_every_kind_and_every_pair_of_kinds_is_drawn():
-    """Of 4,000 models none lacks, as attributes, in containers, and in an `nn.Sequential`."""
+    """Of 5,000 models none lacks, as attributes, in containers, and in an `nn.Sequential`."""
     styles, kinds, pairs = Counter(), Counter(), Counter()
-    for seed in range(4000):
+    for seed in range(5000):
         model = models.draw_model(seed, "torch")
         found = set(model.kinds)
         styles["sequential" if model.is_sequential else model.classes[-1].style] += 1
@@ -110,9 +111,12 @@ def test_a_case_is_a_program(tmp_path):
 
 def test_cases_shrink():
     """What fails is found in a model of few parts: with one seed, since Hypothesis may give up early with another."""
-    settings = hypothesis.settings(max_examples=2000, database=None)
+    settings = hypothesis.settings(max_examples=200, database=None)
     found = hypothesis.find(
-        models.models("torch"), lambda model: "Recurrent" in model.kinds, settings=settings, random=random.Random(0)
+        models.models("torch"),
+        lambda model: "Conv" in model.kinds,
+        settings=settings,
+        random=random.Random(0),
     )
 
-    assert sum(len(each.parts) for each in found.classes) <= 4
+    assert sum(len(each.parts) for each in found.classes) <= 3

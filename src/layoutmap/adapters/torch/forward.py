@@ -54,6 +54,7 @@ class Forward:
         gather: What is gathered while it computes.
         valueless: Why the model has no values and cannot be called; empty if it can.
         graphs: What was compiled for modules of the scope.
+        layouts: The layouts of the model's tensors, by their ids.
     """
 
     def __init__(
@@ -65,8 +66,12 @@ class Forward:
         gather: Gathering | None = None,
         valueless: str = "",
         graphs: dict[Any, Any] | None = None,
+        layouts: Mapping[int, Layout] | None = None,
     ) -> None:
         self._module = weakref.ref(module)
+        buffers = module.named_buffers(recurse=False) if layouts else ()
+        self._buffers = {name: layouts[id(each)] for name, each in buffers if layouts and id(each) in layouts}
+        self._placements = {name: home.engine.native(of, of.rank)[1] for name, of in self._buffers.items()}
         self._before = _before(module)
         self.path = path
         self.home = home
@@ -232,7 +237,20 @@ class Forward:
         """Compute the module as it is, on the mesh."""
         forward = self._before or _plain_forward(self._the_module())
         result = forward(*args, **kwargs)
+        if self._buffers:
+            self._keep_buffers()
         return result if self._output is None else self._laid_out(result, self._output)
+
+    @plainly
+    def _keep_buffers(self) -> None:
+        """Bring buffers that `forward` has assigned anew to their layouts."""
+        module = self._the_module()
+        for name, layout in self._buffers.items():
+            buffer = getattr(module, name, None)
+            if not isinstance(buffer, DTensor) or buffer.ndim != layout.rank:
+                continue
+            if buffer.placements != self._placements[name]:
+                setattr(module, name, self.home.engine.relayout(buffer, layout))
 
     @plainly
     def _laid_out(self, result: Any, layout: Layout) -> Any:

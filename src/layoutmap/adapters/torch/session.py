@@ -351,7 +351,8 @@ class TorchSession:
                 if forward_of(module) is None:
                     accept_any_layout(module)
                 path = paths.get(id(module), "")
-                Forward(module, path, self.home, gather=gather.get(id(module)), graphs=graphs).attach()
+                gathers = gather.get(id(module))
+                Forward(module, path, self.home, gather=gathers, graphs=graphs, layouts=layouts).attach()
 
     def _mark_valueless(self, roots: Sequence[torch.nn.Module], why: str) -> None:
         for root in roots:

@@ -1,11 +1,13 @@
 """Products whose results are wanted over mesh dims that they add up over, kept apart from that layout by a barrier.
 
 XLA's partitioner gives each group of devices a part of the sum. Where the result is wanted over the dims that tell the
-groups apart, it takes the devices of a group in the order that the result's layout has, which need not be that in which
-the operands' layouts had them compute (docs/xla-faults.md). A rule for lowering sees no layouts, so this looks at each
-program for a mesh of several dims once it is lowered. On a copy Shardy's passes say which layouts its values get. Behind
-a product that XLA could compute wrongly goes a barrier: then its result has a layout that follows from its operands',
-and is redistributed to the wanted one by an operation of its own (docs/decisions/0126).
+groups apart, it takes the devices of a group in the order that the result's layout has, which need not be that in
+which the operands' layouts had them compute (docs/xla-faults.md). A rule for lowering sees no layouts, so this looks
+at each program for a mesh of several dims once it is lowered. On a copy Shardy's passes say which layouts its values
+get. Behind a product that XLA could compute wrongly goes a barrier: then the layout of its result follows from its
+operands', and an operation of its own redistributes it to the wanted one. Where the operands are sharded over other
+dims along what is added up, so that one of them must be redistributed in any case, the smaller one is gathered
+(docs/decisions/0126).
 
 Private names, tested on JAX 0.9.2 and 0.10.2:
 
@@ -16,7 +18,9 @@ Private names, tested on JAX 0.9.2 and 0.10.2:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,7 +30,7 @@ import jax
 from layoutmap.core.errors import EngineError
 from layoutmap.core.patches import Attribute
 from layoutmap.core.tested import unsupported
-from layoutmap.engines.jax.cost.shardy import propagate
+from layoutmap.engines.jax.shardy import propagate
 
 try:
     from jax._src.interpreters import mlir as _mlir
@@ -40,6 +44,12 @@ except (ImportError, AttributeError) as _error:
 
 _NUMBER = "layoutmap.number"
 """The attribute by which a product is found again after Shardy's passes, which copy functions."""
+
+_RESULT = 2
+"""The number of the result among a product's values: its operands are 0 and 1."""
+
+_OF_A_GRID = re.compile(r"devices=\[(?:1,)*(?!1[,\]])\d+,(?:1,)*(?!1[,\]])\d")
+"""A layout of GSPMD's in which two numbers of shards, or of copies, are more than one."""
 
 Piece = tuple[str, int, int]
 """A mesh dim, or a part of one: its name, and where it begins and ends in it. `("x", 2, 4)` is the minor half of 4."""
@@ -71,39 +81,68 @@ def keep_apart(module: Any, name: str) -> None:
         name: What it is called.
 
     Raises:
-        EngineError: A product would be wrong all the same.
+        EngineError: A product could be wrong all the same.
     """
     with module.context, _ir.Location.unknown():
-        numbers = _in_danger(module)
-        products = _products(module) if numbers else []
-        for result in (products[number].results[0] for number in numbers):
-            with _ir.InsertionPoint.after(result.owner):
-                barrier = _sdy.PropagationBarrierOp(result, _sdy.PropagationDirection.FORWARD.value)
-            result.replace_all_uses_except(barrier.result, barrier.operation)
-        left = _in_danger(module) if numbers else []
-    if left:
-        raise EngineError(
-            f"{name}: XLA could compute wrong numbers",
-            facts={"operation": products[left[0]].name, "where": products[left[0]].location},
-            why="XLA does not add up over all shards where the result is sharded over the same mesh dims",
-            fix="constrain the operation's result to be replicated: lm.dtensor.relayout(result, layout)",
-        )
+        products = _products(module)
+        if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
+            if products and _OF_A_GRID.search(str(module)):
+                raise _refused(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
+            return
+        apart: set[tuple[int, int]] = set()
+        while found := _in_danger(module):  # what is done for one can move others
+            if apart & found:
+                fix = "constrain its result to be replicated: lm.dtensor.relayout(result, layout)"
+                raise _refused(name, products[min(apart & found)[0]], fix)
+            for number, value in sorted(found):
+                if value == _RESULT:
+                    _put_barrier_behind(products[number].results[0])
+                else:
+                    _gather(module, products[number], value)
+            apart |= found
 
 
-def _in_danger(module: Any) -> list[int]:
-    """The numbers of the products of a program that XLA could compute wrongly."""
+def _put_barrier_behind(result: Any) -> None:
+    with _ir.InsertionPoint.after(result.owner):
+        barrier = _sdy.PropagationBarrierOp(result, _sdy.PropagationDirection.FORWARD.value)
+    result.replace_all_uses_except(barrier.result, barrier.operation)
+
+
+def _gather(module: Any, op: Any, operand: int) -> None:
+    """Have an operand of a product gathered along the axes that are added up over."""
+    meshes = _meshes(module)
+    lhs, rhs, result = _LABELS[op.name](op)
+    closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[operand]]
+    layout = _sdy.TensorShardingAttr.get(
+        max(meshes, key=lambda name: len(meshes[name])),
+        [_sdy.DimensionShardingAttr.get([], is_closed=each) for each in closed],
+    )
+    with _ir.InsertionPoint(op):
+        op.operands[operand] = _sdy.ShardingConstraintOp(op.operands[operand], layout).result
+
+
+def _refused(name: str, op: Any, fix: str) -> EngineError:
+    return EngineError(
+        f"{name}: XLA could compute wrong numbers",
+        facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
+        why="XLA does not add up over all shards of some products whose result is sharded over the dims of the sum",
+        fix=fix,
+    )
+
+
+def _in_danger(module: Any) -> set[tuple[int, int]]:
+    """The products of a program that XLA could compute wrongly: of each its number, and that of the value to change."""
     products = _products(module)
     if not products or not any(sum(n > 1 for n in dims.values()) > 1 for dims in _meshes(module).values()):
-        return []
+        return set()
     copy = module.operation.clone()
     kind = _ir.IntegerType.get_signless(64)
     for number, op in enumerate(_products(copy)):
         op.attributes[_NUMBER] = _ir.IntegerAttr.get(kind, number)
     propagate(copy)
     meshes = _meshes(copy)
-    return sorted(
-        {op.attributes[_NUMBER].value for op in _products(copy) if _Product.of(op, meshes).is_in_danger()}
-    )
+    found = ((op.attributes[_NUMBER].value, _Product.of(op, meshes).to_change()) for op in _products(copy))
+    return {(number, value) for number, value in found if value is not None}
 
 
 def _products(module: Any) -> list[Any]:
@@ -142,11 +181,13 @@ class _Product:
         axes: Of the first operand, the second one and the result, what shards each axis.
         labels: Of the same, a label for each axis, as the letters of `einsum`.
         dims: All pieces of the mesh, in its order.
+        sizes: The number of elements of each operand.
     """
 
     axes: tuple[Axes, Axes, Axes]
     labels: tuple[Sequence[Hashable], Sequence[Hashable], Sequence[Hashable]]
     dims: Sequence[Piece]
+    sizes: tuple[int, int]
 
     @classmethod
     def of(cls, op: Any, meshes: Mapping[str, Mapping[str, int]]) -> _Product:
@@ -164,33 +205,65 @@ class _Product:
             return ((name, *pair) for pair in pairwise(inside))
 
         axes = [[[piece for part in axis for piece in pieces(*part)] for axis in each] for each in given]
-        return cls(tuple(axes), _LABELS[op.name](op), [piece for name in mesh for piece in pieces(name)])  # type: ignore[arg-type]
+        dims = [piece for name in mesh for piece in pieces(name)]
+        sizes = [math.prod(operand.type.shape) for operand in values[:2]]
+        return cls(tuple(axes), _LABELS[op.name](op), dims, tuple(sizes))  # type: ignore[arg-type]
 
-    def is_in_danger(self) -> bool:
-        """Whether XLA could compute it wrongly: it does not in each such case, but in no other one.
+    def to_change(self) -> int | None:
+        """Which value to change, where XLA could compute the product wrongly: in most such cases it would not."""
+        lhs, rhs = (self._summed(operand) for operand in (0, 1))
+        if lhs & rhs:
+            of_others = lhs != rhs and self._shards_result(lhs & rhs)
+            return _RESULT if of_others or self._is_read_in_another_order(lhs & rhs, (0, 1)) else None
+        if not any(_size(each) > 1 and _size(each) == _size(other) for each, other in self._pairs()):
+            return None
+        if self._is_read_in_another_order(lhs, (0,)) or self._is_read_in_another_order(rhs, (1,)):
+            return min((0, 1), key=lambda operand: self.sizes[operand])
+        return None
 
-        It is right where the result keeps an order that both operands have: they are sharded alike along what is added
-        up; the result's axes that these dims shard are sharded by no others; and the others shard it in one order with
-        the operands, along an axis that one of these has.
-        """
-        lhs, rhs, result = (
-            {piece: label for pieces, label in zip(axes, labels, strict=False) for piece in pieces}
-            for axes, labels in zip(self.axes, self.labels, strict=True)
-        )
+    def _pairs(self) -> Iterator[tuple[set[Piece], set[Piece]]]:
+        """What shards all axes of the sum in the first operand and in the second one, and what shards each of them."""
+        yield self._summed(0), self._summed(1)
+        for label in self.labels[0]:
+            yield self._summed(0, label), self._summed(1, label)
+
+    def _summed(self, operand: int, only: Hashable = None) -> set[Piece]:
+        """What shards the axes of an operand that are added up over, or one of them."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
-        of_lhs, of_rhs = ({piece for piece, label in each.items() if label in summed} for each in (lhs, rhs))
-        both = of_lhs & of_rhs
-        if not both & result.keys():
+        placed = self._placed(operand).items()
+        return {piece for piece, label in placed if label in summed and only in (None, label)}
+
+    def _placed(self, value: int) -> dict[Piece, Hashable]:
+        """The label of the axis that each piece of the mesh shards."""
+        axes = zip(self.axes[value], self.labels[value], strict=False)
+        return {piece: label for pieces, label in axes for piece in pieces}
+
+    def _shards_result(self, groups: set[Piece]) -> bool:
+        return bool(groups & self._placed(_RESULT).keys())
+
+    def _is_read_in_another_order(self, groups: set[Piece], operands: tuple[int, ...]) -> bool:
+        """Whether XLA could read the result in another order than that in which the devices of a group computed it.
+
+        It could not where no piece that tells groups apart shards the result; or where those pieces alone shard axes
+        of it, and the others shard it in the order of the operands, each along an axis that it shards in one of them.
+
+        Args:
+            groups: What tells the groups apart.
+            operands: Which operands the groups compute with as they are.
+        """
+        if not self._shards_result(groups):
             return False
-        orders = {tuple(piece for piece in self._order(axes) if piece not in both) for axes in self.axes}
+        orders = {
+            tuple(piece for piece in self._order(self.axes[value]) if piece not in groups)
+            for value in (*operands, _RESULT)
+        }
         return (
             len(orders) > 1
-            or of_lhs != of_rhs
-            or any(both & set(axis) and set(axis) - both for axis in self.axes[2])
+            or any(groups & {*axis} and {*axis} - groups for axis in self.axes[_RESULT])
             or any(
-                label not in (lhs.get(piece), rhs.get(piece))
-                for piece, label in result.items()
-                if piece not in both
+                label not in (self._placed(0).get(piece), self._placed(1).get(piece))
+                for piece, label in self._placed(_RESULT).items()
+                if piece not in groups
             )
         )
 
@@ -200,13 +273,20 @@ class _Product:
         return sharded + [piece for piece in self.dims if piece not in sharded]
 
 
+def _size(pieces: Iterable[Piece]) -> int:
+    """Over how many devices they shard an axis."""
+    return math.prod(end // begin for _, begin, end in pieces)
+
+
 def _dims_of(layout: Any) -> Iterator[list[tuple[str, int, int | None]]]:
     """For each axis what shards it: a mesh dim from its begin to its end, where that is not all of it."""
     for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
         found: list[tuple[str, int, int | None]] = []
         for dim in map(_sdy.AxisRefAttr, axis.axes):
             part = dim.sub_axis_info and _sdy.SubAxisInfoAttr(dim.sub_axis_info)
-            found.append((dim.name, part.pre_size, part.pre_size * part.size) if part else (dim.name, 1, None))
+            found.append(
+                (dim.name, part.pre_size, part.pre_size * part.size) if part else (dim.name, 1, None)
+            )
         yield found
 
 
@@ -216,7 +296,9 @@ def _layout(value: Any) -> Any:
     if isinstance(owner, _ir.Block):
         op, number = owner.owner.operation, _ir.BlockArgument(value).arg_number
         if op.name == "func.func":
-            given = op.attributes["arg_attrs"][number] if "arg_attrs" in op.attributes else {}
+            if "arg_attrs" not in op.attributes:
+                return None
+            given = _ir.DictAttr(_ir.ArrayAttr(op.attributes["arg_attrs"])[number])
             return _sdy.TensorShardingAttr(given["sdy.sharding"]) if "sdy.sharding" in given else None
         name = "in_shardings" if op.name == "sdy.manual_computation" else "sdy.sharding"
     else:

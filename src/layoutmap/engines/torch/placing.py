@@ -23,6 +23,7 @@ from layoutmap.engines.torch.private import (
     plainly,
     spec_of,
     spec_of_shards,
+    spec_of_tensor,
     summed_over,
 )
 
@@ -162,8 +163,19 @@ def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
             local = local.chunk(spec.mesh.size(dim), shard.dim)[coordinates[dim]]
         local = local.clone(memory_format=torch.contiguous_format)
     else:
-        return tensor.redistribute(spec.mesh, placements)
-    return dtensor(local, placed_as(spec, placements, local.dtype))
+        moved = tensor.redistribute(spec.mesh, placements)
+        return _as_held(local_of(moved), spec_of(moved))
+    return _as_held(local, placed_as(spec, placements, local.dtype))
+
+
+def _as_held(local: torch.Tensor, spec: Any) -> Any:
+    """The DTensor of shards, with the order in which they have their axes in memory.
+
+    A gather has them in their order. DTensor keeps the order from before, and then makes views that fail.
+    """
+    if local.is_contiguous() and not is_of_view(spec):
+        spec = spec_of_tensor(spec.mesh, spec.placements, spec.shape, local.dtype)
+    return dtensor(local, spec)
 
 
 def _is_taken_apart(spec: Any, placements: tuple[Any, ...], moves: Sequence[Any]) -> bool:

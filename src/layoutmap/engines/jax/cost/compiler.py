@@ -68,7 +68,7 @@ def _compiled(devices: list[Any], module: str) -> dict[str, Any]:
     from jax._src import compiler
     from jaxlib import xla_client
 
-    from layoutmap.engines.jax.cost import shardy
+    from layoutmap.engines.jax import shardy
     from layoutmap.engines.jax.cost.hlo import collectives
 
     assignment = np.array([device.id for device in devices]).reshape(1, len(devices))

@@ -24,8 +24,8 @@ from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import Collective, Held, StepCost
 from layoutmap.cost.verified import Verified
+from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.corrections import lowered_without_devices
-from layoutmap.engines.jax.cost import shardy
 from layoutmap.engines.jax.cost.attention import attention_named
 from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module
 from layoutmap.engines.jax.cost.counting import Counts, count

@@ -55,6 +55,8 @@ class Container:
             before.format(key=key) + (item.source() if isinstance(item, Container) else item)
             for key, item in self.items
         ]
+        if self.kind == "nnx.data":  # it marks attributes, with all that is in them
+            items = [item.removeprefix("nnx.data") for item in items]
         inner = "".join(f"\n{INDENT}{item}," for item in items) + "\n" if is_long else ", ".join(items)
         return begin.format(name=self.name) + inner + (end.lstrip(",") if is_long else end).format()
 

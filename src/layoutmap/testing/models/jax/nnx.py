@@ -219,11 +219,7 @@ _LIBRARY = Library(
         "PReLU": (ANY, 1, _keeping("nnx.PReLU()")),
         "Centered": (ANY, 2, _keeping("Centered({width})")),
     },
-    containers={
-        "nnx.Dict": 2,
-        "nnx.List": 1,
-        "nnx.data": 0,
-    },  # refused; to be drawn once the adapter takes them
+    containers={"nnx.Dict": 4, "nnx.List": 2, "nnx.data": 1},
     weight=("nnx.Param({scale} * rngs.params.normal({shape}))", "{}[...]"),
     frozen=("Fixed({scale} * rngs.params.normal({shape}))", "{}[...]"),
     constants={"Fixed({})": 2, "{}": 1},

@@ -1,4 +1,4 @@
-"""Torch models as values: what their classes hold, what `forward` does with it, and the program that makes the model."""
+"""Torch models as values: what their classes hold, what `forward` does with it, and the program that makes one."""
 
 from __future__ import annotations
 

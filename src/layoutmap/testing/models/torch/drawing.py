@@ -11,7 +11,7 @@ from layoutmap.testing.models.torch.kinds import CALL, KINDS, Drawing, drawing_o
 from layoutmap.testing.models.torch.sequences import attention
 from layoutmap.testing.models.values import WIDTHS, Value
 
-_INPUTS = {"vector": 3, "sequence": 5, "image": 4, "volume": 2, "tokens": 4, "bag": 2}
+_INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
 _STYLES = {"attributes": 5, "list": 1, "dict": 1}
 _LOSSES = {  # of an output `o` and targets `t`
     "F.mse_loss(o, t)": 4,
@@ -117,7 +117,9 @@ class _Growing:
             return self.put(kind, drawing, value)
         has_weight, is_called = made.startswith(("nn.Linear(", "nn.Conv")), lines == CALL
         fits = {
-            "frozen": not made.startswith("nn.Buffer("),
+            "frozen": not made.startswith(
+                ("nn.Buffer(", "nn.Embedding(")
+            ),  # a head that is tied to it has to learn
             "hook": is_called,
             "pre_hook": is_called and "Embedding" not in made,
             "checkpoint": is_called and "BatchNorm" not in made and not self.is_chain,
@@ -161,7 +163,8 @@ class _Growing:
         if kind == "bag":
             made = f"nn.EmbeddingBag({vocabulary}, {width}, mode='{choices.one_of('mean', 'sum', 'max')}')"
             return self.wrap("EmbeddingBag", (made, CALL, (width,)), value)
-        made = f"nn.Embedding({vocabulary}, {width}{choices.one_of('', '', ', padding_idx=0', ', scale_grad_by_freq=True')})"
+        options = choices.one_of("", "", ", padding_idx=0", ", scale_grad_by_freq=True")
+        made = f"nn.Embedding({vocabulary}, {width}{options})"
         result = self.wrap("Embedding", (made, CALL, shape), value)
         self.table = self.parts[-1].name, vocabulary, width
         if self.is_chain or not choices.one_in(3):

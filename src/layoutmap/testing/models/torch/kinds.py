@@ -162,15 +162,15 @@ KINDS: dict[str, Kind] = {
         nn.ReflectionPad{n}d(1)
         nn.ReplicationPad{n}d(1)
         nn.CircularPad{n}d(1)"""}),
-    "PixelShuffle": ((3,), 5, {
+    "PixelShuffle": ((3,), 16, {
         lambda s, d: None if s[0] % 4 else (s[0] // 4, 2 * s[1], 2 * s[2]): "nn.PixelShuffle(2)",
         lambda s, d: None if s[1] % 2 or s[2] % 2 else (4 * s[0], s[1] // 2, s[2] // 2): "nn.PixelUnshuffle(2)",
         _same: "nn.ChannelShuffle({g})"}),
     "Recurrent": (_SEQUENCE, 9, recurrent),
-    "Cell": (_SEQUENCE, 5, {lambda s, d: (d["z"],): """
+    "Cell": (_SEQUENCE, 10, {lambda s, d: (d["z"],): """
         nn.GRUCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
         nn.RNNCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
-        nn.LSTMCell({w}, {z}) -> c = {x}.new_zeros(len({x}), {z}); for t in {x}.unbind(1): {y}, c = {m}(t, ({y}, c))"""}),
+        nn.LSTMCell({w}, {z}) -> c = torch.zeros(len({x}), {z}); for t in {x}.unbind(1): {y}, c = {m}(t, ({y}, c))"""}),
     "MultiheadAttention": (_SEQUENCE, 8, attention),
     "TransformerEncoder": (_SEQUENCE, 6, {_same: """
         nn.TransformerEncoderLayer({w}, {k}, 16, dropout=0.0, batch_first=True)
@@ -196,7 +196,7 @@ KINDS: dict[str, Kind] = {
         {matrix} -> F.linear({x}, {m}.T)
         {matrix} -> ({x}.double() @ {m}.double()).float()
         {matrix} -> torch.tensordot({x}, {m}, 1)"""}),
-    "einsum": (range(1, 4), 5, {
+    "einsum": (range(1, 4), 7, {
         lambda s, d: (*s[:-1], 4, d["z"]): """
         nn.Parameter(torch.randn(4, {w}, {z}) * 0.3) -> torch.einsum('...d,hdk->...hk', {x}, {m})
         nn.Parameter(torch.randn({w}, 4, {z}) * 0.3) -> torch.einsum('b...d,dhk->b...hk', {x}, {m})""",
@@ -223,10 +223,10 @@ KINDS: dict[str, Kind] = {
         nn.Buffer(torch.zeros({w}){saved}) -> {x} - {m}; {m}.copy_(0.5 * {m} + {x}.detach().mean({axes}))
         nn.Buffer(torch.zeros({w}){saved}) -> {x} - {m}; {m} = torch.lerp({m}, {x}.detach().mean({axes}), 0.1)
         nn.Buffer(torch.zeros({s}){saved}) -> {x} - {m}; with torch.no_grad(): {m}[:1] += {x}[0, :1]"""}),
-    "flat_rows": (_PLACES, 4, {_wide: """
+    "flat_rows": (_PLACES, 8, {_wide: """
         nn.Linear({w}, {z}) -> {m}({x}.flatten(0, -2)).view({x}.shape[0], {p}, {z})
         nn.Linear({w}, {z}) -> {m}({x}.reshape(-1, {w})).unflatten(0, (-1, {p}))"""}),
-    "conv1d": (_SEQUENCE, 4, {lambda s, d: (d["z"], s[1]): """
+    "conv1d": (_SEQUENCE, 8, {lambda s, d: (d["z"], s[1]): """
         nn.Parameter(torch.randn({z}, {f}, 3) * 0.2) -> F.conv1d({x}, {m}, padding=1)
         nn.Parameter(torch.randn({z}, {f}, 3) * 0.2) -> F.conv1d(F.pad({x}, (2, 0)), {m})"""}),
     # Axes.
@@ -236,7 +236,7 @@ KINDS: dict[str, Kind] = {
         {x}[:, 1:] - {x}[:, :-1]
         {x}.diff(dim=1)
         {x}.narrow(1, 1, {f} - 1)""",
-        lambda s, d: s[1:] or None: """
+        lambda s, d: s[1:] if len(s) > 1 else None: """
         {x}[:, 0]
         {x}[:, -1]
         {x}.unbind(1)[0] + {x}.select(1, 0)"""}),
@@ -259,7 +259,7 @@ KINDS: dict[str, Kind] = {
         lambda s, d: (math.prod(s),): """
         {x}.reshape({x}.shape[0], -1)
         {x}.flatten(1)""",
-        lambda s, d: (*s[:-1], d["d"], s[-1] // d["d"]) if len(s) < 4 else None: """
+        lambda s, d: (*s[:-1], d["d"], s[-1] // d["d"]) if len(s) in range(4) else None: """
         {x}.contiguous().view(*{x}.shape[:-1], {d}, -1)
         {x}.unflatten(-1, ({d}, -1))""",
         lambda s, d: (d["d"], s[0], s[1] // d["d"]) if len(s) == 2 else None: """

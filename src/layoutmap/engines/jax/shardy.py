@@ -44,10 +44,10 @@ MARK = "layoutmap_mark"
 
 def _unsupported(missing: str) -> EngineError:
     return EngineError(
-        f"jaxlib {jaxlib.version.__version__}: the cost of a step cannot be counted",
+        f"jaxlib {jaxlib.version.__version__}: the layouts of a step cannot be found",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
-        why="it is counted after the partitioner Shardy, whose passes are private to jaxlib, and this one has others",
-        fix=f'pip install "jaxlib=={TESTED}.*", or have XLA compile the step: lm.lower_step(..).compile(layout_map)',
+        why="the partitioner Shardy finds them, whose passes are private to jaxlib, and this one has others",
+        fix=f'pip install "jaxlib=={TESTED}.*"; to count a cost, lm.lower_step(..).compile(layout_map) needs none',
     )
 
 
