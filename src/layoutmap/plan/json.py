@@ -238,7 +238,7 @@ _uneven: Read[Uneven] = one_of(*get_args(Uneven))
 def _shape(value: Any, place: str) -> tuple[int, ...]:
     shape = _shape_of_any(value, place)
     if math.prod(n for n in shape if n) > MOST:
-        raise wrong(place, value, "shape: it has too many elements")
+        raise wrong(place, value, "a shape: it has too many elements")
     return shape
 
 
@@ -248,7 +248,7 @@ def _dtype(value: Any, place: str) -> str:
             raise TypeError
         itemsize(value)
     except (TypeError, ValueError):
-        raise wrong(place, value, "dtype") from None
+        raise wrong(place, value, "a dtype") from None
     return value
 
 
