@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -35,18 +36,27 @@ class ChunkTable(Sequence[Chunk]):
     Args:
         rows: Each as `chunk_to_json` returns it.
         rank: The number of axes of the variable.
-
-    Raises:
-        ValueError: They are not rows of chunks.
     """
 
     def __init__(self, rows: Sequence[Any], rank: int):
-        files, starts, indices, self._checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
-        self._files, self._starts = _integers(files, (len(rows),)), _integers(starts, (len(rows),))
-        if not all(isinstance(each, str) for each in self._checksums):
+        self._rows, self._rank = rows, rank
+
+    @cached_property
+    def _columns(self) -> tuple[NumpyArray, NumpyArray, NumpyArray, NumpyArray, Sequence[str]]:
+        """Their files, where they start in these, where they begin and end in the variable, and their checksums.
+
+        Raises:
+            ValueError: They are not rows of chunks.
+        """
+        rows = self._rows
+        files, starts, indices, checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
+        if not all(isinstance(each, str) for each in checksums):
             raise ValueError("a checksum of a chunk is not text")
-        ends = _integers(indices, (len(rows), rank, 2))
-        self._begins, self._ends = ends[..., 0], ends[..., 1]
+        if any(len(index) != self._rank for index in indices):
+            raise ValueError("a place of a chunk has not as many axes as its variable")
+        ends = _integers(indices, (len(rows), self._rank, 2))
+        places = _integers(files, (len(rows),)), _integers(starts, (len(rows),))
+        return *places, ends[..., 0], ends[..., 1], checksums
 
     def check(self, path: str, shape: tuple[int, ...], itemsize: float, file_sizes: Sequence[int]) -> None:
         """Raise if a chunk is outside of its variable, or of its file, or an element is not in exactly one chunk.
@@ -60,14 +70,16 @@ class ChunkTable(Sequence[Chunk]):
         Raises:
             ValueError: One is.
         """
+        if len(self._rows) == 1 and _is_all(self._rows[0], shape, itemsize, file_sizes):
+            return  # most of many variables have one chunk
         if math.prod(max(size, 1) for size in shape) * itemsize >= 2**63:
             raise ValueError(f"{path}: shape {shape}")
-        begins, ends, files = self._begins, self._ends, self._files
+        files, starts, begins, ends, _ = self._columns
         right = ((begins >= 0) & (begins <= ends) & (ends <= np.array(shape, np.int64))).all(axis=1)
         right &= (files >= 0) & (files < len(file_sizes))
         if right.all():
             num_bytes = np.prod(ends - begins, axis=1) * itemsize
-            right = (self._starts >= 0) & (self._starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
+            right = (starts >= 0) & (starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
         if not right.all():
             raise ValueError(f"{path}: chunk {chunk_to_json(self[int(np.argmin(right))])}")
         if (found := not_once(begins, ends, full_index(shape))) is not None:
@@ -77,12 +89,13 @@ class ChunkTable(Sequence[Chunk]):
         """Return the chunks that have something of a block, in order."""
         if not len(self):
             return []
-        begins, ends = (np.array([part[i] for part in ends_of(index)], np.int64) for i in (0, 1))
-        shared = (np.maximum(self._begins, begins) < np.minimum(self._ends, ends)).all(axis=1)
+        _, _, begins, ends, _ = self._columns
+        first, last = (np.array([part[i] for part in ends_of(index)], np.int64) for i in (0, 1))
+        shared = (np.maximum(begins, first) < np.minimum(ends, last)).all(axis=1)
         return [self[int(row)] for row in np.flatnonzero(shared)]
 
     def __len__(self) -> int:
-        return len(self._checksums)
+        return len(self._rows)
 
     @overload
     def __getitem__(self, row: int) -> Chunk: ...
@@ -91,16 +104,29 @@ class ChunkTable(Sequence[Chunk]):
     def __getitem__(self, row: int | slice) -> Chunk | list[Chunk]:
         if isinstance(row, slice):
             return [self[i] for i in range(*row.indices(len(self)))]
-        ends = zip(self._begins[row].tolist(), self._ends[row].tolist(), strict=True)
-        index = tuple(slice(begin, end) for begin, end in ends)
-        return Chunk(int(self._files[row]), int(self._starts[row]), index, self._checksums[row])
+        return chunk_from_json(self._rows[row])
+
+
+def _is_all(row: Any, shape: tuple[int, ...], itemsize: float, file_sizes: Sequence[int]) -> bool:
+    """Whether a row is a chunk that is all of a variable, and inside of its file."""
+    file, start, index, checksum = row
+    numbers = [file, start, *(end for ends in index for end in ends)]
+    return (
+        all(type(number) is int for number in numbers)
+        and isinstance(checksum, str)
+        and 0 not in shape
+        and index == [[0, size] for size in shape]
+        and 0 <= file < len(file_sizes)
+        and 0 <= start <= file_sizes[file] - math.prod(shape) * itemsize
+    )
 
 
 def _integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
     """Whole numbers of JSON as an array of a shape."""
     found = np.array(values)
-    if found.size and found.dtype != np.int64:  # text, fractions, numbers beyond it
-        raise ValueError(f"{found.dtype} where whole numbers belong")
+    # It may be text, fractions, numbers beyond it, or lists of lists.
+    if found.size and (found.dtype != np.int64 or found.shape != shape):
+        raise ValueError(f"{found.dtype}{list(found.shape)} where whole numbers belong")
     return found.reshape(shape).astype(np.int64, copy=False)
 
 

@@ -132,8 +132,10 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             why="its checksum, in the first line, is not that of what follows",
             fix="restore the file from a copy, or load another step",
         )
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would look for garbage again and again among the million lists that large manifests have
     try:
-        found: Any = _parsed(data)
+        found: Any = json.loads(data, parse_constant=_no_number)
         is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
         manifest = _manifest(found) if is_known else None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -142,6 +144,9 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             why=f"it has the right checksum and not the right parts: {error!r}",
             fix="it was written by another program; load another step",
         ) from error
+    finally:
+        if was_enabled:
+            gc.enable()
     if manifest is None:
         raise CheckpointError(
             f"{where}: the format cannot be read",
@@ -162,11 +167,11 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
     files = tuple(map(file_from_json, found["files"]))
     variables = tuple(map(_saved_variable, found["variables"]))
+    sizes = [file.num_bytes for file in files]
     chunks: dict[str, ChunkTable] = {}
     for row, variable in zip(found["variables"], variables, strict=True):
         chunks[variable.path] = table = ChunkTable(row["chunks"], len(variable.shape))
-        size = math.ceil(itemsize(variable.dtype))
-        table.check(variable.path, variable.shape, size, [file.num_bytes for file in files])
+        table.check(variable.path, variable.shape, math.ceil(itemsize(variable.dtype)), sizes)
     facts = {name: value for name, value in found.items() if name not in known}
     return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, chunks)
 
@@ -228,17 +233,6 @@ def _saved_variable(found: Mapping[str, Any]) -> SavedVariable:
         tuple(found.get("aliases", ())),
         cast("Specs | None", specs),
     )
-
-
-def _parsed(data: bytes) -> Any:
-    """JSON. Python would look for garbage again and again among the million lists that large manifests have."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return json.loads(data, parse_constant=_no_number)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _no_number(name: str) -> float:

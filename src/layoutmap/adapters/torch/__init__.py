@@ -160,7 +160,10 @@ class TorchAdapter:
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
-        return stored(model, optimizer or training_of(model).optimizer, saved)
+        training = training_of(model)
+        if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
+            optimizer = optimizer_of(model)  # of a model that has taken no step yet, for the slots that were saved
+        return stored(model, optimizer or training.optimizer, saved)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
         """Give tensors other values."""
