@@ -3,7 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.cli import interrupts as _interrupts  # noqa: F401 - first of all: Ctrl-C while the rest is imported
+# First of all, for Ctrl-C while the rest is imported.
+from layoutmap.cli import interrupts as _interrupts  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from layoutmap.core.errors import (
     CheckpointError,
     EngineError,
