@@ -65,8 +65,8 @@ FAULTS = (
     Fault(
         "a rule matches anywhere in a path",
         "rules/index.py",
-        "self._matchers.append(pattern.match)",
-        "self._matchers.append(pattern.search)",
+        "pattern.search if self._anywhere else pattern.match",
+        "pattern.search",
     ),
     Fault(
         "shrinking takes the fewest shards that divide",

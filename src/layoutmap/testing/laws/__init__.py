@@ -25,6 +25,7 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     planning.each_variable_has_the_layout_of_its_first_rule,
     planning.the_memory_is_the_sum_of_shards,
     planning.a_misspelt_rule_is_noticed,
+    planning.a_rule_matches_from_the_start_of_a_path,
     planning.an_impossible_rule_is_refused,
     planning.the_exit_code_is_the_verdict,
     training.first_values_are_those_of_the_plain_model,

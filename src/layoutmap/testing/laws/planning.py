@@ -126,6 +126,19 @@ def a_misspelt_rule_is_noticed(trial: Trial) -> Iterator[str]:
         yield f"{wrong} matches nothing, and no problem of the plan names it"
 
 
+def a_rule_matches_from_the_start_of_a_path(trial: Trial) -> Iterator[str]:
+    """A rule for the last name of a path alone matches nothing, and the plan names it."""
+    names = {a.variable.path.rpartition(".")[2] for a in trial.ruled if a.variable.shape}
+    paths = [path for a in trial.plan.assignments for path in (a.variable.path, *a.variable.aliases)]
+    within = sorted(name for name in names if not any(path.startswith(name) for path in paths))
+    if not within:
+        raise NotTried("a path has one name")
+    pattern = f"{re.escape(trial.choices.one_of(*within))}$"
+    plan = trial.case.plan(LayoutMap(trial.case.map.mesh, {pattern: ()}, rest="replicated"))
+    if ("unused rule", pattern) not in {(each.kind, each.subject) for each in plan.problems}:
+        yield f"{pattern} is at the start of no path, and the plan does not say that it is unused"
+
+
 def an_impossible_rule_is_refused(trial: Trial) -> Iterator[str]:
     """A rule that cannot be is refused when it is written or planned, by name, and nothing is built."""
     candidates = [a for a in trial.ruled if a.variable.shape]

@@ -95,6 +95,8 @@ def _draw_specs(
     """Specs for the axes of a tensor; of `taken` dims none is used."""
     number = choices.weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
     same_axis, may_be_uneven = choices.one_in(4), uneven != "error" and choices.one_in(3)
+    if may_be_uneven:  # of several dims along one axis some may divide it and others not
+        same_axis = same_axis or choices.one_in(2)
     axes: list[tuple[str, ...]] = [()] * len(shape)
     for dim in choices.taken([dim for dim in mesh.dim_names if dim not in taken], number):
         used = [axis for axis, dims in enumerate(axes) if dims]
