@@ -3,7 +3,8 @@
     python tools/works.py                    run the contracts and write the tables
     python tools/works.py --check FILE ...   fail if the tables are not what these JUnit files say
 
-The README has a line for each model library: `yes` where all laws of a group hold. In the long table the rows are the
+The README has a line for each model library: `yes` where all laws of a group hold, and the drawn models of
+docs/evidence.json. In the long table the rows are the
 laws of `AdapterContract` and `ScopeContract`, the columns the classes in the tests that inherit them.
 A cell says `yes` if the law passed there, and the reason in words if it was skipped. What Keras does in depth has a
 table of its own, of tests that run on each backend; it says `no` where a test shows that something is refused. `make
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -25,7 +27,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from layoutmap.testing.subjects import SUBJECTS
+
 ROOT = Path(__file__).resolve().parents[1]
+EVIDENCE = ROOT / "docs" / "evidence.json"
+DRAWN = "[drawn models](docs/evidence.md) for which all laws held"
 SUMMARY, PAGE = ROOT / "README.md", ROOT / "docs" / "what-works.md"
 START, END = "<!-- works: made by tools/works.py -->", "<!-- /works -->"
 
@@ -276,8 +282,12 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
 
 
 def summary(outcomes: dict[tuple[str, str], str]) -> str:
-    """One line for each library: which groups of laws hold."""
-    rows = [_row("models", GROUPS), _row("---", ["---"] * len(GROUPS))]
+    """One line for each library: which groups of laws hold, and for how many drawn models all of docs/evidence.md."""
+    drawn = {
+        SUBJECTS[subject].title: f"{found['all held']} of {found['cases'] - found['refused']}"
+        for subject, found in json.loads(EVIDENCE.read_text(encoding="utf-8")).items()
+    }
+    rows = [_row("models", [*GROUPS, DRAWN]), _row("---", ["---"] * (len(GROUPS) + 1))]
     of_scopes = {law for law, _ in laws(WITH_SCOPES)}
     for test, library in ADAPTERS.items():
         cells: list[str] = []
@@ -285,7 +295,7 @@ def summary(outcomes: dict[tuple[str, str], str]) -> str:
             without = test in WITHOUT_SCOPES and of_scopes.issuperset(group)
             said = ["no" if without else outcomes.get((test, law), "not run") for law in group]
             cells.append(next((each for each in said if each != "yes"), "yes"))
-        rows.append(_row(library, cells))
+        rows.append(_row(library, [*cells, drawn.get(library, "none yet")]))
     return "\n".join(rows)
 
 

@@ -15,7 +15,7 @@ SIZES = {
     "head_dim": 8,
 }
 BOTH = ("encoder", "decoder")
-PACKED, ABSENT = "packed weights", "for nothing in the model"
+PACKED, ABSENT = "packed weights", "match nothing in the model"
 # Class, config, and what is warned of.
 WITH_A_PLAN = {
     "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**SIZES), []),

@@ -199,7 +199,9 @@ def test_an_optimizer_that_train_with_names_is_made_for_its_slots(tmp_path: Path
         return train_with(nn.Linear(8, 8), loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["momentum"])
 
     adapter = get_adapter("torch")
-    model = lm.build(make, lm.LayoutMap("model=8", {"weight": ("model", None)}, rest="replicated"))
+    model = lm.build(
+        make, lm.LayoutMap("model=8", {"weight": ("model", None)}, rest="replicated"), library="torch"
+    )
     adapter.train_step(model, (torch.ones(4, 8), torch.zeros(4, 8)))
     lm.save(model, tmp_path)
     loaded = lm.load(

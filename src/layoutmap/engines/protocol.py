@@ -30,7 +30,7 @@ class Engine(Protocol):
 
     - `simulate` says how many devices there are, while that is open.
     - `bind` knows which devices of a mesh are of this process; names alone do not say it.
-    - `check_layout` is asked by plans, where `native` would start the framework.
+    - `check_layout` and `check_dtype` are asked by plans, where `native` would start the framework.
     - `layout_of` is `native` backwards.
     - `canonical` returns the element type of an array before there is one, so that a reader of shards can convert.
     - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.

@@ -239,13 +239,11 @@ class Scope:
             if variable.dtype not in refusals:
                 refusals[variable.dtype] = _refusal(engine.check_dtype, variable.dtype, "")
             # What follows another variable has its layout, whose problem is reported there.
-            found = {"unsupported layout": refusals[layout]} if assignment.match else {}
-            for kind, error in (found | {"unsupported": refusals[variable.dtype]}).items():
-                if error is not None:
-                    what = f"{variable.path}: {error.what.removeprefix(': ')}"
-                    facts = tuple((name, str(value)) for name, value in error.facts.items())
-                    problem = Problem(kind, "error", variable.path, what, facts, error.why, error.fix)
-                    yield problem.of_model(variable.model if several else "")
+            # What follows another variable has its layout, whose problem is reported there.
+            if assignment.match and (error := refusals[layout]) is not None:
+                yield Problem("unsupported layout", *_refused(variable, error, several))
+            if (error := refusals[variable.dtype]) is not None:
+                yield Problem("unsupported", *_refused(variable, error, several))
 
     def _unused_dims(self, plan: Plan) -> Iterator[Problem]:
         """A note for each mesh dim that is not used; what a dry run cannot know, which has no batch dim."""
@@ -310,6 +308,13 @@ def _mesh_of(layout_map: RuleSet) -> Mesh:
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
     return layout_map.mesh
+
+
+def _refused(variable: VariableSpec, error: EngineError, several: bool) -> tuple[Any, ...]:
+    """The rest of a problem of a variable that the engine refuses."""
+    what = f"{variable.path}: {error.what.removeprefix(': ')}"
+    facts = tuple((name, str(value)) for name, value in error.facts.items())
+    return "error", variable.path, what, facts, error.why, error.fix, variable.model if several else ""
 
 
 def _refusal(check: Callable[..., None], *asked: object) -> EngineError | None:

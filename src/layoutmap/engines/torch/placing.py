@@ -23,7 +23,6 @@ from layoutmap.engines.torch.private import (
     plainly,
     spec_of,
     spec_of_shards,
-    spec_of_tensor,
     summed_over,
 )
 
@@ -169,13 +168,25 @@ def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
 
 
 def _as_held(local: torch.Tensor, spec: Any) -> Any:
-    """The DTensor of shards, with the order in which they have their axes in memory.
+    """The DTensor of shards whose axes have the order in memory that they have on one device.
 
-    A gather has them in their order. DTensor keeps the order from before, and then makes views that fail.
+    A gather leaves them in the order of the shape, and DTensor goes by that of one device: it then makes views that
+    fail. Where strides have gaps, as those of a slice, there is no such memory.
     """
-    if local.is_contiguous() and not is_of_view(spec):
-        spec = spec_of_tensor(spec.mesh, spec.placements, spec.shape, local.dtype)
+    strides = spec.tensor_meta.stride
+    order = sorted(
+        range(len(strides)), key=lambda axis: -strides[axis]
+    )  # major to minor; of equals the first
+    if order != list(range(len(order))) and not is_of_view(spec) and has_no_gaps(spec.shape, strides):
+        back = sorted(range(len(order)), key=order.__getitem__)
+        local = local.permute(order).contiguous().permute(back)
     return dtensor(local, spec)
+
+
+def has_no_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> bool:
+    """Whether strides are those of a tensor that fills its memory, in any order of its axes."""
+    on_meta = torch.empty_strided(tuple(shape), strides, device="meta")
+    return torch.empty_like(on_meta).stride() == strides
 
 
 def _is_taken_apart(spec: Any, placements: tuple[Any, ...], moves: Sequence[Any]) -> bool:

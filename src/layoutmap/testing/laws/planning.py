@@ -55,11 +55,14 @@ def the_plan_is_what_is_built(trial: Trial) -> Iterator[str]:
 
 
 def each_variable_has_the_layout_of_its_first_rule(trial: Trial) -> Iterator[str]:
-    """The layout of the first rule whose regex matches from the start of a path, but for axes that do not divide."""
+    """The layout of the first rule that matches one of its paths from the start, but for axes that do not divide."""
     drawn = trial.case.map
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     for a in trial.ruled:
-        specs = next((specs for pattern, specs in drawn.rules if re.match(pattern, a.variable.path)), ())
+        paths = (a.variable.path, *a.variable.aliases)
+        specs = next(
+            (specs for pattern, specs in drawn.rules if any(re.match(pattern, p) for p in paths)), ()
+        )
         expected = [_as_dims(spec) for spec in specs] or [()] * len(a.variable.shape)
         for axis, dims in enumerate(expected):
             if a.variable.shape[axis] % math.prod(sizes[dim] for dim in dims):
@@ -109,7 +112,11 @@ def a_misspelt_rule_is_noticed(trial: Trial) -> Iterator[str]:
         raise NotTried("the rule has no letter")
     at = trial.choices.one_of(*letters)
     wrong = f"{right[:at]}{'q' if right[at] != 'q' else 'z'}{right[at + 1 :]}"
-    if any(re.match(wrong, a.variable.path) for a in trial.plan.assignments):
+    if any(
+        re.match(wrong, path)
+        for a in trial.plan.assignments
+        for path in (a.variable.path, *a.variable.aliases)
+    ):
         raise NotTried("the changed rule matches, too")
     changed = {wrong if pattern == right else pattern: specs for pattern, specs in rules.items()}
     plan = trial.case.plan(

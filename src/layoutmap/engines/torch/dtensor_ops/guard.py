@@ -35,7 +35,7 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     SUMS_PASS,
 )
 from layoutmap.engines.torch.dtensor_ops.slices import count_change
-from layoutmap.engines.torch.placing import summed_placements
+from layoutmap.engines.torch.placing import has_no_gaps, summed_placements
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,
@@ -239,8 +239,7 @@ def _is_read_by_strides(name: str, tensor: Any) -> bool:
     """Whether an operator reads memory as on one device, and here it lies otherwise: what moved is contiguous."""
     if name != "as_strided" or local_of(tensor).stride() == (strides := tensor.stride()):
         return False
-    on_meta = torch.empty_strided(tensor.shape, strides, device="meta")
-    if torch.empty_like(on_meta).stride() != strides:
+    if not has_no_gaps(tensor.shape, strides):
         raise EngineError(
             "as_strided: of a slice or an expanded tensor that was gathered or summed up",
             facts={"shape": tuple(tensor.shape), "strides": tuple(strides)},
