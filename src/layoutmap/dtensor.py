@@ -159,7 +159,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
     """A plain tensor on the devices of a layout's mesh.
 
-    It is `relayout` for a tensor that has no layout yet; one that has is refused, so that nothing is moved unseen.
+    It is `relayout` for a tensor that has no layout yet; one that has is refused: no implicit redistribution.
 
     Args:
         tensor: An array of a framework in no layout, or of numpy.

@@ -246,7 +246,7 @@ def test_what_is_refused(layout_map):
         told.append((type(error.value).__name__, error.value.what))
     assert [
         ("LayoutError", "step: no argument has a layout"),
-        ("MeshError", "step: args[0]['blocks'][0]['bias'] and args[1] are on two meshes"),
+        ("MeshError", "step: args[0]['blocks'][0]['bias'] and args[1] are on different meshes"),
         ("LayoutError", "step: args[1]: axis 0 cannot be split evenly"),
         ("ScopeError", "step: batch_dim 'data' is not a dim of the mesh"),
         ("ScopeError", "step: there is no argument 1"),
@@ -266,7 +266,7 @@ def test_what_is_donated_cannot_be_passed_again(layout_map):
     step = lm.jit_step(add, donate_argnums=0)
     by_name = lm.jit_step(add, donate_argnums=1)
     with pytest.raises(
-        lm.LayoutError, match=r"add: args\[0\]\['blocks'\]\[0\]\['bias'\] and args\[1\].* are one array"
+        lm.LayoutError, match=r"add: args\[0\]\['blocks'\]\[0\]\['bias'\] and args\[1\].* are the same array"
     ):
         step(params, params)
     by_name(params, q=other)

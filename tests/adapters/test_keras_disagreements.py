@@ -21,7 +21,7 @@ BATCHES = "the processes pass different batches"
 # On JAX a process brings the rows of its devices, and here all devices hold the same.
 ROWS = {
     "jax": {
-        "rows": "fit: processes whose devices hold the same rows bring different ones",
+        "rows": "fit: processes whose devices hold the same rows pass different ones",
         "split rows": AGREE,
         "masks": AGREE,
     },

@@ -250,8 +250,8 @@ def test_an_interrupt_while_values_are_made(monkeypatch):
         (
             3,
             """
-            builtins.int is no model
-              why   it is of none of the supported libraries: keras, torch, jax
+            builtins.int is not a model
+              why   it belongs to none of the supported libraries: keras, torch, jax
               fix   pass a model, or a function that makes and returns one
             """,
         ),
@@ -406,7 +406,7 @@ def test_no_model_library_is_imported():
     """A scope that cannot know which library is to come says so."""
     assert run_python(OPEN) == text("""
         no model library is imported
-          why   a scope works inside one of keras, torch, jax, and cannot know which is to come
+          why   a scope works inside one of keras, torch, jax, and cannot know which one you will use
           fix   import it before the scope is opened, or pass library="keras"
         """)
 

@@ -168,7 +168,7 @@ def test_a_call_on_another_mesh_is_refused(name):
             model(x)
 
     what, _, mesh, why, fix = str(caught.value).splitlines()
-    assert f"{model.name}: called while jax.set_mesh has another mesh set than that of its weights" == what
+    assert f"{model.name}: called while jax.set_mesh is set to another mesh than that of its weights" == what
     assert "  mesh      batch=2, model=4" == mesh
     assert (
         "  why       JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto"

@@ -326,7 +326,7 @@ def test_several_steps_in_one_execution_are_refused():
 def test_an_export_is_refused(tmp_path):
     """A model in layouts says how to export it; what is loaded from its file is plain."""
     _, model = both(mlp)
-    with pytest.raises(lm.ScopeError, match="a model in layouts is not exported on torch"):
+    with pytest.raises(lm.ScopeError, match="a model in layouts cannot be exported on torch"):
         model.export(tmp_path / "m.onnx", format="onnx")
     model.save(tmp_path / "m.keras")
     loaded = keras.models.load_model(tmp_path / "m.keras", compile=False)

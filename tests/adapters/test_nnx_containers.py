@@ -362,7 +362,9 @@ def test_arrays_in_a_static_attribute():
 def test_an_array_that_flax_cannot_see(hide):
     """It is refused by the attribute; where the module has the array itself, as the error says, the model is built."""
     on = lm.LayoutMap(lm.create_mesh("model=4"), rest="replicated")
-    with pytest.raises(lm.ScopeError, match=r"(?s)^scale: an array is hidden.*fix .*an attribute of its own"):
+    with pytest.raises(
+        lm.ScopeError, match=r"(?s)^scale: an array is hidden.*fix .*an attribute of the module"
+    ):
         on.build(lambda: Hidden(hide), library="jax")
 
     assert [2.0] * WIDTH == on.build(Shown, library="jax")(jnp.ones(WIDTH)).tolist()

@@ -95,7 +95,7 @@ class TestRefusedBeforeAnythingIsMade:
         """A function that returns something else is refused."""
         with pytest.raises(lm.ScopeError, match="returned no model"):
             build(lambda: None)
-        with pytest.raises(lm.ScopeError, match="is no model"):
+        with pytest.raises(lm.ScopeError, match="is not a model"):
             build(lambda: nn.Parameter(torch.ones(2)))
 
 
@@ -232,7 +232,7 @@ def test_a_transform_of_a_function(name):
     assert str(caught.value).splitlines() == [
         "Sequential: a module in layouts is called by torch.func",
         f"  transform  {name}",
-        "  why        its moves between devices have gradients of their own, which torch.func cannot transform",
+        "  why        its collectives have custom gradients, which torch.func cannot transform",
         "  fix        call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
     ]
 

@@ -111,7 +111,7 @@ def test_a_save_without_room_is_refused_before_it_begins(tmp_path: Path) -> None
     huge = {"w": np.broadcast_to(np.float32(0), (1 << 50,))}
     lines = message(lambda: save(tmp_path, 2, huge))
 
-    assert f"{tmp_path}: there is no room for step 2" == lines[0]
+    assert f"{tmp_path}: there is not enough space for step 2" == lines[0]
     assert f"  needed  {1 << 52:,} bytes" == lines[1]
     assert "  free    " == lines[2][:10]
     assert ["step-1"] == names_in(tmp_path)
@@ -190,7 +190,7 @@ def test_what_has_the_name_of_a_step_is_not_written_over(tmp_path: Path) -> None
     (tmp_path / "step-3").mkdir()
     for step in (1, 2, 3):
         assert (
-            f"{tmp_path}: step {step} is there already"
+            f"{tmp_path}: step {step} exists already"
             == message(lambda step=step: save(tmp_path, step, OLD))[0]
         )
     assert "mine" == (tmp_path / "step-1").read_text()
@@ -267,8 +267,7 @@ def test_a_flipped_bit_in_the_manifest_is_found(tmp_path: Path) -> None:
         data[place] ^= 1 << place % 8
         file.write_bytes(data)
         assert (
-            f"{file}: the manifest is not as it was written"
-            == message(lambda: Step(LocalStorage(tmp_path)))[0]
+            f"{file}: the manifest was damaged or changed" == message(lambda: Step(LocalStorage(tmp_path)))[0]
         )
         data[place] ^= 1 << place % 8
     file.write_bytes(data)
@@ -363,7 +362,7 @@ def test_chunks_that_do_not_cover_their_variable_are_refused(
     forge(step, ("variables", 0, "chunks"), forged)
     lines = message(lambda: Step(LocalStorage(tmp_path)))
 
-    assert f"ValueError('w: {found}')" == lines[1].rpartition("parts: ")[2]
+    assert f"ValueError('w: {found}')" == lines[1].rpartition("are not: ")[2]
 
 
 def test_bytes_that_two_chunks_have_are_read_as_each_says(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A file of another kind is refused with what is read, an empty folder as one without steps."""
     (tmp_path / "notes.txt").write_text("none")
 
-    with pytest.raises(CheckpointError, match="not a checkpoint that is known"):
+    with pytest.raises(CheckpointError, match="not a known kind of checkpoint"):
         open_source(tmp_path / "notes.txt")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         open_source(tmp_path)

@@ -149,10 +149,10 @@ def test_of_two_writers_of_one_step_one_wins(tmp_path: Path) -> None:
     (first,), (second,) = writers(tmp_path, 1, OLD), writers(tmp_path, 1, NEW)
     with first:
         first.write()
-    with pytest.raises(CheckpointError, match="step 1 is there already") as error, second:
+    with pytest.raises(CheckpointError, match="step 1 exists already") as error, second:
         second.write()
 
-    assert "a step that was saved is never written over" in str(error.value)
+    assert "a saved step is never overwritten" in str(error.value)
     assert ["step-1"] == names_in(tmp_path)
     assert is_good(tmp_path, 1, OLD)
 

@@ -293,7 +293,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
         export_source(Arrays({"x": np.zeros(3, "complex128")}), tmp_path / "x")
     assert [] == list(tmp_path.iterdir())
     export_source(Arrays({"x": np.zeros(3)}), tmp_path / "x")
-    with pytest.raises(CheckpointError, match="it is there already"):
+    with pytest.raises(CheckpointError, match="it exists already"):
         export_source(Arrays({"x": np.ones(3)}), tmp_path / "x")
     assert [0.0] * 3 == open_source(tmp_path / "x").read("x").tolist()
 

@@ -145,7 +145,7 @@ def test_nothing_is_verified_where_others_see_to_it(tmp_path: Path) -> None:
     file.write_bytes(data[:-1])
 
     assert 1 == sum(changed)
-    with pytest.raises(CheckpointError, match="the file has another size than was written"):
+    with pytest.raises(CheckpointError, match="the size of the file has changed"):
         lm.load(make(seed=1), tmp_path, verify="no")
 
 

@@ -75,7 +75,7 @@ def test_one_that_is_dead_is_not_waited_for(tmp_path: Path, dead: int) -> None:
     said = run_all([each for number, each in enumerate(working) if number != dead])
 
     first = said[0].splitlines()
-    assert f"{tmp_path}/step-4: other processes give no sign of life" == first[0]
+    assert f"{tmp_path}/step-4: other processes do not respond" == first[0]
     assert f"  processes  {dead}" == first[1]
     assert all(text for text in said)
     assert [3] == LocalStorage(tmp_path).steps()

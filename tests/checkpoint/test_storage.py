@@ -45,7 +45,7 @@ def test_steps_are_saved_read_and_deleted(directory: str) -> None:
     storage = storage_of(directory)
     for step in (3, 20):
         save(directory, step, values_of(step))
-    with pytest.raises(CheckpointError, match="step 3 is there already"):
+    with pytest.raises(CheckpointError, match="step 3 exists already"):
         save(directory, 3, values_of(0))
 
     assert [3, 20] == storage.steps()
@@ -109,7 +109,7 @@ def test_a_save_that_dies_before_its_manifest_leaves_no_step(
 
 DAMAGE = {
     "missing": (lambda _: None, "the file is missing"),
-    "truncated": (lambda data: data[:-1], "the file has another size"),
+    "truncated": (lambda data: data[:-1], "the size of the file has changed"),
 }
 
 
@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_the_manifest_is_found(directory: str) -> None:
     save(directory, 3, values_of(0))
     change(directory, storage_of(directory).folder(3), NAME, flipped)
 
-    with pytest.raises(CheckpointError, match="the manifest is not as it was written"):
+    with pytest.raises(CheckpointError, match="the manifest was damaged or changed"):
         Step(storage_of(directory))
 
 
@@ -161,7 +161,7 @@ def test_of_two_saves_of_a_step_one_is_kept(directory: str) -> None:
     (first,), (second,) = (writers(directory, 3, values_of(seed)) for seed in (0, 1))
     with first:
         first.write()
-    with pytest.raises(CheckpointError, match="step 3 is there already"), second:
+    with pytest.raises(CheckpointError, match="step 3 exists already"), second:
         second.write()
 
     assert is_good(directory, 3, values_of(0))

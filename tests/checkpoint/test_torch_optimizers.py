@@ -156,7 +156,7 @@ def test_slots_that_do_not_exist_yet_are_made_in_the_layouts_of_their_parameters
     if layout_map:
         layout_map.apply(other)
     fresh = OPTIMIZERS["adamw"](trained(other))
-    with pytest.warns(lm.LayoutMapWarning, match="settings that were saved"):
+    with pytest.warns(lm.LayoutMapWarning, match="the saved settings"):
         loaded = lm.load(other, directory, optimizer=fresh)
 
     assert (other, fresh) == loaded
@@ -395,7 +395,7 @@ def test_groups_are_found_by_their_parameters(tmp_path: Path) -> None:
     groups = [{"params": by_rank[0], "lr": 0.25}, {"params": by_rank[1], "lr": 0.5}]
     lm.save(model, tmp_path, optimizer=torch.optim.AdamW(groups))
     swapped = torch.optim.AdamW([{"params": by_rank[1]}, {"params": by_rank[0]}])
-    with pytest.warns(lm.LayoutMapWarning, match="settings that were saved"):
+    with pytest.warns(lm.LayoutMapWarning, match="the saved settings"):
         lm.load(model, tmp_path, optimizer=swapped)
     assert [0.5, 0.25] == [group["lr"] for group in swapped.param_groups]
     one = torch.optim.AdamW(trained(model))

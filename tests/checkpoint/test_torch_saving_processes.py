@@ -44,7 +44,7 @@ def test_one_that_cannot_begin_fails_all():
     """An exception in one process, whatever it is, is an error in the other one that says what it was."""
     assert ["process 1 cannot save", "RuntimeError: the reader has gone away"] == first_lines("state")
     assert ["process 1 cannot save", "step=-2: this is not a step"] == first_lines("no step")
-    there = f"{told()[1]}/steps: step 1 is there already"
+    there = f"{told()[1]}/steps: step 1 exists already"
     assert [there, "process 0 cannot save"] == first_lines("there")
     assert there in told()[0][1]["there"]
 
@@ -102,7 +102,7 @@ def test_one_that_is_killed_does_not_hang_the_other(tmp_path, dead):
     assert -signal.SIGKILL == ended[dead].returncode, ended[dead].stderr
     assert 0 == ended[living].returncode, ended[living].stderr
     said = json.loads((tmp_path / f"{living}.json").read_text())["died"].splitlines()
-    assert f"{tmp_path}/steps/step-2: other processes give no sign of life" == said[0]
+    assert f"{tmp_path}/steps/step-2: other processes do not respond" == said[0]
     assert f"  processes  {dead}" == said[1]
     model = lm.load(torch.nn.Linear(64, 32), tmp_path / "steps")
     lm.save(model, tmp_path / "steps", step=2)

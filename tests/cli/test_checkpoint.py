@@ -188,7 +188,7 @@ def test_verify_names_each_damaged_chunk(folder, capsys):
         (lambda file: file.write_bytes(b"x" + file.read_bytes()[1:]), "its header: its values are not"),
         (
             lambda file: (file.parent / "manifest.json").write_text("{}"),
-            "the manifest is not as it was written",
+            "the manifest was damaged or changed",
         ),
         (lambda file: (file.parent / "manifest.json").unlink(), "the manifest is missing"),
     ],
@@ -230,7 +230,7 @@ def test_relayout_writes_the_same_bits_in_other_layouts(folder, capsys):
         )
     ]
     assert [] == crossing
-    assert 2 == run(capsys, *arguments, "--step", 1)[0]  # that step is there already
+    assert 2 == run(capsys, *arguments, "--step", 1)[0]  # that step exists already
 
 
 def test_relayout_holds_a_block_at_a_time(folder, capsys, monkeypatch):

@@ -64,7 +64,9 @@ def test_it_is_said_once(told):
 
 def test_processes_that_cannot_reach_each_other_warn(told):
     """Each says whose end it would not hear of."""
-    warned = "LayoutMapWarning: if another process dies, this one may wait for it for ever\n  no connection to  pid"
+    warned = (
+        "LayoutMapWarning: if another process dies, this one may wait for it forever\n  no connection to  pid"
+    )
 
     assert [True] * 2 == [warned in told["unreachable"][str(number)][2] for number in range(2)]
 

@@ -188,10 +188,10 @@ def test_a_rule_that_could_take_for_ever_is_refused():
         layout_map["(a+)+b"] = (None, "model")
 
     assert """\
-rule '(a+)+b' could take for ever on a path that it does not match
+rule '(a+)+b' could take forever on a path that it does not match
   for example  a path with 'a' many times in a row
-  why          its repeats can split that text in more than one way, and each one more doubles the ways to try
-  fix          write it with one way to match, as in [^.]+ for a part of a path
-               or with a possessive repeat, which gives back nothing: '(a+)++b'""" == str(refused.value)
+  why          its repeats can split that text in more than one way, and each repetition doubles the ways to try
+  fix          write it so that there is one way to match, as in [^.]+ for a part of a path
+               or with a possessive repeat, which never backtracks: '(a+)++b'""" == str(refused.value)
     assert [] == list(layout_map)
     layout_map["(a+)++b"] = (None, "model")

@@ -158,11 +158,11 @@ def test_they_are_written_to_a_rules_file():
 
 
 def test_a_key_that_is_no_regex_is_refused_with_what_to_write():
-    """As for any other rule; and one that may take for ever is, too."""
+    """As for any other rule; and one that may take forever is, too."""
     with pytest.raises(RuleError, match=r"rule 'keras:\*kernel' is not a regex") as refused:
         lm.LayoutMap(MESH, {"keras:*kernel": ROWS})
-    assert "a regex says .* for anything: '.*kernel'" == refused.value.fix
-    with pytest.raises(RuleError, match=r"^rule 'keras:\(a\+\)\+b' could take for ever"):
+    assert "in a regex, .* matches anything: '.*kernel'" == refused.value.fix
+    with pytest.raises(RuleError, match=r"^rule 'keras:\(a\+\)\+b' could take forever"):
         lm.LayoutMap(MESH, {"keras:(a+)+b": ROWS})
 
 

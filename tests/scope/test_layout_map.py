@@ -445,7 +445,7 @@ rule '.*\\\\.(query|key\\\\.kernel' is not a regex
         """\
 rule '*.kernel' is not a regex
   why   nothing to repeat, at character 0
-  fix   a regex says .* for anything: '.*\\\\.kernel'""",
+  fix   in a regex, .* matches anything: '.*\\\\.kernel'""",
     ),
     "a repetition beyond all bounds": (
         lambda m: m.__setitem__("a{99999999999}", ROW),

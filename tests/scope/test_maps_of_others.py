@@ -290,7 +290,9 @@ def test_what_keras_cannot_express_is_refused_by_name():
         assert refused.value.facts["where"]
         assert refused.value.why
         assert refused.value.fix
-    with pytest.raises(MeshError, match="the DeviceMesh is another mesh\n  plan's  batch=2, model=4\n"):
+    with pytest.raises(
+        MeshError, match="the DeviceMesh is not the plan's mesh\n  plan's  batch=2, model=4\n"
+    ):
         plan().to_keras(device_mesh((4, 2)))
     with pytest.raises(MeshError, match="the plan's mesh has 512 devices, and Keras has 8"):
         plan(mesh=lm.Mesh(None, "model=512")).to_keras()

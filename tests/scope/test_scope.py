@@ -163,13 +163,13 @@ def test_the_current_scope_is_that_of_the_innermost_block():
 
 
 def test_apply_wants_a_model():
-    """What is no model is refused by its type."""
+    """What is not a model is refused by its type."""
     with pytest.raises(lm.ScopeError) as caught:
         make_map().apply(3)
 
     assert str(caught.value) == textwrap.dedent("""\
-        builtins.int is no model
-          why   it is of none of the supported libraries: keras, torch, jax
+        builtins.int is not a model
+          why   it belongs to none of the supported libraries: keras, torch, jax
           fix   pass a model, or a function that makes and returns one""")
 
 

@@ -72,7 +72,7 @@ if RUNNING in ("", "jax"):
         assert (
             """8 devices cannot be simulated: JAX has started
   devices  CPU:0
-  why      their number is fixed when the framework starts, with the first array or question for devices
+  why      their number is fixed when the framework starts, at the first array or query for devices
   fix      restart Python, and call lm.simulate_devices(8) right after the imports"""
             in done.stderr
         )

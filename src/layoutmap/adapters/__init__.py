@@ -116,7 +116,7 @@ def imported_adapter() -> Adapter:
             refuse(name, "the model library that is imported")
     raise ScopeError(
         "no model library is imported",
-        why=f"a scope works inside one of {', '.join(ADAPTERS)}, and cannot know which is to come",
+        why=f"a scope works inside one of {', '.join(ADAPTERS)}, and cannot know which one you will use",
         fix='import it before the scope is opened, or pass library="keras"',
     )
 
@@ -156,7 +156,7 @@ def adapter_of_model(model: Any) -> Adapter:
         if root in REFUSED:
             refuse(root, f"{type(model).__module__}.{type(model).__qualname__}")
     raise ScopeError(
-        f"{type(model).__module__}.{type(model).__qualname__} is no model",
-        why=f"it is of none of the supported libraries: {', '.join(ADAPTERS)}",
+        f"{type(model).__module__}.{type(model).__qualname__} is not a model",
+        why=f"it belongs to none of the supported libraries: {', '.join(ADAPTERS)}",
         fix="pass a model, or a function that makes and returns one",
     )

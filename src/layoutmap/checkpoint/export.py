@@ -67,7 +67,7 @@ def export_source(
     """
     if max_shard_bytes <= 0:
         raise CheckpointError(
-            f"max_shard_bytes={max_shard_bytes!r}: no file is so small",
+            f"max_shard_bytes={max_shard_bytes!r}: too small for a file",
             why="it is a size in bytes",
             fix="pass 5 << 30",
         )
@@ -143,14 +143,14 @@ def _num_bytes(variable: SavedVariable) -> int:
 def _check_target(target: Path, needed: int) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
-            f"{target}: it is there already",
-            why="an export makes a folder, all of it at once, and writes nothing over",
+            f"{target}: it exists already",
+            why="an export creates its folder in one step, and overwrites nothing",
             fix="name another folder; what else belongs in it, such as config.json, can be added then",
         )
     free = LocalStorage(target).free_bytes()
     if free is not None and free < needed:
         raise CheckpointError(
-            f"{target}: there is no room for it",
+            f"{target}: there is not enough space for it",
             facts={"needed": f"{needed:,} bytes", "free": f"{free:,} bytes"},
             why="the file system has less space left than the weights need",
             fix="free some space, or export elsewhere",

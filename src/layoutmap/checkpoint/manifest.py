@@ -127,9 +127,9 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
     body = data[_FIRST_LENGTH:]
     if data[:_FIRST_LENGTH] != _FIRST.format(checksum_of(body)).encode():
         raise CheckpointError(
-            f"{where}: the manifest is not as it was written",
+            f"{where}: the manifest was damaged or changed",
             facts={"bytes": len(data)},
-            why="its checksum, in the first line, is not that of what follows",
+            why="the checksum in its first line does not match the rest",
             fix="restore the file from a copy, or load another step",
         )
     was_enabled = gc.isenabled()
@@ -141,7 +141,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: this is not a manifest of a checkpoint",
-            why=f"it has the right checksum and not the right parts: {error!r}",
+            why=f"its checksum is right, but its contents are not: {error!r}",
             fix="it was written by another program; load another step",
         ) from error
     finally:

@@ -66,7 +66,7 @@ class Step(Source):
             raise CheckpointError(
                 f"{where}: the manifest is missing",
                 facts={"file": NAME},
-                why="without it nothing says which bytes are which variable's",
+                why="only the manifest says which bytes belong to which variable",
                 fix="restore it from a copy, or load another step",
             )
         data = np.empty(size, np.uint8)
@@ -131,7 +131,7 @@ class Step(Source):
             facts = {"variables": listed(list(inside))}
         return CheckpointError(
             f"{self.where}/{file.name}: "
-            + ("the file is missing" if size is None else "the file has another size than was written"),
+            + ("the file is missing" if size is None else "the size of the file has changed"),
             facts=facts,
             why="the manifest says what was written",
             fix="restore it from a copy, or load another step",
@@ -278,7 +278,7 @@ def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) 
         facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or ""},
         why="the file ends before them"
         if missing
-        else "their checksum is another one: the file was damaged or changed",
+        else "their checksum does not match: the file was damaged or changed",
         fix="restore the file from a copy, or load another step",
     )
 
@@ -293,6 +293,6 @@ def _found_step(storage: Storage, step: int | None) -> int:
     raise CheckpointError(
         f"{storage.where}: there is no {'checkpoint' if step is None else f'step {step}'}",
         facts={"steps": listed([str(each) for each in steps]) or "none"},
-        why="a step is a folder step-<number>, which is there once it is complete",
+        why="a step is a folder step-<number>, which exists once it is complete",
         fix="name the directory that was saved to" if not steps else "load one of these",
     )

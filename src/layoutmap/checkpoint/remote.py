@@ -227,5 +227,5 @@ def _naming(
             f"{files.unstrip_protocol(path)}: {what}",
             why=f"the store says: {error!r}",
             fix="look at the address, the credentials and the rights to the bucket, and try again; "
-            "the steps that are there are as they were",
+            "existing steps are unchanged",
         ) from error

@@ -59,7 +59,7 @@ def encode(value: Any, where: str) -> Any:
     raise CheckpointError(
         f"{where}: it cannot be saved",
         facts={"it is": kind_of(value)},
-        why="a checkpoint is data and never code: numbers, texts, bytes, arrays of up to 16 MiB, lists and mappings",
+        why="a checkpoint holds data, never code: numbers, strings, bytes, arrays of up to 16 MiB, lists and mappings",
         fix="keep such values only; an iterator returns them from state_dict() or get_state()",
     )
 

@@ -34,7 +34,7 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of
 from layoutmap.core.errors import CheckpointError, listed
 
 PATIENCE_SECONDS = 600.0
-"""How long processes wait for one that gives no sign of life: its data file does not grow."""
+"""How long processes wait for one that does not respond: its data file does not grow."""
 _GRACE_SECONDS = 10.0  # how long the first waits, when a save fails, for the others to read why
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.25  # between two looks at what others have written
 _HEAD_BYTES = 1024  # of a manifest: its id is in them
@@ -54,15 +54,15 @@ def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str
         total_bytes: How much all processes will write.
 
     Raises:
-        CheckpointError: The step is there already, there is no room for it, or nothing can be written.
+        CheckpointError: The step exists already, there is not enough space, or nothing can be written.
     """
     free = storage.free_bytes()
     if free is not None and free < total_bytes:
         raise CheckpointError(
-            f"{storage.where}: there is no room for step {step}",
+            f"{storage.where}: there is not enough space for step {step}",
             facts={"needed": f"{total_bytes:,} bytes", "free": f"{free:,} bytes"},
             why="the file system has less space left than the model needs",
-            fix="free some space, or save elsewhere; the steps that are there are as they were",
+            fix="free some space, or save elsewhere; existing steps are unchanged",
         )
     return storage.begin(step, token)
 
@@ -79,7 +79,7 @@ class StepWriter:
         number: The number of this process.
         count: How many processes there are.
         states: States of this process alone, encoded.
-        patience_seconds: How long to wait for a process that gives no sign of life; `None`: `PATIENCE_SECONDS`.
+        patience_seconds: How long to wait for a process that does not respond; `None`: `PATIENCE_SECONDS`.
         ended: Returns the processes that have died, by number, and what is known of each.
     """
 
@@ -148,7 +148,7 @@ class StepWriter:
             progress: Called with the path of each variable when it is written.
 
         Raises:
-            CheckpointError: It cannot be written, or another process has failed or gives no sign of life.
+            CheckpointError: It cannot be written, or another process has failed or does not respond.
         """
 
         def written(path: str) -> None:
@@ -236,9 +236,8 @@ class StepWriter:
                 raise CheckpointError(
                     f"{self.where}: {', '.join(f'process {number}' for number in ended)} has ended",
                     facts={f"process {number}": text for number, text in ended.items()},
-                    why="a step is there only if every process writes its part; nothing of this one is kept",
-                    fix="read what it printed last, and start all processes again; the steps that are there are as "
-                    "they were",
+                    why="a step exists only if every process writes its part; nothing of this one is kept",
+                    fix="read what it printed last, and start all processes again; existing steps are unchanged",
                 )
             if (now := time.monotonic()) >= look:
                 look = now + self._patience_seconds / 20
@@ -248,14 +247,13 @@ class StepWriter:
                 elif now - last > self._patience_seconds:
                     self._silent = tuple(missing())
                     raise CheckpointError(
-                        f"{self.where}: other processes give no sign of life",
+                        f"{self.where}: other processes do not respond",
                         facts={
                             "processes": listed(list(map(str, self._silent))),
                             "waited": f"{self._patience_seconds:g} seconds",
                         },
-                        why="they have ended, or hang; a step is there only if every process writes its part",
-                        fix="read what they printed last, and start all processes again; the steps that are there "
-                        "are as they were",
+                        why="they have ended, or hang; a step exists only if every process writes its part",
+                        fix="read what they printed last, and start all processes again; existing steps are unchanged",
                     )
             # A twentieth of the wait so far: nobody waits much longer than for the others' work.
             time.sleep(min(max(_SHORTEST_SECONDS, (time.monotonic() - began) / 20), _LONGEST_SECONDS))
@@ -277,7 +275,7 @@ class StepWriter:
         return CheckpointError(
             f"{self.where}: process {number} could not write its part",
             facts={f"process {number}": text},
-            why="a step is there only if every process has written its part; nothing of this one is kept",
+            why="a step exists only if every process has written its part; nothing of this one is kept",
             fix=f"fix what process {number} says, and save again",
         )
 

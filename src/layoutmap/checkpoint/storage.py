@@ -62,7 +62,7 @@ class Storage(Protocol):
         """Make the folder in which a step is written, and return its name; one process does it.
 
         Raises:
-            CheckpointError: The step is there already, or nothing can be written.
+            CheckpointError: The step exists already, or nothing can be written.
         """
         ...
 
@@ -249,7 +249,7 @@ class LocalStorage:
         if fcntl is None:
             raise CheckpointError(
                 f"{self.where}: checkpoints are not written or read on this system",
-                why="it has no locks, reads and renames as POSIX defines them",
+                why="it lacks the locks, reads and renames of POSIX",
                 fix="run the program on Linux, on macOS or in WSL; or keep them in an object store: s3://bucket/run",
             )
 
@@ -369,16 +369,16 @@ def sync_folder(path: Path) -> None:
 def there_already(where: str, step: int) -> CheckpointError:
     """The error for a step that is there when it is to be saved."""
     return CheckpointError(
-        f"{where}: step {step} is there already",
-        why="a step that was saved is never written over",
+        f"{where}: step {step} exists already",
+        why="a saved step is never overwritten",
         fix="save another step, or delete that one first",
     )
 
 
 def _failed(where: str, what: str, error: OSError) -> CheckpointError:
     fixes = {
-        errno.ENOSPC: "free some space, or save elsewhere; the steps that are there are as they were",
-        errno.EDQUOT: "free some space, or save elsewhere; the steps that are there are as they were",
+        errno.ENOSPC: "free some space, or save elsewhere; existing steps are unchanged",
+        errno.EDQUOT: "free some space, or save elsewhere; existing steps are unchanged",
         errno.EACCES: "give this user the right to it, or name another directory",
         errno.EROFS: "name a directory that can be written",
         errno.ENOENT: "restore it from a copy, or load another step",

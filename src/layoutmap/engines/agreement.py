@@ -99,7 +99,7 @@ def check_program(
         raise ScopeError(
             f"{call}: the processes do different things",
             facts=of_processes(texts),
-            why="all processes of a mesh do the same, each its part of it",
+            why="all processes of a mesh must make the same calls",
             fix="make the same calls in all processes, in the same order",
         )
     if texts and (found := _first_difference(own, gather)) is not None:
@@ -151,6 +151,6 @@ def _different(call: str, parts: Sequence[Part]) -> ScopeError:
     return ScopeError(
         f"{start}{told[0]} in process 0, {told[other]} in process {other}",
         facts={"in": call} | (of_processes(told) if len(told) > 2 else {}),
-        why="each process computes its part of one program, and parts of two give numbers that are neither's",
+        why="each process computes its part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )

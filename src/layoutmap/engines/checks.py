@@ -62,7 +62,7 @@ def check_simulated(framework: str, number: int, there: Sequence[str]) -> None:
     raise EngineError(
         f"{number} devices cannot be simulated: {framework} has started",
         facts={"devices": listed(there)},
-        why="their number is fixed when the framework starts, with the first array or question for devices",
+        why="their number is fixed when the framework starts, at the first array or query for devices",
         fix=f"restart Python, and call lm.simulate_devices({number}) right after the imports",
     )
 
@@ -168,7 +168,7 @@ def check_initial_value(variable: VariableSpec, shape: Sequence[int], dtype: str
     """Raise an `EngineError` unless an initial value has the shape and element type of its variable."""
     if tuple(shape) != variable.shape or dtype != variable.dtype:
         raise EngineError(
-            f"{variable.path}: its initializer returns another array than the variable is",
+            f"{variable.path}: its initializer returns another shape or element type",
             facts={
                 "variable": f"{variable.dtype}{list(variable.shape)}",
                 "returned": f"{dtype}{list(shape)}",
@@ -182,7 +182,7 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
     """Raise an `EngineError` unless what was read for an index has its shape and the variable's element type."""
     if tuple(shape) != block_shape(index) or dtype != variable.dtype:
         raise EngineError(
-            f"{variable.path}: a shard was read wrong",
+            f"{variable.path}: a shard that was read has another shape or element type",
             facts={
                 "index": index,
                 "shard": f"{variable.dtype}{list(block_shape(index))}",
@@ -242,7 +242,7 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
     """
     if draws not in ways:
         raise EngineError(
-            f"draws={draws!r}: {engine} does not draw random numbers so",
+            f"draws={draws!r}: {engine} cannot draw random numbers this way",
             facts={"ways": ", ".join(map(repr, ways))},
             why='"exact" draws what the framework draws; an engine may offer other ways, for many devices',
             fix='leave draws out, or draws="exact"',

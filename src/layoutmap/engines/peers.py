@@ -188,7 +188,7 @@ class _Hearing:
         return EngineError(
             f"process {process} of this program has ended",
             facts={f"process {process}": f"{self._names[process]}: {reason}", "this one": this_one},
-            why="what runs on the mesh needs all of its processes, and waits for ever for one that is gone",
+            why="computing on the mesh needs all of its processes, and waits forever for one that is gone",
             fix=f"read what process {process} printed last, and start all of them again",
         )
 
@@ -287,9 +287,9 @@ def _line(connection: socket.socket) -> str:
 def _warn_of_unheard(processes: Sequence[Any]) -> None:
     if processes:
         warning = LayoutMapWarning(
-            "if another process dies, this one may wait for it for ever",
+            "if another process dies, this one may wait for it forever",
             facts={"no connection to": listed([f"pid {pid} on {host}" for _, host, _, pid, *_ in processes])},
-            why="each process connects to the first one, so that all hear of it when one ends",
-            fix="have the names of hosts resolve on all of them, and let all reach any port of the first one",
+            why="each process connects to the first one, so that all notice when one ends",
+            fix="make host names resolve on all of them, and allow connections to any port of the first one",
         )
         warnings.warn(warning, stacklevel=level_of_user())

@@ -37,11 +37,11 @@ def refuse_if_endless(compiled: re.Pattern[str], pattern: str, rule: str) -> Non
         return
     possessive = _possessive(pattern)
     raise RuleError(
-        f"{rule} {pattern!r} could take for ever on a path that it does not match",
+        f"{rule} {pattern!r} could take forever on a path that it does not match",
         facts={"for example": f"a path with {text!r} many times in a row"},
-        why="its repeats can split that text in more than one way, and each one more doubles the ways to try",
-        fix="write it with one way to match, as in [^.]+ for a part of a path"
-        + (f"\nor with a possessive repeat, which gives back nothing: {possessive!r}" if possessive else ""),
+        why="its repeats can split that text in more than one way, and each repetition doubles the ways to try",
+        fix="write it so that there is one way to match, as in [^.]+ for a part of a path"
+        + (f"\nor with a possessive repeat, which never backtracks: {possessive!r}" if possessive else ""),
     )
 
 
@@ -64,7 +64,7 @@ def _fix(pattern: str, error: Exception) -> str:
     if re.search(r"(^|[(|])\*", pattern):  # the most common mistake: a glob
         meant = re.sub(r"(?<![.\\])\*", ".*", re.sub(r"(?<!\\)\.(?!\*)", r"\\.", pattern))
         if _is_regex(meant):
-            return f"a regex says .* for anything: {meant!r}"
+            return f"in a regex, .* matches anything: {meant!r}"
     position = getattr(error, "pos", None)
     if position is not None and pattern[position : position + 1] in tuple("([{)*+?"):
         meant = f"{pattern[:position]}\\{pattern[position:]}"

@@ -131,7 +131,7 @@ class Rules(MutableMapping[str, Layout]):
             layout: A `Layout`, one of `tf.experimental.dtensor`, or a tuple of specs to bind to the map's mesh.
 
         Raises:
-            RuleError: The pattern is there already, is no regex, or can take exponential time to fail, as `(a+)+$`
+            RuleError: The pattern exists already, is not a regex, or can take exponential time to fail, as `(a+)+$`
                 does; the layout is none, names a dim that the mesh does not have, or is on another mesh than the rest
                 of the map. Nothing is changed then.
         """

@@ -371,7 +371,7 @@ class LayoutMap(RuleSet):
 
         Raises:
             LayoutError: A parameter is no array.
-            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            MeshError: Parameters are on different meshes, or not on that of the map.
             ScopeError: There is no such dim, or `tx` is no optimizer.
 
         Example:
@@ -406,7 +406,7 @@ class LayoutMap(RuleSet):
 
         Raises:
             LayoutError: A parameter is no array, or has no layout.
-            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            MeshError: Parameters are on different meshes, or not on that of the map.
             PlanError: `strict`, and there are warnings.
             ScopeError: There is no such dim, `tx` is no optimizer, or its `init` cannot be traced.
 
@@ -441,7 +441,7 @@ class LayoutMap(RuleSet):
 
         Raises:
             LayoutError: A parameter is no array, or has no layout.
-            MeshError: Parameters are on two meshes, or on another one than that of the map.
+            MeshError: Parameters are on different meshes, or not on that of the map.
             PlanError: `strict`, and there are warnings.
             ScopeError: There is no such dim.
 

@@ -113,7 +113,7 @@ def _checked_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str 
 
 def _two_meshes(one: str, mesh: Mesh, other: str, other_mesh: Mesh) -> MeshError:
     return MeshError(
-        f"{one} and {other} are on two meshes",
+        f"{one} and {other} are on different meshes",
         facts={one: str(mesh), other: str(other_mesh)},
         why="an optimizer computes with all parameters at once, on one mesh",
         fix="lay them out on one: layout_map.apply(params)",

@@ -69,7 +69,7 @@ def save(
         The folder of the step.
 
     Raises:
-        CheckpointError: The step is there already, something cannot be saved, or it cannot be written.
+        CheckpointError: The step exists already, something cannot be saved, or it cannot be written.
 
     Example:
         >>> import keras, layoutmap as lm, tempfile
@@ -122,7 +122,7 @@ def begin_save(
         What writes the step, and the variables that this process writes.
 
     Raises:
-        CheckpointError: The step is there already, something cannot be saved, there is no room, or the processes
+        CheckpointError: The step exists already, something cannot be saved, there is not enough space, or the processes
             differ; in all of them.
     """
     adapter = adapter_of_model(model)
@@ -270,7 +270,7 @@ def _one_mesh(layouts: Mapping[str, Layout | None]) -> Mesh | None:
     if len(meshes) > 1:
         (one, path), (other, other_path) = list(meshes.items())[:2]
         raise CheckpointError(
-            f"{path} and {other_path} are on two meshes",
+            f"{path} and {other_path} are on different meshes",
             facts={path: str(one), other_path: str(other)},
             why="the processes of one mesh save together",
             fix="lay all out on one mesh, or save them as two models",

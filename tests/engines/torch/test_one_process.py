@@ -107,7 +107,7 @@ def test_what_one_process_knows_is_allowed():
 def test_a_sampler_that_would_leave_out_data_is_refused(own):
     """Seven eighths of the data would be that of devices which are simulated here."""
     numbers = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()} if own else {}
-    with pytest.raises(lm.EngineError, match="would leave out what 7 of 8 simulated devices take"):
+    with pytest.raises(lm.EngineError, match="would skip the data of 7 of 8 simulated devices"):
         DistributedSampler(range(80), **numbers)
 
     assert 40 == len(DistributedSampler(range(80), num_replicas=2, rank=1))

@@ -139,7 +139,7 @@ PROBES = {
     "embeddings": ("embedding, used twice", BATCH),
     "embeddings by frequency": ("embedding, scaled gradient", "batch over both"),
     "indices out of range": out_of_range,
-    "lookups that wait": two_lookups,
+    "lookups that are partial sums": two_lookups,
     "joins with an empty tensor": joined,
     "assignments": assignment,
     "changes of views": changed_view,

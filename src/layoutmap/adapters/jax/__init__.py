@@ -123,8 +123,8 @@ def _trained(model: Any) -> TrainState:
     if isinstance(model, TrainState):
         return model
     raise ScopeError(
-        f"{type(model).__name__}: it is not known how it is called and trained",
-        why="models of JAX carry no loss and no optimizer",
+        f"{type(model).__name__}: how to call and train it is not known",
+        why="JAX models have no loss and no optimizer",
         fix="return layoutmap.adapters.jax.train_with(model, loss=.., optimizer=..) from make_model()",
     )
 

@@ -98,8 +98,8 @@ def check_all_found(nodes: Nodes, state: Any) -> None:
             raise ScopeError(
                 f"{'.'.join(map(key_text, path))}: an array is hidden in a static attribute",
                 facts={"value": kind_of(node)},
-                why="flax.nnx looks for arrays in pytrees only, and this is none, so it would be lost",
-                fix="let the module have the array as an attribute of its own, and use that when it is called",
+                why="flax.nnx looks for arrays in pytrees only, and this is not one, so it would be lost",
+                fix="make the array an attribute of the module, and use that in the call",
             )
         checked[id(node)] = node
 

@@ -176,9 +176,13 @@ def closed_objects(
         raise ScopeError(
             "the step changes the structure of an object that it is given",
             facts={"added": listed(added), "removed": listed(gone)} if added or gone else {},
-            why="a compiled step returns new arrays for the Variables that there are; "
-            + ("these are others" if added or gone else "an attribute that is not an array is another one"),
-            fix="change modules outside of the step; what a layer sows is removed in the step: nnx.pop(model, ...)",
+            why="a compiled step can only return new arrays for the Variables that it was given; "
+            + (
+                "their set has changed"
+                if added or gone
+                else "an attribute that is not an array is another one"
+            ),
+            fix="change modules outside of the step; remove sown values inside it: nnx.pop(model, ...)",
         )
     return {
         number: new

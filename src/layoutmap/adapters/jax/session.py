@@ -43,9 +43,8 @@ class JaxSession:
             ScopeError: Always.
         """
         raise ScopeError(
-            "a scope defers no models of JAX",
-            why="arrays of JAX are values, which a program computes where it stands and may use at once; nothing can "
-            "take their place later",
+            "a scope cannot defer JAX models",
+            why="JAX computes arrays at once, so there is nothing left to defer",
             fix="make the model in a function: model = layout_map.build(lambda: Model(nnx.Rngs(0)))",
         )
 

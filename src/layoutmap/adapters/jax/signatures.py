@@ -185,7 +185,8 @@ def check_given(step: str, names: Sequence[str], leaves: Sequence[Any], donated:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise LayoutError(
                 f"{step}: {name} was donated, and has no values any more",
-                why="an earlier step, or another compiled function, has put its results into the memory of this array",
+                why="an earlier step, or another compiled function, has reused the memory of this array for its "
+                "results",
                 fix="pass on what the step returned: state = step(state, batch); or donate less: donate_argnums",
             )
     if any(donated) and len({*map(id, leaves)}) < len(leaves):
@@ -194,7 +195,7 @@ def check_given(step: str, names: Sequence[str], leaves: Sequence[Any], donated:
             first = seen.setdefault(id(leaf), number)
             if first != number and (donated[first] or donated[number]):
                 raise LayoutError(
-                    f"{step}: {names[first]} and {names[number]} are one array, and it is donated",
-                    why="results are put into the memory of what is donated, so it can be passed only once",
+                    f"{step}: {names[first]} and {names[number]} are the same array, which is donated",
+                    why="the memory of a donated array is reused for results, so it can be passed only once",
                     fix="pass a copy of one of them: jax.tree.map(jnp.copy, ..); or donate less: donate_argnums",
                 )

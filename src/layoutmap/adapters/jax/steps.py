@@ -103,7 +103,7 @@ def jit_step(
     Raises:
         LayoutError: An argument is no array, none has a layout, a batch cannot be split evenly, or a donated argument
             is returned with another shape, or passed again. From the call, as all that follow.
-        MeshError: Arguments are on two meshes.
+        MeshError: Arguments are on different meshes.
         ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, the
             step changes more of it than arrays, or several processes would run different steps.
         EngineError: Another process, which is to run the step too, has ended.
@@ -363,7 +363,7 @@ class JitStep:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise ScopeError(
                 f"{self._name}: it is called inside of another traced function",
-                why="a compiled step places its arguments, which have no place while they are traced",
+                why="a compiled step places its arguments on devices, and traced arguments are on none",
                 fix=f"call the function itself there: {self._name}.__wrapped__(...)",
             )
         check_given(self._name, signature.names, leaves, [])
@@ -406,7 +406,7 @@ class JitStep:
                 first = name, leaf.sharding.mesh, layout.mesh
             elif leaf.sharding.mesh != first[1]:
                 raise MeshError(
-                    f"{self._name}: {first[0]} and {name} are on two meshes",
+                    f"{self._name}: {first[0]} and {name} are on different meshes",
                     facts={first[0]: str(first[1]), name: str(leaf.sharding.mesh)},
                     why="a step computes on one mesh",
                     fix="lay them out on one",
@@ -433,8 +433,8 @@ class JitStep:
             warning = LayoutMapWarning(
                 f"{self._name}: {signature.names[number]} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
-                why="it is an array of JAX, and only numpy arrays are taken for batches",
-                fix="if it is a batch, say batch_argnums=...; if not, lay it out before: lm.dtensor.relayout(..)",
+                why="it is a JAX array, and only numpy arrays are taken as batches",
+                fix="if it is a batch, pass batch_argnums=...; if not, lay it out first: lm.dtensor.relayout(..)",
             )
             warnings.warn(warning, stacklevel=level_of_user())
         return False

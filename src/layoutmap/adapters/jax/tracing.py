@@ -75,7 +75,8 @@ def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[
         raise ScopeError(
             "the function that makes the model changes an object of flax that was made outside of it",
             facts={"flax": str(error).strip().partition(" (http")[0]},
-            why="each draw changes the counter of nnx.Rngs, and what is traced may change only what is made there",
+            why="each draw changes the counter of nnx.Rngs, and a traced function may change only objects that it "
+            "makes itself",
             fix="make it inside of the function: layout_map.build(lambda: Model(nnx.Rngs(0)))",
         ) from error
     operations = Operations(closed)

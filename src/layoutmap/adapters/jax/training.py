@@ -164,8 +164,8 @@ class Steps:
         if state.optimizer is None:
             raise ScopeError(
                 f"{type(state.model).__name__}: no optimizer is known for it",
-                why="models of JAX do not carry one",
-                fix="say it: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
+                why="JAX models do not have one",
+                fix="pass one: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
             )
         weights, others = self._apart(self._values())
         if state.opt_state is None:

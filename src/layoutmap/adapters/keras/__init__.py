@@ -96,7 +96,9 @@ class KerasAdapter:
             made = keras.optimizers.get(optimizer() if callable(optimizer) else optimizer)
         except ValueError as error:
             raise ScopeError(
-                f"optimizer={optimizer!r}", why=str(error), fix='pass the name of one of Keras, as in "adamw"'
+                f"optimizer={optimizer!r}",
+                why=str(error),
+                fix='pass the name of a Keras optimizer, such as "adamw"',
             ) from error
         if getattr(model, "compiled", False):
             model.optimizer = made  # the loss stays

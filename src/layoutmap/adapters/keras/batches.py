@@ -33,7 +33,7 @@ def checking_callbacks(fit: Callable[..., Any], session: KerasSession) -> Callab
 def _refuse(option: str, session: KerasSession) -> None:
     raise ScopeError(
         f"fit: TensorBoard with {option} cannot show weights in layouts on {session.backend.engine_name}",
-        why="it computes with the weights themselves, by operations of one device",
+        why="it computes with the weights, using operations for a single device",
         fix=f"leave {option} out, and log variable.numpy() in a callback of your own",
     )
 

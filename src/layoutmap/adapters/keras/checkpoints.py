@@ -165,7 +165,7 @@ def check_names(saved: Names, own: Names) -> None:
     if not _are_names(saved):
         raise CheckpointError(
             "the checkpoint has no names of layers",
-            why="what it has in their place is not what was saved with a model of Keras",
+            why="its record of them is not that of a Keras model",
             fix="load another step",
         )
     shifts: dict[tuple[str, str], set[int]] = {}
@@ -183,12 +183,12 @@ def check_names(saved: Names, own: Names) -> None:
                 wrong[path] = f"named {name}, saved by the name of {old_name}"
     if wrong:
         raise CheckpointError(
-            f"{listed([*wrong])}: these may be other layers than those that were saved by these paths",
+            f"{listed([*wrong])}: these may not be the layers that were saved under these paths",
             facts=wrong,
-            why="Keras numbers layers without a name, in each process anew, and other layers beside these were given "
-            "names that look like its own; nothing has been loaded",
-            fix="give all of these layers names of their own before the model is saved; the model that was saved in a "
-            "scope can be loaded in one: pass layout_map=",
+            why="Keras numbers unnamed layers anew in each process, and other layers were given names that look like "
+            "its own; nothing has been loaded",
+            fix="name all of these layers before you save the model; a model that was saved in a scope can be loaded "
+            "in one: pass layout_map=",
         )
 
 

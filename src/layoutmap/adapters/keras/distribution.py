@@ -34,7 +34,7 @@ def _checked(mesh: Mesh, device_mesh: Any) -> Any:
     dims = list(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
     if dims != list(mesh.dim_sizes.items()):
         raise MeshError(
-            "to_keras: the DeviceMesh is another mesh",
+            "to_keras: the DeviceMesh is not the plan's mesh",
             facts={"plan's": str(mesh), "its": ", ".join(f"{name}={size}" for name, size in dims)},
             why="layouts that fit one mesh need not fit another",
             fix="pass a DeviceMesh of the plan's dims, or plan on its dims",

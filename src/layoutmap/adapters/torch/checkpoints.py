@@ -156,10 +156,10 @@ def _warn_of_replaced(
     if replaced:
         warnings.warn(
             LayoutMapWarning(
-                "the optimizer goes on with settings that were saved, not with those that it was made with",
+                "the optimizer continues with the saved settings, not with those that it was made with",
                 facts=replaced,
-                why="an optimizer of torch keeps its settings in its state, which a load puts back",
-                fix=f"make it with what was saved; or pass override={{{next(iter(replaced))!r}: ...}} to the load",
+                why="a torch optimizer keeps its settings in its state, which a load restores",
+                fix=f"make it with the saved settings; or pass override={{{next(iter(replaced))!r}: ...}} to the load",
             ),
             stacklevel=level_of_user(),
         )
@@ -187,7 +187,7 @@ def _check_form(settings: Any) -> None:
     if not is_right:
         raise CheckpointError(
             "the checkpoint has no settings of an optimizer",
-            why="what it has in their place is not what was saved with one",
+            why="its record of them is not that of an optimizer",
             fix="load another step, or leave optimizer out",
         )
 
@@ -224,8 +224,8 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(
             f"{path}: a tensor that is {kind} can be neither saved nor loaded",
             why="a checkpoint has dense blocks of numbers",
-            fix="keep a dense tensor with values, and make of it what the model computes with; or keep this one out of "
-            "state dicts: register_buffer(..., persistent=False)",
+            fix="keep a dense tensor with values, and convert it in the forward pass; or keep this one out of state "
+            "dicts: register_buffer(..., persistent=False)",
         )
 
 

@@ -185,7 +185,7 @@ class Forward:
             raise EngineError(
                 f"{type(self._the_module()).__name__}: a module in layouts is called by torch.func",
                 facts={"transform": transform.key().name.lower()},
-                why="its moves between devices have gradients of their own, which torch.func cannot transform",
+                why="its collectives have custom gradients, which torch.func cannot transform",
                 fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
             )
 

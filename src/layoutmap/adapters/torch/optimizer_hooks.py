@@ -84,7 +84,7 @@ def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
     raise ScopeError(
         f"{type(optimizer).__name__} cannot step weights in layouts",
-        why="it reads norms of weights and updates, and each process would read that of its own pieces",
+        why="it uses norms of weights and updates, and each process would compute those of its own shards",
         fix="use another optimizer, as torch.optim.AdamW, whose slots are sharded as the weights are",
     )
 

@@ -69,7 +69,7 @@ def _gathered_here(what: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     if found is not None and not simulation.is_simulated():
         raise ScopeError(
             f"{what}: {found} is in a layout of several processes",
-            why="this process has only its own shards, and what it wrote would be a part of the weight",
+            why="this process has only its own shards, and would write only a part of the weight",
             fix="call layoutmap.export(model, directory) in all processes: it writes safetensors, each weight once",
         )
     return gathered(tensors)
@@ -174,8 +174,8 @@ def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
     if any(forward_of(each) is not None for each in module.modules()):
         raise ScopeError(
             f"{what}: {type(module).__name__} is in layouts",
-            why="in several processes it wants a model that each process has for itself, with a batch of its own; a "
-            "model in layouts is one of all processes, takes the global batch, and reduces its gradients itself",
+            why="in several processes it expects a separate model and batch in each; a model in layouts spans all "
+            "processes, takes the global batch, and reduces its gradients itself",
             fix="train it with a loop of your own, the same in each process. Trainer of transformers, "
             "Accelerator.prepare and Trainer of Lightning train it in one process, on simulated devices",
         )

@@ -100,8 +100,8 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     raise ScopeError(
         f"{type(model).__name__}: no loss is known for it",
         facts={"returns": type(output).__name__},
-        why="it returns no single number, and nothing that is called loss",
-        fix="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
+        why="it returns neither a single number nor anything called loss",
+        fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
     )
 
 
@@ -124,8 +124,8 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     if training.make_optimizer is None:
         raise ScopeError(
             f"{type(model).__name__}: no optimizer is known for it",
-            why="torch models do not carry one",
-            fix="say it: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
+            why="torch models do not have one",
+            fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
         )
     if training.optimizer is None:
         training.optimizer = training.make_optimizer(p for p in model.parameters() if p.requires_grad)

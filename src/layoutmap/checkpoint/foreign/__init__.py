@@ -70,7 +70,7 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
         )
     elif where.is_file():
         raise CheckpointError(
-            f"{path}: not a checkpoint that is known",
+            f"{path}: not a known kind of checkpoint",
             why=f"what is read is {_KNOWN}",
             fix="convert it to safetensors with the library that wrote it",
         )

@@ -64,7 +64,7 @@ class ByteFile:
                         "wanted": f"bytes {start} to {start + len(buffer)}",
                         "there": f"{start + done} bytes",
                     },
-                    why="its header promised more, or it was changed while it was read",
+                    why="its header announces more, or it was changed while it was read",
                     fix="download or copy it again",
                 )
             done += count

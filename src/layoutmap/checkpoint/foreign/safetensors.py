@@ -71,7 +71,7 @@ class Safetensors(Source):
                         "file": file,
                         "there": None if found is None else found.file.path,
                     },
-                    why="the index and the files are not of one checkpoint",
+                    why="the index and the files belong to different checkpoints",
                     fix="download or copy all files of the folder again",
                 )
 
@@ -136,7 +136,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
             raise CheckpointError(
                 f"{path}: several indexes",
                 facts={"there": listed([each.name for each in indexes])},
-                why="each is of another set of files",
+                why="each belongs to another set of files",
                 fix="name one of them, as in .../" + indexes[0].name,
             )
         if not indexes:

@@ -52,7 +52,7 @@ def _lost(error: Exception) -> EngineError:
     return EngineError(
         "another process of this program cannot be reached",
         facts={"jax": lines[0] if lines else type(error).__name__},
-        why="it has ended or failed, or does not answer; what runs on the mesh needs all of its processes",
+        why="it has ended or failed, or does not answer; computing on the mesh needs all of its processes",
         fix="read what the other processes printed last, and start all of them again",
     )
 

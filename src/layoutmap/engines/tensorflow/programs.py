@@ -123,9 +123,9 @@ class PieceProgram:
         if op.type == "Const":
             values = tf.make_ndarray(op.get_attr("value"))
             same = not values.size or (values == values.flat[0]).all()
-            return "" if same else "its constant is an array, which is there already", []
+            return "" if same else "its constant is an array, which exists already", []
         if op.type == "Placeholder":
-            return "its values are an array that is there already", []
+            return "its values are an array that exists already", []
         if op.type not in _ON_ELEMENTS:
             return f"TensorFlow's {op.type} needs all of it", []
         for operand in op.inputs:

@@ -95,7 +95,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             raise LayoutError(
                 "the initial value of a DVariable is in another layout",
                 facts={"layout": str(wanted), "initial value": str(present)},
-                why="nothing is moved unseen",
+                why="values are not redistributed implicitly",
                 fix="leave layout out, or relayout the value first",
             )
         used = present if wanted is None else wanted

@@ -128,7 +128,7 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
         raise EngineError(
             "the DTensor has no layout",
             facts={"placements": str(array.placements)},
-            why="it is a sum over the mesh that is still to be made, or its mesh has no names",
+            why="it is a partial sum over the mesh, or its mesh has no names",
             fix="give it one: relayout(tensor, layout)",
         )
     update(array)

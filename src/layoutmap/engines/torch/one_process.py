@@ -50,7 +50,7 @@ def _sampler(plain: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, dataset: Any, num_replicas: int | None = None, *args: Any, **kwargs: Any) -> None:
         if _are_simulated() and num_replicas in (None, number := dist.get_world_size()):
             raise EngineError(
-                f"DistributedSampler: it would leave out what {number - 1} of {number} simulated devices take",
+                f"DistributedSampler: it would skip the data of {number - 1} of {number} simulated devices",
                 why="this process is the only one, and loads the data of all",
                 fix=f"pass num_replicas=1, rank=0, or {_FIX}",
             )

@@ -173,8 +173,8 @@ def _warn_of_processes(number: int) -> None:
     if started_by is not None and started_by.num_processes > 1:
         warnings.warn(
             f"{number} devices are simulated in each of {started_by.num_processes} processes that {started_by.name} "
-            "started, and none knows of the others\n"
-            "  why   torch reads RANK and WORLD_SIZE, which nobody has set\n"
+            "started, and they do not know of each other\n"
+            "  why   torch reads RANK and WORLD_SIZE, which are not set\n"
             "  fix   start the program with torchrun, as in srun torchrun ..., or set them",
             LayoutMapWarning,
             stacklevel=2,

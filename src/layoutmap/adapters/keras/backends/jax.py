@@ -39,7 +39,7 @@ class JaxBackend(Backend):
     global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
-            "Constant": "its constant is an array, all of which is there already",
+            "Constant": "its constant is an array, all of which exists already",
         }
     )
 
@@ -95,7 +95,7 @@ class JaxBackend(Backend):
         if is_auto and set_mesh.size == session.policy.mesh.size:
             return
         raise ScopeError(
-            f"{layer.name}: called while jax.set_mesh has another mesh set than that of its weights",
+            f"{layer.name}: called while jax.set_mesh is set to another mesh than that of its weights",
             facts={"set mesh": str(set_mesh.shape_tuple), "mesh": str(session.policy.mesh)},
             why="JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto",
             fix="with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves",

@@ -78,7 +78,7 @@ class Rows:
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
                 f"{self._verb}: sparse batches are not divided between processes",
-                why="each process brings its own rows, and a sparse array is one list of elements for all rows",
+                why="each process passes its own rows, and a sparse array is one list of elements for all rows",
                 fix="pass dense arrays, such as matrix.toarray() of each batch",
             )
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
@@ -96,9 +96,9 @@ class Rows:
             error = _unlike(self._verb, dict(zip(self._processes, texts, strict=True)))
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
-                f"{self._verb}: processes whose devices hold the same rows bring different ones",
+                f"{self._verb}: processes whose devices hold the same rows pass different ones",
                 facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)},
-                why="the batch is not sharded over these processes, so each of them brings all of its rows",
+                why="the batch is not sharded over these processes, so each of them passes all of its rows",
                 fix="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
                 "before; or shard the batch: scope(batch_dim=..) with a dim that goes over the processes",
             )
@@ -212,13 +212,13 @@ def _unlike(verb: str, texts: dict[int, str]) -> ScopeError:
         return ScopeError(
             f"{verb}: process {failed[0]} of this program has failed",
             facts=facts,
-            why="what runs on the mesh needs all of its processes",
+            why="computing on the mesh needs all of its processes",
             fix="fix what that process says, and start all of them again",
         )
     return ScopeError(
-        f"{verb}: the processes bring batches that do not fit together",
+        f"{verb}: the processes pass batches that do not fit together",
         facts=facts,
-        why="each process brings its own rows of the same batch, as many as every other, and as many batches",
+        why="each process passes its own rows of the same batch, and all pass equally many rows and batches",
         fix="give every process equally many rows: drop the last few, or repeat some",
     )
 
@@ -277,7 +277,7 @@ def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
             raise ScopeError(
                 f"{name}: another process could not write its file",
                 facts={f"process {n}": each for n, each in zip(numbers, errors, strict=True) if each},
-                why="of the processes that name one file the first writes it for all",
+                why="the first process that names a file writes it for all",
                 fix="fix what that process says, and save again in all processes",
             )
         return result

@@ -57,7 +57,7 @@ class TensorFlowBackend(Backend):
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
             "Identity": "TensorFlow makes a diagonal in one piece",
-            "Constant": "its constant is an array, all of which is there already",
+            "Constant": "its constant is an array, all of which exists already",
         }
     )
 

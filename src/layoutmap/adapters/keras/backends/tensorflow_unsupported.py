@@ -138,6 +138,6 @@ def explained(what: str) -> Generator[None]:
                 "TensorFlow": (first.partition("error: ")[2] or first or message)[:200],
             },
             why="some of DTensor's operations need a replicated operand, or one in the layout of another",
-            fix="print the plan: its notes name layers like that; leave the weights of the layer at hand unsharded, "
-            "one rule after the other, or run on JAX",
+            fix="print the plan: its notes name layers like that; leave the weights of that layer unsharded, one "
+            "rule at a time, or run on JAX",
         ) from None

@@ -76,8 +76,8 @@ def refusing_export(model: Any) -> Callable[..., Any]:
     @functools.wraps(model.export)
     def export(*args: Any, **kwargs: Any) -> Any:
         raise ScopeError(
-            f"{model.name}: a model in layouts is not exported on torch",
-            why="what torch exports would hold the shards of a mesh",
+            f"{model.name}: a model in layouts cannot be exported on torch",
+            why="the export would contain the shards of a mesh",
             fix="save it, and export what keras.models.load_model returns outside of a scope",
         )
 

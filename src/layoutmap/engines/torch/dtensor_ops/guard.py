@@ -241,10 +241,10 @@ def _is_read_by_strides(name: str, tensor: Any) -> bool:
         return False
     if not has_no_gaps(tensor.shape, strides):
         raise EngineError(
-            "as_strided: of a slice, or of an expanded tensor, that was gathered or summed up",
+            "as_strided: of a slice or an expanded tensor that was gathered or summed up",
             facts={"shape": tuple(tensor.shape), "strides": tuple(strides)},
-            why="what lies between its elements is not there",
-            fix="take it of x.contiguous(), by the strides of that",
+            why="the memory between its elements does not exist",
+            fix="use x.contiguous(), and its strides",
         )
     return True
 

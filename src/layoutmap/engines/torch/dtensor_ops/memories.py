@@ -157,7 +157,7 @@ def spread(op: Any, changed: list[Any]) -> None:
             raise EngineError(
                 f"{name}: a slice of an expanded tensor, changed in place",
                 facts={"shape": tuple(part.shape), "strides of the tensor": tuple(origin.source.stride())},
-                why="it is a copy here, and what it is a copy of has several elements in one place",
+                why="it is a copy here, and in the expanded tensor several elements share memory",
                 fix="clone the tensor first: x = x.clone()",
             )
     if len(memories) > 1 and parts:

@@ -44,7 +44,7 @@ def same_draws(mesh: Any, check_alike: Callable[[str], tuple[Sequence[str], Any]
         raise ScopeError(
             "the processes draw different random numbers",
             facts={f"process {number}": each for number, each in enumerate(said)},
-            why="each process draws all numbers of a dropout and its like, and uses those of its shards",
+            why="each process draws all random numbers, such as those of dropout, and uses those of its shards",
             fix="seed all processes alike, as with torch.manual_seed(0), and call the model in the same mode",
         )
 

@@ -65,7 +65,7 @@ CORRECTIONS = {
         "dtensor_ops.lookups",
         "embedding, gather and one_hot take zero where there is no such row, without an error",
     ),
-    "lookups that wait": Correction(
+    "lookups that are partial sums": Correction(
         "dtensor_ops.lookups", "of two gathers along a sharded axis, the second leaves out what the first did"
     ),
     "joins with an empty tensor": Correction(
@@ -109,7 +109,7 @@ CORRECTIONS = {
         "dtensor_ops.guard", "amax and the infinity norm: each device divides by the count in its shard"
     ),
     "truths along a sharded axis": Correction(
-        "dtensor_ops.guard", "any and all of it wait for an `or`, and a product with numbers adds them up"
+        "dtensor_ops.guard", "any and all of it are a pending `or`, and a product with numbers sums them"
     ),
     "data of a tensor": Correction(
         "dtensor_ops.outside", "tensor.data = value changes no value that it computes with"
