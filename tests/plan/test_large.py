@@ -89,3 +89,37 @@ def test_twice_as_many_variables_and_rules_are_twice_the_work(
     once, twice = work(200), work(400)
 
     assert {} == {name: (once[name], twice[name]) for name in once if twice[name] > 2.3 * once[name]}
+
+
+def keras_model(count: int) -> Any:
+    import keras
+
+    layers = [keras.layers.Dense(8, name=f"up_{i}") for i in range(count // 2)]
+    for layer in layers:
+        layer.build((None, 8))
+    return keras.Sequential(layers)
+
+
+def nnx_model(count: int) -> Any:
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(count // 2)])
+
+    return Net()
+
+
+@pytest.mark.parametrize("make, library", [(keras_model, "keras"), (nnx_model, "jax")])
+def test_a_model_of_twice_as_many_variables_is_twice_the_work(make: Callable[[int], Any], library: str):
+    """Planning a model of Keras or flax.nnx calls at most 2.3 times as many functions for twice the variables."""
+    layout_map = lm.LayoutMap("model=4", {".*kernel": (None, "model")}, rest="replicated")
+
+    def work(count: int) -> int:
+        return calls_of(lambda: lm.plan(lambda: make(count), layout_map, library=library))
+
+    work(20)  # what is imported and kept
+    once, twice = work(100), work(200)
+
+    assert {} == ({} if twice <= 2.3 * once else {library: (once, twice)})

@@ -20,7 +20,6 @@ line.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -31,6 +30,7 @@ from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable, chunk_from_json,
 from layoutmap.checkpoint.manifest_form import check_form
 from layoutmap.checkpoint.source import SavedVariable, Specs
 from layoutmap.core.errors import CheckpointError, brief
+from layoutmap.core.garbage import garbage_kept
 from layoutmap.core.variables import Kind, itemsize
 
 NAME = "manifest.json"
@@ -132,21 +132,17 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             why="the checksum in its first line does not match the rest",
             fix="restore the file from a copy, or load another step",
         )
-    was_enabled = gc.isenabled()
-    gc.disable()  # it would look for garbage again and again among the million lists that large manifests have
     try:
-        found: Any = json.loads(data, parse_constant=_no_number)
-        is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
-        manifest = _manifest(found) if is_known else None
+        with garbage_kept():  # large manifests have a million lists
+            found: Any = json.loads(data, parse_constant=_no_number)
+            is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
+            manifest = _manifest(found) if is_known else None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: this is not a manifest of a checkpoint",
             why=f"its checksum is right, but its contents are not: {error!r}",
             fix="it was written by another program; load another step",
         ) from error
-    finally:
-        if was_enabled:
-            gc.enable()
     if manifest is None:
         raise CheckpointError(
             f"{where}: the format cannot be read",

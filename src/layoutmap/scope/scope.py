@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
 from layoutmap.core.errors import EngineError, ScopeError, listed
+from layoutmap.core.garbage import garbage_kept
 from layoutmap.core.mesh import check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
@@ -249,22 +250,22 @@ def plan(
     dry = Scope(layout_map, adapter, None)
     of_step = verify, adapter.engine_name, remat, fuse_attention
     asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, *of_step)
-    with adapter.undisturbed():
+    with adapter.undisturbed(), garbage_kept():
         make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
         model = make_in(dry, make, inputs)
-    unbuilt = dry.session.unbuilt()
-    found = dry.plan
-    complete = has_weights(found) and not unbuilt
-    final = make_plan(
-        [a.variable for a in found.assignments],
-        dry.layout_map,
-        global_init={a.variable.key: a.global_init for a in found.assignments},
-        complete=complete,
-        layers=dry.layers,
-        free_activations=dry.free_activations,
-    ).with_problems(
-        [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
-    )
+        unbuilt = dry.session.unbuilt()
+        found = dry.plan
+        complete = has_weights(found) and not unbuilt
+        final = make_plan(
+            [a.variable for a in found.assignments],
+            dry.layout_map,
+            global_init={a.variable.key: a.global_init for a in found.assignments},
+            complete=complete,
+            layers=dry.layers,
+            free_activations=dry.free_activations,
+        ).with_problems(
+            [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
+        )
     if not complete:
         problem = problem_of_unbuilt(type(model).__name__, unbuilt, called=inputs is not None)
         final = final.with_problem(problem)

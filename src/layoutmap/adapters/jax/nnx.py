@@ -33,8 +33,9 @@ def take_apart(model: nnx.Module) -> Parts:
     graph, state = nnx.split(model)
     check_all_found(nodes, state)
     variables = {_texts(path): each for path, each in nnx.to_flat_state(state)}
-    shared = _shared(model)
-    used = uses(model)
+    shared = _Shared(model)
+    modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
+    used = uses(modules)
     paths: list[Sequence[str]] = []
 
     def leaf(keys: Sequence[str], value: Any) -> Leaf:
@@ -46,7 +47,7 @@ def take_apart(model: nnx.Module) -> Parts:
         inner = keys[length + 1 :]  # without "value", the attribute of the variable that holds it
         path = (*keys[:length], *inner)
         paths.append(path)
-        aliases = tuple(_path(other) for other in _other_paths(path, shared))
+        aliases = tuple(_path(other) for other in shared.other_paths(path))
         kind, annotation = _kind_of(variable), _annotation(variable)
         return Leaf(_path(path), value, kind, aliases, annotation, used.get(path))
 
@@ -55,7 +56,7 @@ def take_apart(model: nnx.Module) -> Parts:
     def put_together(arrays: Sequence[Any]) -> nnx.Module:
         return nnx.merge(graph, parts.put_together(arrays))
 
-    layers = [path for same, _ in _layers(model, shared) for path in same]
+    layers = [path for same, _ in _layers(modules, shared) for path in same]
     places = [*_places(model, paths)]
     return Parts(parts.leaves, put_together, layers, sorted(range(len(places)), key=places.__getitem__))
 
@@ -102,15 +103,6 @@ def _path(keys: Sequence[Any]) -> str:
     return ".".join(_texts(keys))
 
 
-def _other_paths(
-    path: Sequence[str], shared: Sequence[Sequence[tuple[str, ...]]]
-) -> Iterator[tuple[str, ...]]:
-    for paths in shared:
-        own = next((p for p in paths if tuple(path[: len(p)]) == p), None)
-        if own is not None:
-            yield from ((*other, *path[len(own) :]) for other in paths if other != own)
-
-
 def _kind_of(variable: nnx.Variable[Any]) -> Kind:
     if isinstance(variable, nnx.RngState):
         return Kind.RNG
@@ -123,24 +115,43 @@ def _annotation(variable: nnx.Variable[Any]) -> str:
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""
 
 
-def _shared(model: nnx.Module) -> list[list[tuple[str, ...]]]:
-    """Return the keys of what is in several places, module or variable."""
-    return [[_texts(path) for path in paths] for paths in nnx.find_duplicates(model)]
+class _Shared:
+    """The paths of what is in several places, module or variable."""
+
+    def __init__(self, model: nnx.Module) -> None:
+        self._groups = [[_texts(path) for path in paths] for paths in nnx.find_duplicates(model)]
+        self._numbers: dict[tuple[str, ...], dict[int, None]] = {}
+        for number, paths in enumerate(self._groups):
+            for path in paths:
+                self._numbers.setdefault(path, {})[number] = None
+
+    def other_paths(self, path: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Return the other paths of what has this one, or is inside of what has several."""
+        keys = tuple(path)
+        starts = [keys[:length] for length in range(len(keys) + 1)] if self._numbers else ()
+        for number in sorted({number for start in starts for number in self._numbers.get(start, ())}):
+            paths = self._groups[number]
+            own = next(p for p in paths if keys[: len(p)] == p)
+            yield from ((*other, *keys[len(own) :]) for other in paths if other != own)
 
 
 def _layers(
-    model: nnx.Module, shared: Sequence[Sequence[tuple[str, ...]]]
+    modules: Iterable[tuple[Sequence[Any], nnx.Module]], shared: _Shared
 ) -> Iterator[tuple[list[str], nnx.Module]]:
     """Return each module inside of a model that can be called, with all its paths."""
-    for path, module in [*nnx.iter_modules(model)]:
+    for path, module in modules:
         if path and callable(module):
             keys = _texts(path)
-            yield [_path(keys), *map(_path, _other_paths(keys, shared))], module
+            yield [_path(keys), *map(_path, shared.other_paths(keys))], module
+
+
+def _layers_of(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
+    return [*_layers([*nnx.iter_modules(model)], _Shared(model))]
 
 
 def lay_out_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
     """Have each module with a rule for activations return arrays in the rule's layout, and all others none."""
-    for paths, module in [*_layers(model, _shared(model))]:
+    for paths, module in _layers_of(model):
         rules = ((path, policy.activation_layout(path)) for path in paths)
         path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
         if layout is None:
@@ -151,7 +162,7 @@ def lay_out_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
 
 def named_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """Return each module inside of a model that can be called, with the first of its paths."""
-    return [(paths[0], module) for paths, module in _layers(model, _shared(model))]
+    return [(paths[0], module) for paths, module in _layers_of(model)]
 
 
 def trace_outputs(model: nnx.Module, tracer: Tracer) -> None:

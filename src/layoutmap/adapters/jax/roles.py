@@ -19,9 +19,8 @@ _HEAD_SIZE = "head_dim"
 """What attention modules call the size of a head."""
 
 
-def uses(model: nnx.Module) -> dict[tuple[str, ...], Use]:
-    """Return what the axes of a model's weights are for, as far as it is known, by their keys."""
-    modules = [*nnx.iter_modules(model)]
+def uses(modules: Sequence[tuple[Sequence[Any], nnx.Module]]) -> dict[tuple[str, ...], Use]:
+    """Return what the axes of the weights of modules are for, as far as it is known, by their keys."""
     head_sizes = {
         id(each): size
         for _, module in modules

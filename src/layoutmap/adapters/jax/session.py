@@ -95,9 +95,14 @@ class JaxSession:
         """Return whether a model was made here: not if its arrays of JAX have values."""
         if isinstance(model, TrainState):
             return self.made(model.model)
-        tree = sys.modules["flax.nnx"].state(model) if is_nnx(model) else model
-        values = [value for value in jax.tree.leaves(tree) if isinstance(value, jax.Array)]
-        return not values or any(isinstance(value, jax.core.Tracer) for value in values)
+        if not is_nnx(model):
+            return _is_made(jax.tree.leaves(model))
+        nnx = sys.modules["flax.nnx"]
+        nodes = (
+            node for _, node in nnx.iter_graph(model)
+        )  # ends at the first array of a model that is traced
+        is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
+        return any(is_made) or _is_made(jax.tree.leaves(nnx.state(model)))
 
     def unbuilt(self) -> Sequence[str]:
         """Return nothing: a model of JAX has its arrays when it is made."""
@@ -167,6 +172,15 @@ class JaxSession:
             else context.engine.relayout(_value(array), assignment.layout)
             for number, (assignment, array) in enumerate(zip(assignments, arrays, strict=True))
         ]
+
+
+def _is_made(values: Sequence[Any]) -> bool:
+    arrays = [value for value in values if isinstance(value, jax.Array)]
+    return not arrays or any(map(_is_tracer, arrays))
+
+
+def _is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
 
 
 def _value(array: Any) -> Any:

@@ -33,8 +33,8 @@ def makers(depth: int) -> Iterator[Any]:
         depth: How many frames, the outermost ones, are left out: see `user_depth`.
     """
     kinds = (keras.layers.Layer, keras.Optimizer, keras.Metric, keras.random.SeedGenerator)
-    frames = list(_frames())
-    for frame in frames[: len(frames) - depth]:
+    start = sys._getframe(1)
+    for frame in itertools.islice(_outwards(start), max(0, sum(1 for _ in _outwards(start)) - depth)):
         code = frame.f_code
         if code.co_argcount:
             thing = frame.f_locals.get(code.co_varnames[0])
@@ -44,25 +44,21 @@ def makers(depth: int) -> Iterator[Any]:
 
 def user_depth() -> int:
     """How many frames there are up to the one that uses this library now, with that one."""
-    frames = list(_frames())
-    own = itertools.takewhile(
-        lambda frame: frame.f_globals.get("__name__", "").partition(".")[0] in ("layoutmap", "contextlib"),
-        frames,
-    )
-    return len(frames) - len(list(own))
+    names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in _outwards(sys._getframe(1))]
+    return sum(1 for _ in itertools.dropwhile(("layoutmap", "contextlib").__contains__, names))
 
 
 def _layers_running() -> Iterator[tuple[str, Any]]:
     """The layers that are being built or called, and the method of each."""
-    for frame in _frames():
+    for frame in _outwards(sys._getframe(1)):
         if frame.f_code.co_name in _METHODS:
             layer = frame.f_locals.get("self")
             if isinstance(layer, keras.layers.Layer):
                 yield frame.f_code.co_name, layer
 
 
-def _frames() -> Iterator[FrameType]:
-    frame = sys._getframe()
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those around it. No function has its own: such a cycle would be garbage for each variable."""
     while frame is not None:
         yield frame
         frame = frame.f_back
