@@ -110,7 +110,7 @@ def of_models(count: int) -> None:
         return model
 
     layout_map = lm.LayoutMap(MESH, {".*kernel": (None, "model")}, rest="replicated")
-    # Alone, nnx.eval_shape takes four times as long for twice as many; nothing of layoutmap runs while a plan calls net.
+    # flax's own part is timed inside of the plan, where layoutmap does nothing while net is called.
     for name, make, library in (("Keras", keras_model, "keras"), ("flax.nnx", net, "jax")):
         its_own = seconds(keras_alone)[0] if library == "keras" else 0.0
         gc.collect()

@@ -111,7 +111,7 @@ def nnx_model(count: int) -> Any:
     return Net()
 
 
-@pytest.mark.parametrize("make, library", [(keras_model, "keras"), (nnx_model, "jax")])
+@pytest.mark.parametrize(("make", "library"), [(keras_model, "keras"), (nnx_model, "jax")])
 def test_a_model_of_twice_as_many_variables_is_twice_the_work(make: Callable[[int], Any], library: str):
     """Planning a model of Keras or flax.nnx calls at most 2.3 times as many functions for twice the variables."""
     layout_map = lm.LayoutMap("model=4", {".*kernel": (None, "model")}, rest="replicated")

@@ -90,7 +90,7 @@ class Schedule:
         finally:
             self._deadline = 0.0  # nothing new is begun
             for process in tuple(self._processes):
-                process.end()
+                process.kill()  # its worker reads to the end, and cleans up
             for worker in workers:
                 worker.join()
 
@@ -179,7 +179,7 @@ class _Process:
     def try_case(self, seed: int, deadline: float) -> list[Tried]:
         """Return the outcomes of a case; where it ends the process, or takes too long, the last one says so."""
         tried: list[Tried] = []
-        timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self._kill)
+        timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self.kill)
         timer.start()
         try:
             assert self._process.stdin is not None
@@ -202,12 +202,16 @@ class _Process:
         ]
 
     def end(self) -> None:
-        """End the process and all that it started."""
-        self._kill()
-        self._process.communicate()
-        self._errors.close()
+        """End the process and all that it started; called by who reads from it."""
+        self.kill()
+        self._process.wait()
+        for file in (self._process.stdin, self._process.stdout, self._errors):
+            if file is not None:
+                with contextlib.suppress(BrokenPipeError):  # a seed that nobody read
+                    file.close()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
