@@ -136,10 +136,11 @@ class Registry:
 
     def _record_of(self, variable: Any) -> _Record:
         key = id(variable)
-        if key not in self._records:
+        record = self._records.get(key)
+        if record is None or record.variable() is not variable:  # an interrupt can keep one that is dead
             self.version += 1
-            self._records[key] = _Record(weakref.ref(variable, lambda _: self._forget(key)))
-        return self._records[key]
+            record = self._records[key] = _Record(weakref.ref(variable, lambda _: self._forget(key)))
+        return record
 
     def _forget(self, key: int) -> None:
         record = self._records.pop(key, None)
