@@ -245,7 +245,8 @@ class _Product:
         """Whether XLA could read the result in another order than that in which the devices of a group computed it.
 
         It could not where no piece that tells groups apart shards the result; or where those pieces alone shard axes
-        of it, and the others shard it in the order of the operands, each along an axis that it shards in one of them.
+        of it, and the others shard it in the order of the operands, each along the axis that it shards in one of them,
+        and along no other in the other one, which would have to be redistributed first.
 
         Args:
             groups: What tells the groups apart.
@@ -253,6 +254,7 @@ class _Product:
         """
         if not self._shards_result(groups):
             return False
+        placed = self._placed(0), self._placed(1)
         orders = {
             tuple(piece for piece in self._order(self.axes[value]) if piece not in groups)
             for value in (*operands, _RESULT)
@@ -261,7 +263,7 @@ class _Product:
             len(orders) > 1
             or any(groups & {*axis} and {*axis} - groups for axis in self.axes[_RESULT])
             or any(
-                label not in (self._placed(0).get(piece), self._placed(1).get(piece))
+                {label} != {each[piece] for each in placed if piece in each}
                 for piece, label in self._placed(_RESULT).items()
                 if piece not in groups
             )
