@@ -56,11 +56,8 @@ def test_it_is_right_here(title):
 
 
 @pytest.mark.long
-@pytest.mark.xfail(
-    strict=True, reason="a gradient that is wrong, and not understood yet: the page's last section"
-)
-def test_the_gradient_of_grouped_heads_that_is_not_corrected():
-    """The case of this seed has the gradients of one device."""
+def test_operands_that_one_mesh_dim_shards_along_different_axes():
+    """The case of this seed, whose gradient of a kernel is such a product, trains as on one device."""
     tried = Schedule(["keras-jax"], 20261125501, count=1, laws=["it trains as on one device"]).run()
 
     assert ["held"] == [each.outcome.what for each in tried]
