@@ -27,7 +27,7 @@ _HEAD_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """What a directory knows of one of its steps.
+    """The lineage of one step of a directory.
 
     Args:
         step: Its number.
@@ -62,7 +62,7 @@ class SavedStep:
 
 
 def following(step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]) -> SavedStep:
-    """What is to be known of a step that is saved now.
+    """The lineage to write into the manifest of a step that is saved now.
 
     Args:
         step: Its number.
@@ -139,12 +139,12 @@ def last_step(storage: Storage) -> int | None:
 
 
 def facts_of(saved: SavedStep) -> dict[str, Any]:
-    """What a manifest has of it."""
+    """Return its entries in a manifest."""
     return {"parent": saved.parent, "lines": saved.lines, "order": saved.order}
 
 
 def saved_step(step: int, facts: Mapping[str, Any]) -> SavedStep:
-    """What the facts of a manifest say of its step."""
+    """Return the lineage that the entries of a manifest state for its step."""
     return SavedStep(
         step,
         facts.get("parent"),
@@ -156,7 +156,7 @@ def saved_step(step: int, facts: Mapping[str, Any]) -> SavedStep:
 
 
 def _read(storage: Storage, step: int) -> SavedStep | None:
-    """What the manifest of a step says in its first lines; `None`: it cannot be read."""
+    """Return the head of a step's manifest; `None`: it cannot be read."""
     try:
         size = storage.size(storage.folder(step), NAME) or 0
         found = _facts(storage, step, min(size, _HEAD_BYTES)) or _facts(storage, step, size)
@@ -168,7 +168,7 @@ def _read(storage: Storage, step: int) -> SavedStep | None:
 
 
 def _facts(storage: Storage, step: int, num_bytes: int) -> Any:
-    """What stands before the metadata in the first bytes of a manifest; `None`: they do not have all of it."""
+    """Return the part of a manifest before its metadata; `None`: the bytes end within it."""
     data = bytearray(num_bytes)
     count = storage.read_into(storage.folder(step), NAME, 0, memoryview(data))
     head, is_there, _ = bytes(data[:count]).partition(b',\n "metadata": ')

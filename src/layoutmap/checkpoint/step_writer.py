@@ -130,7 +130,7 @@ class StepWriter:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the manifest says of the step beside its variables."""
+        """Return the entries of the manifest that describe the step itself, without its variables."""
         return self._manifest.facts
 
     def copy(self, memory: Memory) -> None:

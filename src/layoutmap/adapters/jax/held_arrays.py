@@ -24,7 +24,7 @@ from layoutmap.core.errors import ScopeError
 
 Keys = tuple[str, ...]
 Nodes = Iterable[tuple[tuple[Any, ...], Any]]
-"""What `nnx.iter_graph` returns: all that is in a module, with its path."""
+"""The nodes of a module with their paths, as `nnx.iter_graph` returns them."""
 
 
 @dataclass(frozen=True, slots=True)

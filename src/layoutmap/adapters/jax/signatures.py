@@ -1,4 +1,4 @@
-"""What a step is called with, but for its arrays: structure, static arguments, and leaves that are no arrays."""
+"""The key of a compiled step: structure, static arguments, and leaves that are not arrays."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _is_equinox(value: Any) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Signature:
-    """What a step is called with, but for the arrays.
+    """The arguments of a step, without their arrays.
 
     Args:
         constants: The tree of all arguments that are no objects and not static, which have `None` in it.
