@@ -19,7 +19,7 @@ _INTERRUPTED = 130
 
 
 class _Handler:
-    """The handler of the signal while the command runs; it counts who asks for the exception."""
+    """Signal handler of the command line; it counts the open blocks of `raised`."""
 
     def __init__(self) -> None:
         self.asking = 0
@@ -38,7 +38,7 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def heed() -> None:
-    """Take over the signal if this process is the command, and does not ignore it as a shell's background jobs do.
+    """Install the handler if this process is the command, and does not ignore the signal as background jobs do.
 
     It is called when this module is imported, which is the first that `layoutmap` imports.
     """
@@ -65,13 +65,12 @@ def raised() -> Generator[None]:
 
 
 def ended(code: int) -> int:
-    """The exit code of a command that has done all it does: nothing changes it any more."""
+    """Return the exit code of a command that has finished; an interrupt no longer changes it."""
     if isinstance(signal.getsignal(signal.SIGINT), _Handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if code == _INTERRUPTED:
-            os._exit(
-                code
-            )  # what frameworks do at the end of a process can crash, where they were interrupted
+            # The handlers that frameworks run at the end of a process can crash after an interrupt.
+            os._exit(code)
     return code
 
 

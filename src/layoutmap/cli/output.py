@@ -24,7 +24,7 @@ _NARROWEST = 60  # columns of a terminal: in a narrower one lines are broken by 
 
 
 def add_wide_option(parser: argparse.ArgumentParser) -> None:
-    """Whether a terminal gets all of each line."""
+    """Add the option `--wide`, which prints full lines in a narrow terminal, too."""
     parser.add_argument(
         "--wide",
         action="store_true",
@@ -33,11 +33,11 @@ def add_wide_option(parser: argparse.ArgumentParser) -> None:
 
 
 def columns_of(stream: TextIO | None, wide: bool) -> int | None:
-    """How many characters wide what people read may be: as the terminal is; `None`: as it is.
+    """Return the width of the terminal in characters; `None`: lines keep their full width.
 
     Args:
-        stream: Where it goes. What is no terminal, as a file or a pipe, gets all of each line.
-        wide: Whether it is to be as it is, all the same.
+        stream: The output. A file or a pipe gets full lines.
+        wide: Whether a terminal gets full lines, too.
     """
     if wide or stream is None or stream.closed or not stream.isatty():
         return None

@@ -110,7 +110,7 @@ def add_partial_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attention_option(parser: argparse.ArgumentParser) -> None:
-    """Whether attention is counted as a kernel that the traced program does not call."""
+    """Add the option `--fuse-attention`, which counts attention as a fused kernel that the traced program lacks."""
     parser.add_argument(
         "--fuse-attention",
         action="store_true",

@@ -207,14 +207,14 @@ def _given(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _best(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
-    """What saves something, what fits first; in each half the order is kept."""
+    """Return the counted advice that saves memory, that which fits first; in each half the order is kept."""
     tried = plan.cost.tried if plan.cost else _planned(plan, needed, there)
     helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed]
     return tuple(sorted(helps, key=lambda each: each.needed_bytes > there)[:_MOST_ADVICE])
 
 
 def _planned(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
-    """Other ways for a plan without a counted step: its variables are planned so."""
+    """Return advice for a plan without a counted step: its variables are planned again in each other way."""
     counts = _alike(plan)
     before = way_of(plan)
 
