@@ -11,7 +11,7 @@ from layoutmap.core.text_table import text_table
 
 
 def history_text(where: str, steps: Iterable[SavedStep]) -> str:
-    """Print the steps of a directory, each under the one that it came from.
+    """Return the steps of a directory as a tree, each under the one that it came from.
 
     The line of the step that was saved last goes straight down; what was left is beside it.
 

@@ -239,7 +239,6 @@ class Scope:
             if variable.dtype not in refusals:
                 refusals[variable.dtype] = _refusal(engine.check_dtype, variable.dtype, "")
             # What follows another variable has its layout, whose problem is reported there.
-            # What follows another variable has its layout, whose problem is reported there.
             if assignment.match and (error := refusals[layout]) is not None:
                 yield Problem("unsupported layout", *_refused(variable, error, several))
             if (error := refusals[variable.dtype]) is not None:

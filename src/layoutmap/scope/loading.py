@@ -220,7 +220,7 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
 
 @contextmanager
 def _loaded_in_part() -> Generator[None]:
-    """Errors say that a model which was loaded without having been checked first is not as it was."""
+    """While open, checkpoint errors add that the model may be loaded in part: its values were not checked before."""
     try:
         yield
     except CheckpointError as error:

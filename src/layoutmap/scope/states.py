@@ -125,7 +125,7 @@ def taken_up(
 
 @contextmanager
 def _naming(where: str, what: str) -> Generator[None]:
-    """What raises when it is given a state that was saved is named; the classes of these errors are anything."""
+    """Turn any error of an object that is given its saved state into a `CheckpointError` that names the object."""
     try:
         yield
     except CheckpointError:
