@@ -152,6 +152,14 @@ def test_a_rule_for_slots_is_refused_by_name():
         """)
 
 
+def test_a_rule_for_a_layer_whose_name_begins_as_slots_do_is_not_one_for_slots():
+    """That it matches nothing has the usual reason."""
+    plan = plan_of([weight("optimizer_net.up.kernel")], {r"optimizer_net\.upp\.kernel": (None, "model")})
+
+    unused = next(p for p in plan.problems if p.kind == "unused rule")
+    assert "slots" not in str(unused)
+
+
 def test_an_exact_key_beats_a_rule_that_comes_before():
     """As in the map itself, a rule whose text is the path wins over one whose regex matches it."""
     plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, "model"), "d1.kernel": ("model", None)})

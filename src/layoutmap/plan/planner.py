@@ -420,7 +420,7 @@ def _problems_of_rules(
             tried = [path for path in paths if is_named(path) == named]
             candidates[named] = len(tried), Candidates(tried, _MOST_COMPARISONS)
         count, candidate_paths = candidates[named]
-        if of == "variable" and rule.pattern.startswith(SLOTS):
+        if of == "variable" and SLOTS.match(rule.pattern):
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
         near = candidate_paths.nearest(rule.pattern)

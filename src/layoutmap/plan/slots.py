@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from layoutmap.core.errors import listed
@@ -10,8 +11,8 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 
 _SMALL = 1024  # elements: a slot of no weight that has more is worth a warning, and worth sharding
-SLOTS = "optimizer"
-"""How the paths of slots begin, and patterns that are meant for them."""
+SLOTS = re.compile(r"optimizer(\\?\.|$)")
+"""Matches patterns that are meant for slots, whose paths begin so; a layer may be called `optimizer_net`."""
 NO_RULES = (
     "rules do not apply to an optimizer's slots",
     "each slot has the layout of its weight",
