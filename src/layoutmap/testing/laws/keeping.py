@@ -52,10 +52,8 @@ def a_model_that_exists_is_laid_out(trial: Trial) -> Iterator[str]:
     """`apply` keeps each bit of a plain model, and gives each variable the layout of the plan."""
     model = trial.plain()
     planned = {a.variable.path: a.layout for a in trial.plan.assignments}
-    if (
-        not {path for path in trial.adapter.variables(model) if not path.startswith("optimizer.")}
-        <= planned.keys()
-    ):
+    own = {path for path in trial.adapter.variables(model) if not path.startswith("optimizer.")}
+    if not own <= planned.keys():
         raise NotTried("layers without a name of their own have Keras's numbers in a model that exists")
     expected = [trial.adapter.read(variable) for variable in trial.adapter.variables(model).values()]
     laid_out = trial.case.layout_map.apply(model, batch_dim=trial.case.map.batch_dim)
