@@ -14,6 +14,9 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, it finds what tests share
 
 import jax
 import numpy as np
