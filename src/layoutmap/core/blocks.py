@@ -60,7 +60,7 @@ def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:
 
 
 def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
-    """The block that has all of what an index of numpy takes, and the index within that block.
+    """Return the block that covers an index of numpy, and the index within that block.
 
     Args:
         index: Integers, slices and `...`, alone or as a tuple.
@@ -84,7 +84,7 @@ def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
         pairs = [_part_of(part, operator.index(n)) for part, n in zip(parts, shape, strict=True)]
     except (TypeError, IndexError, ValueError):
         raise LayoutMapError(
-            f"{index!r} is no index of it",
+            f"{index!r} is not an index of this variable",
             facts={"shape": tuple(shape)},
             why="an index has an integer or a slice for each axis, within the shape, or `...` for the axes between",
             fix="write it as in numpy.s_[0], numpy.s_[0:4, ..., ::2]",
@@ -93,7 +93,7 @@ def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
 
 
 def _part_of(part: Any, size: int) -> tuple[slice, Any]:
-    """The part of one axis that has all of what an index takes of it, and the index within that part."""
+    """Return the slice of one axis that covers an index, and the index within that slice."""
     if isinstance(part, (bool, np.bool_)):  # a mask, for numpy
         raise TypeError
     if not isinstance(part, slice):

@@ -36,11 +36,13 @@ def undo_of(data: Any) -> Callable[[], object]:
         return lambda: [undo() for undo in undos]
     try:
         state = copy.deepcopy(state_of(data))
-    except Exception:
+    except (
+        Exception
+    ):  # a user's object raises what it likes; without a state of its own there is nothing to undo
         return lambda: None
 
     def undo() -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the error that made this necessary is the one to raise
             taker(data)(state)
 
     return undo

@@ -162,9 +162,7 @@ class TorchAdapter:
         """Return what a checkpoint keeps of a model."""
         training = training_of(model)
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
-            optimizer = optimizer_of(
-                model
-            )  # of a model that has taken no step yet, for the slots that were saved
+            optimizer = optimizer_of(model)  # before its first step there is none to take the saved slots
         return stored(model, optimizer or training.optimizer, saved)
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
