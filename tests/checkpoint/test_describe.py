@@ -122,7 +122,7 @@ def test_blocks_are_read_by_an_index(directory: str):
     ):
         assert kernel[index].tobytes() == found.read("head.kernel", index).tobytes()
         assert kernel[index].shape == found.read("head.kernel", index).shape
-    with pytest.raises(lm.LayoutMapError, match=r"is no index of it\n  shape  \(16, 64\)"):
+    with pytest.raises(lm.LayoutMapError, match=r"is not an index of this variable\n  shape  \(16, 64\)"):
         found.read("head.kernel", np.ones(16, bool))
 
 
