@@ -150,6 +150,26 @@ def test_inside_of_a_loop():
     assert is_right(loop, operands, mesh, [P("z", "x"), P("z", ("y", "x"))], P("z"))
 
 
+def test_layouts_that_xla_propagates_otherwise():
+    """So is the gradient of a kernel in groups, of which XLA finds other layouts than Shardy's passes by themselves."""
+    correct()
+    rng = np.random.default_rng(0)
+    kernel, wanted = rng.normal(size=(1, 6, 8)), P(None, None, ("x", "y"))
+    operands = [kernel, rng.normal(size=(8, 16)), rng.normal(size=(24, 1, 24))]
+    operands = [each.astype("float32") for each in operands]
+
+    def loss(kernel, weight, images):
+        numbers = ("NHC", "HIO", "NHC")
+        features = jax.lax.conv_general_dilated(
+            images, kernel, (1,), "VALID", dimension_numbers=numbers, feature_group_count=4
+        )
+        return ((features[:, 0] @ weight) ** 2).mean()
+
+    made = compiled(jax.grad(loss), operands, mesh_of((2, 4)), [wanted, P("y"), P("y")], wanted)(*operands)
+
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(*operands), made, rtol=1e-4)
+
+
 def lowered(equation, sizes, specs, result_spec):
     """What JAX makes of a product of axes with eight elements."""
     shapes = [jax.ShapeDtypeStruct([8] * len(term), "float32") for term in equation.split("->")[0].split(",")]

@@ -6,8 +6,8 @@ which the operands' layouts had them compute (docs/xla-faults.md). A rule for lo
 at each program for a mesh of several dims once it is lowered. On a copy Shardy's passes say which layouts its values
 get. Behind a product that XLA could compute wrongly goes a barrier: then the layout of its result follows from its
 operands', and an operation of its own redistributes it to the wanted one. Where the operands are sharded over other
-dims along what is added up, so that one of them must be redistributed in any case, the smaller one is gathered
-(docs/decisions/0126).
+dims along what is added up, so that one of them must be redistributed in any case, the smaller one is gathered.
+At the end each product is held in the layouts that were found, since XLA could find others (docs/decisions/0126).
 
 Private names, tested on JAX 0.9.2 and 0.10.2:
 
@@ -90,7 +90,10 @@ def keep_apart(module: Any, name: str) -> None:
                 raise _refused(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
             return
         apart: set[tuple[int, int]] = set()
-        while found := _in_danger(module):  # what is done for one can move others
+        while True:  # changing the layouts of one product can change those of others
+            layouts, found = _propagated(module)
+            if not found:
+                break
             if apart & found:
                 fix = "constrain its result to be replicated: lm.dtensor.relayout(result, layout)"
                 raise _refused(name, products[min(apart & found)[0]], fix)
@@ -100,6 +103,8 @@ def keep_apart(module: Any, name: str) -> None:
                 else:
                     _gather(module, products[number], value)
             apart |= found
+        for number, found_layouts in layouts.items():
+            _pin(module, products[number], found_layouts)
 
 
 def _put_barrier_behind(result: Any) -> None:
@@ -110,15 +115,46 @@ def _put_barrier_behind(result: Any) -> None:
 
 def _gather(module: Any, op: Any, operand: int) -> None:
     """Have an operand of a product gathered along the axes that are added up over."""
-    meshes = _meshes(module)
     lhs, rhs, result = _LABELS[op.name](op)
     closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[operand]]
     layout = _sdy.TensorShardingAttr.get(
-        max(meshes, key=lambda name: len(meshes[name])),
+        _largest_mesh(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=each) for each in closed],
     )
     with _ir.InsertionPoint(op):
         op.operands[operand] = _sdy.ShardingConstraintOp(op.operands[operand], layout).result
+
+
+def _pin(module: Any, op: Any, layouts: Sequence[Any]) -> None:
+    """Have a product's operands and its result in the layouts that were found for them, `None` for replicated.
+
+    XLA simplifies a program before it propagates layouts; where some conflict, others could win then.
+    """
+    mesh, values = _largest_mesh(module), _values(op)
+    closed = [_closed(layout, mesh, value) for layout, value in zip(layouts, values, strict=True)]
+    with _ir.InsertionPoint(op):
+        for operand in (0, 1):
+            op.operands[operand] = _sdy.ShardingConstraintOp(values[operand], closed[operand]).result
+    with _ir.InsertionPoint.after(op):
+        pinned = _sdy.ShardingConstraintOp(values[_RESULT], closed[_RESULT])
+    values[_RESULT].replace_all_uses_except(pinned.result, pinned.operation)
+
+
+def _closed(layout: Any, mesh: str, value: Any) -> Any:
+    if layout is None:
+        whole = [_sdy.DimensionShardingAttr.get([], is_closed=True)] * len(value.type.shape)
+        return _sdy.TensorShardingAttr.get(mesh, whole)
+    dims = map(_sdy.DimensionShardingAttr, layout.dimension_shardings)
+    return _sdy.TensorShardingAttr.get(
+        layout.mesh_or_ref,
+        [_sdy.DimensionShardingAttr.get(dim.axes, is_closed=True) for dim in dims],
+        unreduced_axes=layout.unreduced_axes,
+    )
+
+
+def _largest_mesh(module: Any) -> str:
+    meshes = _meshes(module)
+    return max(meshes, key=lambda name: len(meshes[name]))
 
 
 def _refused(name: str, op: Any, fix: str) -> EngineError:
@@ -130,19 +166,36 @@ def _refused(name: str, op: Any, fix: str) -> EngineError:
     )
 
 
-def _in_danger(module: Any) -> set[tuple[int, int]]:
-    """The products of a program that XLA could compute wrongly: of each its number, and that of the value to change."""
+def _propagated(module: Any) -> tuple[dict[int, Sequence[Any]], set[tuple[int, int]]]:
+    """The layouts of a program's products, by number, and which products XLA could compute wrongly.
+
+    Returns:
+        The layouts of the values of each product, `None` for replicated, unless all are, or callers of its function
+        have it in several; of each product that could be wrong its number, and that of the value to change.
+    """
     products = _products(module)
     if not products or not any(sum(n > 1 for n in dims.values()) > 1 for dims in _meshes(module).values()):
-        return set()
+        return {}, set()
     copy = module.operation.clone()
     kind = _ir.IntegerType.get_signless(64)
     for number, op in enumerate(_products(copy)):
         op.attributes[_NUMBER] = _ir.IntegerAttr.get(kind, number)
     propagate(copy)
     meshes = _meshes(copy)
-    found = ((op.attributes[_NUMBER].value, _Product.of(op, meshes).to_change()) for op in _products(copy))
-    return {(number, value) for number, value in found if value is not None}
+    layouts: dict[int, set[tuple[Any, ...]]] = {}
+    found: set[tuple[int, int]] = set()
+    for op in _products(copy):
+        number = op.attributes[_NUMBER].value
+        layouts.setdefault(number, set()).add(tuple(map(_layout, _values(op))))
+        to_change = _Product.of(op, meshes).to_change()
+        if to_change is not None:
+            found.add((number, to_change))
+    alike = {number: each.pop() for number, each in layouts.items() if len(each) == 1}
+    return {number: each for number, each in alike.items() if any(each)}, found
+
+
+def _values(op: Any) -> tuple[Any, Any, Any]:
+    return op.operands[0], op.operands[1], op.results[0]
 
 
 def _products(module: Any) -> list[Any]:
@@ -191,7 +244,7 @@ class _Product:
 
     @classmethod
     def of(cls, op: Any, meshes: Mapping[str, Mapping[str, int]]) -> _Product:
-        values = (op.operands[0], op.operands[1], op.results[0])
+        values = _values(op)
         layouts = [_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
         mesh = max(named, key=len, default={})
@@ -245,8 +298,7 @@ class _Product:
         """Whether XLA could read the result in another order than that in which the devices of a group computed it.
 
         It could not where no piece that tells groups apart shards the result; or where those pieces alone shard axes
-        of it, and the others shard it in the order of the operands, each along the axis that it shards in one of them,
-        and along no other in the other one, which would have to be redistributed first.
+        of it, and the others shard it in the order of the operands, each along an axis that it shards in one of them.
 
         Args:
             groups: What tells the groups apart.
@@ -254,7 +306,6 @@ class _Product:
         """
         if not self._shards_result(groups):
             return False
-        placed = self._placed(0), self._placed(1)
         orders = {
             tuple(piece for piece in self._order(self.axes[value]) if piece not in groups)
             for value in (*operands, _RESULT)
@@ -263,7 +314,7 @@ class _Product:
             len(orders) > 1
             or any(groups & {*axis} and {*axis} - groups for axis in self.axes[_RESULT])
             or any(
-                {label} != {each[piece] for each in placed if piece in each}
+                label not in (self._placed(0).get(piece), self._placed(1).get(piece))
                 for piece, label in self._placed(_RESULT).items()
                 if piece not in groups
             )
