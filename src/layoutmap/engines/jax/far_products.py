@@ -103,8 +103,7 @@ def keep_apart(module: Any, name: str) -> None:
                 else:
                     _gather(module, products[number], value)
             apart |= found
-        for number, found_layouts in layouts.items():
-            _pin(module, products[number], found_layouts)
+        _pin(module, layouts)
 
 
 def _put_barrier_behind(result: Any) -> None:
@@ -125,19 +124,34 @@ def _gather(module: Any, op: Any, operand: int) -> None:
         op.operands[operand] = _sdy.ShardingConstraintOp(op.operands[operand], layout).result
 
 
-def _pin(module: Any, op: Any, layouts: Sequence[Any]) -> None:
-    """Have a product's operands and its result in the layouts that were found for them, `None` for replicated.
+def _pin(module: Any, layouts: Mapping[int, Sequence[Any]]) -> None:
+    """Have the operands and results of products in the layouts that were found for them, by number.
 
-    XLA simplifies a program before it propagates layouts; where some conflict, others could win then.
+    XLA simplifies a program before it propagates layouts; where some conflict, others could win then. A value has one
+    constraint for all products that take it, so that XLA gathers it once.
     """
-    mesh, values = _largest_mesh(module), _values(op)
-    closed = [_closed(layout, mesh, value) for layout, value in zip(layouts, values, strict=True)]
-    with _ir.InsertionPoint(op):
-        for operand in (0, 1):
-            op.operands[operand] = _sdy.ShardingConstraintOp(values[operand], closed[operand]).result
-    with _ir.InsertionPoint.after(op):
-        pinned = _sdy.ShardingConstraintOp(values[_RESULT], closed[_RESULT])
-    values[_RESULT].replace_all_uses_except(pinned.result, pinned.operation)
+    mesh, products = _largest_mesh(module), _products(module)
+    pinned: dict[tuple[Any, Any], Any] = {}
+    for number, (*of_operands, of_result) in layouts.items():
+        op = products[number]
+        for operand, layout in enumerate(of_operands):
+            value = op.operands[operand]
+            key = value, _closed(layout, mesh, value)
+            if key not in pinned:
+                pinned[key] = _constrained(*key)
+            op.operands[operand] = pinned[key]
+        layout = _closed(of_result, mesh, op.results[0])
+        result = _constrained(op.results[0], layout)
+        op.results[0].replace_all_uses_except(result, result.owner.operation)
+        pinned[result, layout] = result
+
+
+def _constrained(value: Any, layout: Any) -> Any:
+    """A value in a layout, from where it is computed on."""
+    is_argument = isinstance(value.owner, _ir.Block)
+    begins = _ir.InsertionPoint.at_block_begin if is_argument else _ir.InsertionPoint.after
+    with begins(value.owner):
+        return _sdy.ShardingConstraintOp(value, layout).result
 
 
 def _closed(layout: Any, mesh: str, value: Any) -> Any:
