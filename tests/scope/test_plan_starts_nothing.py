@@ -105,6 +105,41 @@ with socket.socket() as probe:
     port = str(probe.getsockname()[1])
 """
 
+COSTS = """
+import jax, keras, optax
+from flax import nnx
+import layoutmap as lm
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.up, self.drop = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.drop(nnx.relu(self.up(x)))
+
+def make_model():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="up"), keras.layers.Dropout(0.5)])
+
+layout_map = lm.LayoutMap("data=4,model=2", {r"up\\.kernel": (None, "model")})
+batch = jax.ShapeDtypeStruct((8, 8), "float32")
+for make, optimizer, library in ((Model, optax.adam(1e-3), "jax"), (make_model, "adam", "keras")):
+    options = {"inputs": batch, "optimizer": optimizer, "library": library}
+    lm.plan(make, layout_map, on="h100", batch_dim="data", verify="cpu", **options)
+    lm.step_cost(make, layout_map, batch_dim="data", **options)
+    lm.search(make, batch, "h100:8", optimizer=optimizer, library=library, tries=4)
+from jax._src import xla_bridge
+print(sorted(xla_bridge._backends))
+"""
+
+
+if RUNNING in ("", "jax"):
+
+    def test_no_backend_is_started_after_a_cost():
+        """Neither a plan with a cost, nor a search, nor a compiled step starts one in the user's process."""
+        done = run(COSTS, {"KERAS_BACKEND": "jax", "XLA_FLAGS": None, "JAX_PLATFORMS": None})
+
+        assert (0, "[]") == (done.returncode, done.stdout.strip()), done.stderr
+
 
 if RUNNING in ("", "jax"):
 

@@ -242,6 +242,82 @@ def test_equal_modules_cost_what_each_of_them_costs():
     assert tied == untied
 
 
+class Sequences(nnx.Module):
+    """Blocks that do not all see the same: every way in which one call may differ from another."""
+
+    def __init__(self, rngs, way):
+        self.way, self.blocks = way, nnx.List([Wide(rngs) for _ in range(DEPTH)])
+
+    def __call__(self, x):
+        regular = 0.0
+        for number, block in enumerate(self.blocks):
+            if self.way == "funnel" and number == 2:
+                x = x[:, ::2]
+            if self.way == "growing" and number % 2:
+                x = jnp.concatenate([x, x], axis=1)
+            keywords = {"wide": number % 3 == 2} if self.way == "keyword" else {}
+            x = block(x, x[:, :number]) if self.way == "second" else block(x, **keywords)
+            if self.way == "twice" and number % 2:
+                x = block(x)
+            if self.way == "parent":
+                regular += jnp.sum(block.up.kernel[...] @ block.down.kernel[...])
+        return x + regular
+
+
+class Wide(Block):
+    def __call__(self, x, more=None, *, wide=False):
+        x = super().__call__(super().__call__(x) if wide else x)
+        return x if more is None else x + jnp.sum(self.down(self.up(more)))
+
+
+@pytest.mark.parametrize("way", ["funnel", "growing", "keyword", "second", "twice", "parent"])
+def test_equal_blocks_that_are_called_in_another_way_cost_something_else(way):
+    """Blocks with other inputs or keywords, called more often, or whose weights their parent reads, are traced."""
+
+    def make():
+        return Sequences(nnx.Rngs(0), way)
+
+    inputs = jax.ShapeDtypeStruct((ROWS, 8, WIDTH), "float32")
+    options = {"inputs": inputs, "batch_dim": "data", "optimizer": optax.adam(1e-3), "library": "jax"}
+    step = lm.lower_step(make, lm.LayoutMap(MESH), **options)
+    found = []
+    assert [f"blocks.{number}" for number in range(DEPTH)] in step.step.blocks
+    for rules in ({}, {rf".*{path}": specs for path, specs in MEGATRON.items()}):
+        layout_map = lm.LayoutMap(MESH, rules)
+        found.append(lm.lower_step(make, layout_map, **options).count(layout_map))
+    step.step.blocks[:] = []  # all of them are traced
+    for cost, rules in zip(
+        found, ({}, {rf".*{path}": specs for path, specs in MEGATRON.items()}), strict=True
+    ):
+        full = step.count(lm.LayoutMap(MESH, rules))
+        assert (collectives(full), full.flops, full.peak_bytes) == (
+            collectives(cost),
+            cost.flops,
+            cost.peak_bytes,
+        )
+
+
+def test_keras_blocks_whose_weights_the_model_reads_are_traced():
+    """As a model of Keras does that adds a term for the weights of its layers to what it returns."""
+
+    class Regular(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [KerasBlock(name=name) for name in NAMES]
+
+        def call(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x + sum(keras.ops.sum(block.up.kernel @ block.down.kernel) for block in self.blocks)
+
+    options = {"inputs": keras.Input(batch_shape=(ROWS, WIDTH)), "batch_dim": "data", "optimizer": "adam"}
+    step = lm.lower_step(Regular, lm.LayoutMap(MESH), library="keras", **options)
+    assert len(step.step.blocks[0]) == DEPTH
+    found = step.count(lm.LayoutMap(MESH))
+    step.step.blocks[:] = []
+    assert step.count(lm.LayoutMap(MESH)) == found
+
+
 def test_modules_that_compute_something_else_are_not_equal():
     """A function that modules are made with is one of their settings."""
 

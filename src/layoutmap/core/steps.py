@@ -14,7 +14,13 @@ Key = tuple[str, str]
 
 
 class Tracer(Protocol):
-    """What a step tells while it is traced."""
+    """What a step tells while it is traced.
+
+    Attributes:
+        unread: The values of variables of blocks that are left out: a model has them, and nothing should read them.
+    """
+
+    unread: Mapping[Key, Any]
 
     def call(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -113,14 +113,8 @@ class _Step:
         frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]
 
         def loss_of(weights: Mapping[str, Any]) -> tuple[Any, Any]:
-            given = dict(values) | {key: weights[key[1]] for key in trained}
-            # The arrays of blocks that are left out: nothing reads them.
-            unused = {
-                s.key: jax.lax.full(x.value.shape, 0, x.value.dtype)
-                for s, x in zip(self._specs, self._parts.leaves, strict=True)
-                if s.key not in given
-            }
-            model = self._parts.put_together([(given | unused)[s.key] for s in self._specs])
+            given = {**values, **tracer.unread} | {key: weights[key[1]] for key in trained}
+            model = self._parts.put_together([given[s.key] for s in self._specs])
             if is_nnx(model):
                 from layoutmap.adapters.jax import nnx
 

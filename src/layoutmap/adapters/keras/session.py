@@ -163,6 +163,9 @@ class Session(KerasSession):
     ) -> None:
         """A variable is being constructed: do so without a value, unless it is given one."""
         reference = kwargs.get("layout")
+        if self.context.plan_only and isinstance(initializer, (int, float)) and kwargs.get("dtype"):
+            # As optimizers make them. Keras would make an array of the number, and start a backend for it.
+            initializer, kwargs = keras.initializers.Constant(initializer), {**kwargs, "shape": ()}
         if callable(initializer) or isinstance(initializer, str):
             with private.without_value():
                 plain_init(variable, initializer, *args, **kwargs)

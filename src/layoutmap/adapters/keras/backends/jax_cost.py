@@ -119,11 +119,14 @@ class _Step:
         given = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
         trained = [key for key, variable in given.items() if id(variable) in self._trained]
         frozen = [key for key in given if key not in set(trained)]
+        unread = [
+            (e.variable, tracer.unread[e.spec.key]) for e in self._entries if e.spec.key in tracer.unread
+        ]
 
         def loss_of(weights: Sequence[Any]) -> tuple[Any, Any]:
             state = dict(zip(trained, weights, strict=True)) | {key: values[key] for key in frozen}
             mapping = [(given[key], value) for key, value in state.items()]
-            with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+            with keras.StatelessScope(state_mapping=mapping + unread, collect_losses=True) as scope:
                 found = self._loss_value(self._call(batch[: self._num_inputs]), batch)
                 if self.optimizer is not None:
                     found = self.optimizer.scale_loss(found)

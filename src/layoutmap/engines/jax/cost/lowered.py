@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.core
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from layoutmap.core.errors import LayoutMapError, ScopeError, listed
@@ -177,6 +178,7 @@ class LoweredStep:
         block = read(shardy.partition(self._placed(lowered, layouts, policy)), policy.mesh)
         rewrite(block, policy.mesh)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
+        names += [""] * lowered.num_unread
         donated = {number: number for number in range(len(lowered.variables))}
         return count(block, names, donated, with_held=with_held)
 
@@ -187,7 +189,7 @@ class LoweredStep:
         return shardy.place(
             lowered.module,
             policy.mesh,
-            [*given, *batch],
+            [*given, *batch, *[None] * lowered.num_unread],
             [*given, *[None] * lowered.num_others],
             lambda name, shape: outputs(place_of(name)[0], shape),
         )
@@ -261,7 +263,7 @@ def _chosen(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | No
 
 
 class _Unequal(Exception):
-    """What a block returns is not like what it is given, so it cannot be left out."""
+    """A block cannot be left out: it returns something else than it is given, or does not do what its equal does."""
 
     def __init__(self, path: str):
         self.path = path
@@ -290,6 +292,7 @@ def _block_of(variable: VariableSpec, blocks: Mapping[str, Any]) -> str | None:
 class _Lowered:
     module: Any
     variables: Sequence[VariableSpec]
+    num_unread: int
     num_others: int
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
     of_attention: Sequence[str]
@@ -317,24 +320,39 @@ def _lower(
         fuses: Whether each call of attention is one fused kernel.
     """
     variables = [v for v in step.variables if _block_of(v, skipped) is None]
+    unread = [v for v in step.variables if _block_of(v, skipped) is not None]
     keys = [variable.key for variable in variables]
     tracer = _Tracer(skipped, recomputes)
 
-    def run(values: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def run(values: Sequence[Any], batch: Sequence[Any], others: Sequence[Any]) -> Any:
+        tracer.unread = dict(zip((variable.key for variable in unread), others, strict=True))
         after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
         return [after.pop(key) for key in keys], list(after.values())
 
-    values = [jax.ShapeDtypeStruct(v.shape, _dtype(v.dtype)) for v in variables]
-    batch = [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in step.batch]
+    values, batch, others = (
+        [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in arrays]
+        for arrays in (variables, step.batch, unread)
+    )
     with undisturbed(), lowered_without_devices(), attention_named(fuses) as calls, _failures(step, tracer):
-        traced = jax.jit(run, keep_unused=True).trace(values, batch)
-        module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
+        traced = jax.jit(run, keep_unused=True, in_shardings=_ABSTRACT).trace(values, batch, others)
+        _check_unread(traced.jaxpr.jaxpr, unread, skipped)
+        tracer.check_calls()
+        with jax.default_device(_NoDevice()):
+            module = traced.lower(lowering_platforms=(_NoDevice.platform,)).compiler_ir("stablehlo")
     if recomputes and not tracer.recomputed:
         raise _nothing_recomputed(step, tracer)
     if fuses and not calls.fused:
         raise _nothing_fused(step)
     num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
-    return _Lowered(module, variables, num_others, tracer.outputs, calls.notes)
+    return _Lowered(module, variables, len(unread), num_others, tracer.outputs, calls.notes)
+
+
+def _check_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[str, str]) -> None:
+    """Refuse to leave out a block whose variables the layers around it read: their gradients would be missing."""
+    _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    for variable, is_read in zip(unread, is_used[len(is_used) - len(unread) :], strict=True):
+        if is_read and (block := _block_of(variable, skipped)) is not None:
+            raise _Unequal(block)
 
 
 def _dtype(name: str) -> Any:
@@ -349,7 +367,7 @@ _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg
 def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
     try:
         yield
-    except LayoutMapError:
+    except (LayoutMapError, _Unequal):
         raise
     except Exception as error:
         if tracer.unequal:  # the library may have made another exception of it
@@ -385,14 +403,18 @@ def _nothing_fused(step: TrainingStep) -> ScopeError:
 
 @dataclass(eq=False)
 class _Tracer:
-    """Marks what layers return, and leaves out blocks."""
+    """Marks what layers return, and leaves out blocks that are called as their equals are."""
 
     skipped: Mapping[str, str]
     chosen: Callable[[str], bool] | None = None
     recomputed: bool = False
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
+    unread: Mapping[Key, Any] = field(default_factory=dict[Key, Any])
     unequal: str = ""
-    _is_same: dict[str, bool] = field(default_factory=dict[str, bool])
+    _calls: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+    _changing: set[str] = field(
+        default_factory=set[str]
+    )  # layers that return something else than they are given
     _is_inside: bool = False
 
     def recomputes(self, path: str) -> bool:
@@ -401,18 +423,28 @@ class _Tracer:
     def call(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        calls = self._calls.setdefault(path, [])
+        calls.append(_kind((args, kwargs)))
         if path in self.skipped:
-            if not args or not self._is_same.get(self.skipped[path], False):
+            like = self.skipped[path]
+            if like in self._changing or calls != self._calls.get(like, [])[: len(calls)]:
                 self.unequal = path
                 raise _Unequal(path)
             return args[0]
         with jax.named_scope(f"{LAYER}{path}"):
             found = self._called(path, function, args, kwargs)
             leaves, tree = jax.tree.flatten(found)
-            self._is_same[path] = bool(args) and _shapes(found) == _shapes(args[0])
+            if not args or _kind(found) != _kind(args[0]):
+                self._changing.add(path)
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
             return jax.tree.unflatten(tree, [_marked(each) for each in leaves])
+
+    def check_calls(self) -> None:
+        """Refuse to leave out a block that is called less often than its equal."""
+        for path, like in self.skipped.items():
+            if len(self._calls.get(path, [])) != len(self._calls.get(like, [])):
+                raise _Unequal(path)
 
     def _called(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -431,17 +463,35 @@ class _Tracer:
             yield
 
 
-def _shapes(values: Any) -> Any:
+def _kind(values: Any) -> Any:
+    """What two calls with equal results have in common: shapes and types of arrays, and all else as it is."""
     leaves, tree = jax.tree.flatten(values)
-    return tree, [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
+    return tree, [
+        (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
+        for leaf in leaves
+    ]
+
+
+_MARKED = AbstractMesh((1,), (shardy.MARK,))
+_ABSTRACT = NamedSharding(_MARKED, PartitionSpec())
+
+
+class _NoDevice:
+    """Stands where JAX looks for a default device, even on an abstract mesh: to look for one would start a backend."""
+
+    platform = "tpu"
+
+    @property
+    def client(self) -> _NoDevice:
+        """What JAX asks for the platform."""
+        return self
 
 
 def _marked(array: Any) -> Any:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
-    mesh = AbstractMesh((1,), (shardy.MARK,))
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, open_axes))
+    return jax.lax.with_sharding_constraint(array, NamedSharding(_MARKED, open_axes))
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:
