@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from layoutmap.adapters.options import ScopeOptions
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
@@ -58,17 +59,8 @@ class ScopeContext(Protocol):
     across: bool
     """Whether the mesh has devices of other processes: then all of them do the same, each with its own data."""
 
-    check_batches: bool
-    """Whether processes compare the data that they bring, where it must be the same in all of them."""
-
-    draws: str
-    """How random numbers are drawn: `"exact"`, or one of the adapter's `other_draws`."""
-
-    gathering: str
-    """How weights that the batch's dim shards are gathered: `"fully_shard"`, where torch's can, or `"own"`."""
-
-    fully_shard: Mapping[str, Any]
-    """What torch's `fully_shard` is called with, beside what follows from the layouts."""
+    options: ScopeOptions
+    """What the user asked for; the adapter's own options are in `options.own`."""
 
     policy: LayoutPolicy
     """The layouts of batches, of weights in a computation and of what layers return."""
@@ -197,12 +189,6 @@ class Adapter(Protocol):
 
     name: str
 
-    other_draws: Sequence[str]
-    """Ways to draw random numbers that are not those of the plain model, by name."""
-
-    check_fully_shard: Callable[[Mapping[str, Any]], None] | None
-    """Refuses options of torch's `fully_shard` that cannot be passed on; `None`: models are not gathered by it."""
-
     @property
     def engine_name(self) -> str:
         """The engine whose arrays the library works with now."""
@@ -225,6 +211,19 @@ class Adapter(Protocol):
 
         Args:
             library: The library that the scope was opened for.
+        """
+        ...
+
+    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
+        """Return the library's own options of a scope, as one value for `ScopeOptions.own`.
+
+        Args:
+            given: Values by name.
+            options: The options of every scope.
+            across: Whether the mesh has devices of other processes.
+
+        Raises:
+            ScopeError: The library has no such option, or a value cannot be used.
         """
         ...
 

@@ -6,9 +6,11 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from layoutmap.adapters import REFUSED, Adapter
+from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Session
 from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, listed
 from layoutmap.core.initializers import Initializer
@@ -49,6 +51,8 @@ class Scope:
 
     Attributes:
         layout_map: A copy of the rules, as they were when the scope was opened.
+        options: What the user asked for.
+        across: Whether the mesh has devices of other processes.
         plan: What has been planned so far; grows as models make their weights.
         layers: The paths of all layers so far, if the adapter reports them.
         values: What variables get instead of what their initializers compute; `None`: nothing.
@@ -58,30 +62,22 @@ class Scope:
         self,
         layout_map: RuleSet,
         adapter: Adapter,
-        engine: Engine | None,
+        engine: Engine | None = None,
+        options: ScopeOptions | None = None,
         *,
-        strict: bool = False,
-        batch_dim: str | None = None,
-        progress: bool | None = None,
-        draws: str = "exact",
-        check_batches: bool = True,
-        gather: str = "fully_shard",
-        fully_shard: Mapping[str, Any] | None = None,
+        across: bool = False,
     ):
         self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
-        self.strict = strict
-        mesh, activations = _mesh_of(layout_map), self.layout_map.activations
-        self.policy = LayoutPolicy(mesh, batch_dim, activations.__getitem__ if activations else None)
+        mesh, activations = mesh_of(layout_map), self.layout_map.activations
+        usual = ScopeOptions()
+        self.options = options or replace(usual, own=adapter.own_options({}, usual, across=False))
+        lookup = activations.__getitem__ if activations else None
+        self.policy = LayoutPolicy(mesh, self.options.batch_dim, lookup)
         self.plan = Plan(mesh, ())
         self.plan_only = engine is None  # a dry run: nothing may get a value
-        self.across = False  # whether the mesh has devices of other processes
-        self._peers: Peers | None = None
+        self.across = across  # whether the mesh has devices of other processes
         self._engine = engine
-        self.draws = draws
-        self.check_batches = check_batches
-        self.gathering = gather
-        self.fully_shard: Mapping[str, Any] = {} if fully_shard is None else fully_shard
-        self._progress = progress
+        self._peers: Peers | None = self._all_peers() if across else None
         self._warned: set[str] = set()
         self.values: SavedValues | None = None
         self.layers: Sequence[str] | None = None
@@ -128,8 +124,8 @@ class Scope:
                 # Late, here and below: numpy takes as long to load as all the rest.
                 from layoutmap.scope.processes import check_plans
 
-                check_plans(self.plan, self.gather, strict=self.strict)
-            self.plan.check(strict=self.strict)
+                check_plans(self.plan, self.gather, strict=self.options.strict)
+            self.plan.check(strict=self.options.strict)
             unbuilt = self.session.unbuilt()
             if unbuilt:
                 self.plan = self.plan.with_problem(problem_of_unbuilt("", unbuilt, called=False))
@@ -166,7 +162,7 @@ class Scope:
             ]
             check_recipes(recipes_by_path, self.gather)
         variables = {key: assignment.variable for key, assignment in assignments.items()}
-        with Progress(variables, enabled=self._progress) as progress:
+        with Progress(variables, enabled=self.options.progress) as progress:
 
             def read_all() -> dict[str, Any]:
                 made: dict[str, Any] = {}
@@ -203,12 +199,12 @@ class Scope:
 
         check_program(call, parts, self.gather)
 
-    def hear_of_others(self) -> None:
-        """From now on, end this process if another one of the mesh dies; all of them must ask."""
+    def _all_peers(self) -> Peers:
+        """The other processes of the mesh, of which any that dies ends this one from now on; all of them must ask."""
         from layoutmap.engines.agreement import gather_texts
         from layoutmap.engines.peers import Peers
 
-        self._peers = Peers(lambda text: gather_texts(text, self.gather))
+        return Peers(lambda text: gather_texts(text, self.gather))
 
     def begin(self) -> None:
         """Note that a computation begins that all processes of the mesh take part in; raises if one has ended."""
@@ -277,7 +273,7 @@ class Scope:
     def warn_of_unbuilt(self) -> None:
         """Warn that what `strict` asks for is still to be checked, if layers have no weights yet."""
         unbuilt = self.session.unbuilt()
-        if not self.strict or not unbuilt:
+        if not self.options.strict or not unbuilt:
             return
         used = {a.match.rule for a in self.plan.assignments if a.match}
         waiting = [str(rule) for rule in self.layout_map.rules if rule not in used]
@@ -299,7 +295,8 @@ class Scope:
         return f"<Scope: {self.plan!r}>"
 
 
-def _mesh_of(layout_map: RuleSet) -> Mesh:
+def mesh_of(layout_map: RuleSet) -> Mesh:
+    """The mesh of a layout map; raises a `ScopeError` if it has none."""
     if layout_map.mesh is None:
         raise ScopeError(
             "the layout map has no mesh",

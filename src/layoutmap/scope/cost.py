@@ -190,7 +190,7 @@ def lower_step(
             if adapter.name == "keras"
             else "plan the same rules with the model of keras-hub or flax.nnx, on JAX",
         )
-    dry = Scope(layout_map, adapter, None)
+    dry = Scope(layout_map, adapter)
     check_dim("batch_dim", batch_dim, dry.mesh, "the batch is sharded over it")
     with adapter.undisturbed():
         model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)

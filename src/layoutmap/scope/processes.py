@@ -11,7 +11,7 @@ differ, it raises in all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -57,9 +57,9 @@ def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -
     return result
 
 
-def check_options(options: Mapping[str, object], gather: Gather) -> None:
-    """Raise a `ScopeError` if the processes open a scope with different options."""
-    texts, _ = check_alike(", ".join(f"{name}={value!r}" for name, value in options.items()), gather)
+def check_options(options: str, gather: Gather) -> None:
+    """Raise a `ScopeError` if the processes open a scope with different options, or some with none that can be used."""
+    texts, _ = check_alike(options, gather)
     if texts:
         raise ScopeError(
             "the processes open this scope with different options",

@@ -11,37 +11,25 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
-from layoutmap.core.errors import EngineError, ScopeError, listed
+from layoutmap.adapters.options import NEUTRAL, ScopeOptions
+from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, listed
 from layoutmap.core.garbage import garbage_kept
-from layoutmap.core.mesh import check_dim
+from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
 from layoutmap.plan.completeness import has_weights, problem_of_unbuilt
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
-from layoutmap.scope.context import SavedValues, Scope
+from layoutmap.scope.context import SavedValues, Scope, mesh_of
 from layoutmap.scope.costing import asked_cost, with_cost
 from layoutmap.scope.plan import Plan, make_plan
 
-_GATHER = ("fully_shard", "own")
-
 
 @contextmanager
-def scope(
-    layout_map: RuleSet,
-    *,
-    strict: bool = False,
-    batch_dim: str | None = None,
-    library: str | None = None,
-    progress: bool | None = None,
-    draws: Literal["exact", "tiles"] = "exact",
-    check_batches: bool = True,
-    gather: Literal["fully_shard", "own"] = "fully_shard",
-    fully_shard: Mapping[str, Any] | None = None,
-) -> Generator[Scope]:
+def scope(layout_map: RuleSet, *, library: str | None = None, **options: Any) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
     Inside the `with` block, and at the first call of what was built in it, every variable is deferred, matched by
@@ -57,25 +45,9 @@ def scope(
 
     Args:
         layout_map: The rules. They are copied.
-        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
-        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
         library: The model library, as in `"keras"`; `None` means the one that is imported.
-        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
-        draws: `"exact"`: first values are those of the plain model, bit for bit, and dropout drops what it drops there.
-            `"tiles"`, for torch only: a device draws just what it holds, the same numbers on every mesh, and not those
-            of the plain model: first values from a seed for each tile of 256 by 256, what dropout drops from a hash of
-            each element's place. For models so large that to draw one stream of numbers takes too long, and for so many
-            devices that to draw the masks of the global batch does.
-        check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
-            them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
-            checksum of the batch (a second for each GB) and a few bytes between the processes.
-        gather: How several processes of torch gather weights that are sharded over `batch_dim`, while their block
-            computes. `"fully_shard"`: by torch's function of that name, which gathers the next block's ahead, where it
-            can; `scope.plan` says which weights it cannot. `"own"`: by this library, which allows
-            `torch.autograd.grad` by weights and gradients of gradients.
-        fully_shard: What torch's `fully_shard` is called with, by name: `mp_policy`, `offload_policy` and
-            `reshard_after_forward`, as in `{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}`. For
-            several processes only.
+        **options: By name, as in `batch_dim="batch"`: those of `layoutmap.adapters.options.ScopeOptions`, and the
+            library's own, for torch those of `layoutmap.adapters.torch.options.TorchOptions`.
 
     Yields:
         The scope; `scope.plan` is what was planned.
@@ -99,10 +71,8 @@ def scope(
     References:
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
-    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     check_layout_map(layout_map, "scope")
-    opened = _open(layout_map, _adapter(library), **options)
+    opened = _open(layout_map, _adapter(library), options)
     with opened.session.defer(), others_refused(opened.adapter):
         yield opened
     opened.warn_of_nothing()
@@ -126,15 +96,9 @@ def build(
     layout_map: RuleSet,
     *,
     inputs: Any = None,
-    strict: bool = False,
-    batch_dim: str | None = None,
     library: str | None = None,
-    progress: bool | None = None,
-    draws: Literal["exact", "tiles"] = "exact",
-    check_batches: bool = True,
-    gather: Literal["fully_shard", "own"] = "fully_shard",
-    fully_shard: Mapping[str, Any] | None = None,
     values: SavedValues | None = None,
+    **options: Any,
 ) -> Any:
     """Build one model in a scope.
 
@@ -144,17 +108,9 @@ def build(
         inputs: An example of what the model is called with (arrays, or anything with `shape` and `dtype`), for models
             that make their weights at their first call. Nothing is computed with it. `None`: they wait for that call.
             A compiled model that has its weights gets its optimizer's slots here, too.
-        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
-        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
         library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`); `None`: the one that is imported.
-        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
-        draws: `"exact"`: random numbers are those of the plain model, bit for bit. `"tiles"`, for torch only: each
-            device draws just its part, the same on every mesh (see `scope`).
-        check_batches: Whether several processes compare the data that they bring, where it must be the same.
-        gather: How several processes of torch gather weights that are sharded over `batch_dim`: `"fully_shard"` by
-            torch's function of that name, `"own"` by this library (see `scope`).
-        fully_shard: Options of torch's `fully_shard` by name: `mp_policy`, `offload_policy`, `reshard_after_forward`.
         values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
+        **options: See `scope`.
 
     Returns:
         The model, its variables in their layouts.
@@ -170,10 +126,8 @@ def build(
         >>> model.layers[0].bias.layout.is_fully_replicated()
         True
     """
-    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
     check_maker(make_model, layout_map, "build")
-    opened = _open(layout_map, _adapter(library), **options)
+    opened = _open(layout_map, _adapter(library), options)
     opened.values = values
     model = make_in(opened, make_model, inputs)
     opened.warn_of_unbuilt()
@@ -247,7 +201,7 @@ def plan(
     """
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
-    dry = Scope(layout_map, adapter, None)
+    dry = Scope(layout_map, adapter)
     of_step = verify, adapter.engine_name, remat, fuse_attention
     asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, *of_step)
     with adapter.undisturbed(), garbage_kept():
@@ -278,32 +232,13 @@ def plan(
     return final.judged(device_memory=device_memory)
 
 
-def apply(
-    model: Any,
-    layout_map: RuleSet,
-    *,
-    strict: bool = False,
-    batch_dim: str | None = None,
-    progress: bool | None = None,
-    draws: Literal["exact", "tiles"] = "exact",
-    check_batches: bool = True,
-    gather: Literal["fully_shard", "own"] = "fully_shard",
-    fully_shard: Mapping[str, Any] | None = None,
-) -> Any:
+def apply(model: Any, layout_map: RuleSet, **options: Any) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
     Args:
         model: The model. It is changed in place.
         layout_map: The rules.
-        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
-        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
-        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
-        draws: `"exact"`: random numbers are those of the plain model, bit for bit. `"tiles"`, for torch only: each
-            device draws just its part, the same on every mesh (see `scope`).
-        check_batches: Whether several processes compare the data that they bring, where it must be the same.
-        gather: How several processes of torch gather weights that are sharded over `batch_dim`: `"fully_shard"` by
-            torch's function of that name, `"own"` by this library (see `scope`).
-        fully_shard: Options of torch's `fully_shard` by name: `mp_policy`, `offload_policy`, `reshard_after_forward`.
+        **options: See `scope`.
 
     Returns:
         The model.
@@ -320,9 +255,7 @@ def apply(
     """
     check_model(model, layout_map)
     adapter = adapter_of_model(model)
-    options: dict[str, Any] = {"strict": strict, "batch_dim": batch_dim, "progress": progress, "draws": draws}
-    options |= {"check_batches": check_batches, "gather": gather, "fully_shard": fully_shard}
-    opened = _open(layout_map, adapter, **options)
+    opened = _open(layout_map, adapter, options)
     laid_out = opened.session.take(model)
     opened.warn_of_unbuilt()
     return laid_out
@@ -332,11 +265,12 @@ def _adapter(library: str | None) -> Adapter:
     return get_adapter(library) if library else imported_adapter()
 
 
-def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
+def _open(layout_map: RuleSet, adapter: Adapter, given: Mapping[str, Any]) -> Scope:
+    """Return a scope with the options that were given, and the devices of its mesh at hand."""
     adapter.check()
-    opened = Scope(layout_map, adapter, get_engine(adapter.engine_name), **options)
-    bound = opened.engine.bind(opened.mesh)
-    opened.across = len(bound.local_device_ids) < bound.size
+    engine, mesh = get_engine(adapter.engine_name), mesh_of(layout_map)
+    bound = engine.bind(mesh)
+    across = len(bound.local_device_ids) < bound.size
     if not bound.local_device_ids:
         raise ScopeError(
             "no device of the mesh belongs to this process",
@@ -344,75 +278,36 @@ def _open(layout_map: RuleSet, adapter: Adapter, **options: Any) -> Scope:
             why="a process takes part with its own devices",
             fix="open the scope only in processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
         )
-    if opened.across:
+    try:
+        options, refusal = _options(adapter, given, mesh, across), None
+    except LayoutMapError as error:
+        options, refusal = None, error
+    if across:
         from layoutmap.scope.processes import check_options
 
-        # Before they are looked at: what is wrong in one process only must be an error in all.
-        compared = {name: value for name, value in options.items() if name != "progress"}
-        check_options({"library": adapter.name} | compared, opened.gather)
-        opened.hear_of_others()
-    if opened.draws not in ("exact", *adapter.other_draws):
-        raise ScopeError(
-            f"draws={opened.draws!r}: {adapter.name} models have no such way to draw random numbers",
-            facts={"ways": ", ".join(map(repr, ("exact", *adapter.other_draws)))},
-            why='"exact" draws what the plain model draws; a library may offer other ways, for very large models',
-            fix='leave draws out, or draws="exact"',
-        )
-    if opened.gathering not in _GATHER:
-        raise ScopeError(
-            f"gather={opened.gathering!r}: it is not a way to gather weights",
-            facts={"ways": ", ".join(map(repr, _GATHER))},
-            why="it says how weights that are sharded over batch_dim are gathered, on torch",
-            fix='leave gather out, or gather="own"',
-        )
-    if opened.fully_shard:
-        _check_fully_shard(opened)
-    check_dim("batch_dim", opened.policy.batch_dim, opened.mesh, "the batch is sharded over it")
+        # Before a refusal is raised: what is wrong in one process only must be an error in all.
+        compared = replace(options, progress=None) if options else refusal
+        check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
+    if refusal is not None:
+        raise refusal
+    opened = Scope(layout_map, adapter, engine, options, across=across)
     replicated = opened.policy.replicated(0)
     try:
-        opened.engine.check_layout(replicated)
+        engine.check_layout(replicated)
     except EngineError:
         return opened  # the plan says so, with all its other problems
     # Arrays are to come, so what simulates devices begins, which no question does; and before the session does, inside
     # of which some of it cannot begin.
-    opened.engine.native(replicated, 0)
+    engine.native(replicated, 0)
     return opened
 
 
-def _check_fully_shard(opened: Scope) -> None:
-    """Refuse options of `fully_shard` where it gathers nothing, and what the adapter cannot pass on."""
-    options, check = opened.fully_shard, opened.adapter.check_fully_shard
-    if not isinstance(options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ScopeError(
-            f"fully_shard={options!r} has the wrong type",
-            facts={"type": type(options).__name__},
-            why="options of torch's fully_shard are passed on by their names",
-            fix='pass a mapping, as in fully_shard={"reshard_after_forward": False}',
-        )
-    unused = [
-        (check is None, f"{opened.adapter.name} models are not gathered by torch's fully_shard"),
-        (opened.gathering == "own", 'gather="own" has weights gathered by this library'),
-        (opened.policy.batch_dim is None, "without batch_dim no weight is gathered"),
-        (
-            not opened.across,
-            "all devices of the mesh are of this process, and fully_shard gathers between several",
-        ),
-    ]
-    for is_so, why in unused:
-        if is_so:
-            raise ScopeError(
-                "the options of fully_shard would not be used",
-                facts={
-                    "fully_shard": dict(options),
-                    "library": opened.adapter.name,
-                    "mesh": str(opened.mesh),
-                },
-                why=why,
-                fix="leave fully_shard out; it is for torch modules in several processes (torchrun), "
-                "in a scope with batch_dim",
-            )
-    assert check is not None
-    check(options)
+def _options(adapter: Adapter, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
+    """Return the options that were given by name, checked."""
+    options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})
+    check_dim("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")
+    own = {name: value for name, value in given.items() if name not in NEUTRAL}
+    return replace(options, own=adapter.own_options(own, options, across=across))
 
 
 def make_in(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:

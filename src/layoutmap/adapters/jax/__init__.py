@@ -17,6 +17,7 @@ from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
 from layoutmap.adapters.jax.variables import Variable
+from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
@@ -29,8 +30,6 @@ class JaxAdapter:
     """Knows flax.nnx and pytrees; see `layoutmap.adapters.protocol`."""
 
     name = "jax"
-    other_draws = ()
-    check_fully_shard = None
     engine_name = "jax"
 
     def check(self) -> None:
@@ -45,6 +44,10 @@ class JaxAdapter:
     def refused(self, library: str) -> AbstractContextManager[None]:
         """Nothing: arrays of JAX that are made while a scope of another library is open are no model yet."""
         return nullcontext()
+
+    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> None:
+        """Refuse options that only scopes for other libraries have."""
+        check_names(given, self.name)
 
     def begin(self, context: ScopeContext) -> JaxSession:
         """Return a session for one scope."""

@@ -174,7 +174,7 @@ def check_same_batch(batch: Any, session: KerasSession) -> None:
     Raises:
         ScopeError: It is; in all processes.
     """
-    if session.context.across and session.context.check_batches:
+    if session.context.across and session.context.options.check_batches:
         leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
         session.context.check_batch(list(map(keras.ops.convert_to_numpy, leaves)))
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, stored
 from layoutmap.adapters.torch.forward import is_planned
-from layoutmap.adapters.torch.fsdp_options import check_fully_shard
+from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
 from layoutmap.adapters.torch.session import TorchSession
 from layoutmap.adapters.torch.training import (
@@ -40,8 +41,6 @@ class TorchAdapter:
     """Knows `torch.nn`; see `layoutmap.adapters.protocol`."""
 
     name = "torch"
-    other_draws = ("tiles",)
-    check_fully_shard = staticmethod(check_fully_shard)
     engine_name = "torch"
 
     def check(self) -> None:
@@ -65,6 +64,10 @@ class TorchAdapter:
     def refused(self, library: str) -> AbstractContextManager[None]:
         """While open, torch modules that are built here are refused: the scope is one for another library."""
         return module_hooks.installed()
+
+    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
+        """Return the options that only scopes for torch modules have."""
+        return TorchOptions.of(given, options, across=across)
 
     def begin(self, context: ScopeContext) -> TorchSession:
         """A session for one scope."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import layer_paths
 from layoutmap.adapters.torch.training import call, scalar_loss, training_of
 from layoutmap.core.layout import Layout
@@ -30,10 +32,7 @@ class _Home:
     engine: Engine
     plan_only: bool = False
     across: bool = False
-    check_batches: bool = False
-    draws: str = "exact"
-    gathering: str = "own"
-    fully_shard: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: ScopeOptions = field(default_factory=lambda: ScopeOptions(own=TorchOptions(gather="own")))
 
     def note(self, subject: str, what: str) -> None:
         """Nothing: its plan was made."""

@@ -210,7 +210,7 @@ class Forward:
     def _checked(self, args: Any, kwargs: Any) -> Generator[None]:
         """In the first calls, refuse data and random numbers that are not the same in all processes."""
         home = self.home
-        if not (home.across and home.check_batches) or self._num_checked == _CHECKED_CALLS:
+        if not (home.across and home.options.check_batches) or self._num_checked == _CHECKED_CALLS:
             yield
             return
         self._num_checked += 1

@@ -106,7 +106,7 @@ def weights_to_gather(
     outside: list[Weight] = []
     modules = _blocks(root)
     paths = layer_paths(root)
-    policy = home.fully_shard.get("mp_policy")
+    policy = home.options.own.fully_shard.get("mp_policy")
     converts = policy is not None and policy.param_dtype is not None
     for module, block in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -119,7 +119,7 @@ def weights_to_gather(
                 if block is None:
                     outside.append(weight)
     blocks = {id(block) for _, block in modules if block is not None}
-    order, frees = Order(), home.fully_shard.get("reshard_after_forward")
+    order, frees = Order(), home.options.own.fully_shard.get("reshard_after_forward")
     made = {
         key: Gathering(weights, order, policy, frees is False, is_part=key in blocks or not blocks)
         for key, weights in gather.items()
@@ -128,12 +128,12 @@ def weights_to_gather(
         return {}
     of_root = outside if blocks else gather.get(id(root), [])
     outermost = made[id(root)] = Gathering(of_root, order, policy, frees is not True, is_outermost=True)
-    if home.gathering == "fully_shard" and home.across:
+    if home.options.own.gather == "fully_shard" and home.across:
         below = [each for each in made.values() if each.is_part and each is not outermost]
         _fully_shard(outermost, below, home)
     else:
         held = {id(w.held): w for each in gather.values() for w in each}
-        here = "all devices are of this process" if not home.across else f"gather={home.gathering!r}"
+        here = "all devices are of this process" if not home.across else f"gather={home.options.own.gather!r}"
         home.note(here, _sentence("layoutmap", home, [w.path for w in held.values()], here))
     return made
 
@@ -186,7 +186,7 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeCo
         if chosen or below:
             named = [(places[0].name, tensor) for tensor, places in chosen]
             gathering.unit = Unit(
-                named, mesh, mesh_dim, home.fully_shard, is_kept=gathering.is_kept, below=below
+                named, mesh, mesh_dim, home.options.own.fully_shard, is_kept=gathering.is_kept, below=below
             )
         return gathering.unit
 

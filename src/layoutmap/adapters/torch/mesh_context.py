@@ -54,7 +54,7 @@ def running(home: ScopeContext) -> Generator[None]:
         temporarily(here, "home", home),
         _CHECKPOINTS.used(),
         _with_versions(),
-        home.engine.run_on(home.policy.mesh, home.draws),
+        home.engine.run_on(home.policy.mesh, home.options.own.draws),
     ):
         yield
 

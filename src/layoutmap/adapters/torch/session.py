@@ -89,7 +89,9 @@ class TorchSession:
 
     def _new_tape(self) -> Tape:
         return Tape(
-            dry=self.home.plan_only, tiles=self.home.draws == "tiles", is_here=lambda: is_entered(self)
+            dry=self.home.plan_only,
+            tiles=self.home.options.own.draws == "tiles",
+            is_here=lambda: is_entered(self),
         )
 
     # -- deferring

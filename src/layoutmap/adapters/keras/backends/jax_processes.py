@@ -84,7 +84,7 @@ class Rows:
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
         brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes)
-        self._compare(brought, checksum(*arrays) if shared and self._context.check_batches else 0)
+        self._compare(brought, checksum(*arrays) if shared and self._context.options.check_batches else 0)
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
     def _compare(self, brought: str, own: int) -> None:

@@ -55,7 +55,7 @@ class _Step:
 
     def _same_draws(self) -> AbstractContextManager[Any]:
         session = self._session
-        if not (session.context.across and session.context.check_batches):
+        if not (session.context.across and session.context.options.check_batches):
             return nullcontext()
         native = session.engine.native(session.policy.replicated(0), 0)
         return same_draws(native[0], session.context.check_alike)

@@ -1,0 +1,63 @@
+"""The options of a scope: one value, made where a user passes them and handed down as it is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from layoutmap.core.errors import ScopeError
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeOptions:
+    """What `scope`, `build` and `apply` take by name, whatever the model library.
+
+    Args:
+        strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.
+        batch_dim: The mesh dim over which `fit`, `evaluate` and `predict` split the batch; `None`: they do not.
+        progress: Whether to show on stderr how far the making is; `None`: if it takes long, on a terminal.
+        check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
+            them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
+            checksum of the batch (a second for each GB) and a few bytes between the processes.
+        own: The model library's own options, as its adapter returned them; `TorchOptions` for torch, `None` for
+            libraries without any. They are passed by their names, beside those above.
+
+    Example:
+        >>> ScopeOptions(batch_dim="batch").strict
+        False
+    """
+
+    strict: bool = False
+    batch_dim: str | None = None
+    progress: bool | None = None
+    check_batches: bool = True
+    own: Any = None
+
+
+NEUTRAL = tuple(field.name for field in fields(ScopeOptions) if field.name != "own")
+"""The options that each library has."""
+
+
+def check_names(given: Mapping[str, Any], library: str, own: Iterable[str] = ()) -> None:
+    """Refuse options of a scope that a model library does not have.
+
+    Args:
+        given: Options by name, those that each library has left out.
+        library: The library's name.
+        own: Its own options.
+
+    Raises:
+        ScopeError: There is one of another name.
+    """
+    known = (*NEUTRAL, *own)
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ScopeError(
+                f"{name}={value!r}: a scope for {library} models has no such option",
+                facts={"options": ", ".join(known)},
+                why="it is misspelled, or an option for models of another library",
+                fix=f"write {near[0]}=" if near else "leave it out",
+            )

@@ -1,0 +1,146 @@
+"""The options that only scopes for torch modules have, and where they cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+from layoutmap.adapters.options import ScopeOptions, check_names
+from layoutmap.core.errors import ScopeError, listed
+
+_DECIDED = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_params")
+
+Draws = Literal["exact", "tiles"]
+Gather = Literal["fully_shard", "own"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """What a scope for torch modules takes beside the options of every scope.
+
+    Args:
+        draws: `"exact"`: first values are those of the plain model, bit for bit, and dropout drops what it drops there.
+            `"tiles"`: a device draws just what it holds, the same numbers on every mesh, and not those of the plain
+            model: first values from a seed for each tile of 256 by 256, what dropout drops from a hash of each
+            element's place. For models so large that to draw one stream of numbers takes too long, and for so many
+            devices that to draw the masks of the global batch does.
+        gather: How several processes gather weights that are sharded over `batch_dim`, while their block computes.
+            `"fully_shard"`: by torch's function of that name, which gathers the next block's ahead, where it can;
+            `scope.plan` says which weights it cannot. `"own"`: by this library, which allows `torch.autograd.grad` by
+            weights and gradients of gradients.
+        fully_shard: What torch's `fully_shard` is called with, by name: `mp_policy`, `offload_policy` and
+            `reshard_after_forward`, as in `{"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}`. For
+            several processes only.
+    """
+
+    draws: Draws = "exact"
+    gather: Gather = "fully_shard"
+    fully_shard: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
+        """Return options by their names.
+
+        Args:
+            given: Values by name.
+            options: The options of every scope.
+            across: Whether the mesh has devices of other processes.
+
+        Raises:
+            ScopeError: There is no such option, a value is none of its choices, or it would have no effect.
+        """
+        check_names(given, "torch", cls.__slots__)
+        # `fully_shard=None` is what a program passes that has no options for it.
+        made = cls(**{name: value for name, value in given.items() if value is not None})
+        _check_choice(
+            "draws", made.draws, Draws, "it says which random numbers initialize weights and drop elements"
+        )
+        _check_choice(
+            "gather", made.gather, Gather, "it says how weights that are sharded over batch_dim are gathered"
+        )
+        if made.fully_shard:
+            _check_use(made, options, across)
+            _check_fully_shard(made.fully_shard)
+        return made
+
+
+def _check_choice(name: str, value: str, choices: Any, why: str) -> None:
+    ways = get_args(choices)
+    if value not in ways:
+        raise ScopeError(
+            f"{name}={value!r}: this is not one of the choices",
+            facts={"choices": ", ".join(map(repr, ways))},
+            why=why,
+            fix=f"leave {name} out, or pass {name}={ways[1]!r}",
+        )
+
+
+def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
+    """Refuse options of `fully_shard` where it gathers nothing."""
+    if not isinstance(made.fully_shard, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScopeError(
+            f"fully_shard={made.fully_shard!r} has the wrong type",
+            facts={"type": type(made.fully_shard).__name__},
+            why="options of torch's fully_shard are passed on by their names",
+            fix='pass a mapping, as in fully_shard={"reshard_after_forward": False}',
+        )
+    reasons = (
+        (made.gather == "own", 'gather="own" has weights gathered by this library'),
+        (options.batch_dim is None, "without batch_dim no weight is gathered"),
+        (not across, "all devices of the mesh are of this process, and fully_shard gathers between several"),
+    )
+    for is_so, why in reasons:
+        if is_so:
+            raise ScopeError(
+                "the options of fully_shard would not be used",
+                facts={"fully_shard": dict(made.fully_shard)},
+                why=why,
+                fix="leave fully_shard out; it is for torch modules in several processes (torchrun), "
+                "in a scope with batch_dim",
+            )
+
+
+def _check_fully_shard(options: Mapping[str, Any]) -> None:
+    """Refuse what is decided by the layout map, unknown, of another type, or cannot work on DTensors or here."""
+    # Late: it takes a tenth of a second to load.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    kinds: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy,
+        "offload_policy": OffloadPolicy,
+        "reshard_after_forward": bool,
+    }
+    for name, value in options.items():
+        if name not in kinds:
+            raise ScopeError(
+                f"fully_shard: {name!r} is no option that a scope passes on",
+                facts={"options": listed([repr(each) for each in kinds])},
+                why="rules and batch_dim decide which weights are sharded, and over which dim"
+                if name in _DECIDED
+                else "torch's fully_shard takes these",
+                fix="leave it out" if name in _DECIDED else "use one of these",
+            )
+        if name == "reshard_after_forward" and type(value) is int:
+            raise ScopeError(
+                f"fully_shard: reshard_after_forward={value}: a number of devices cannot be chosen",
+                why="torch's fully_shard shards DTensors over all devices of the batch's dim again, or over none",
+                fix="pass True or False",
+            )
+        if not isinstance(value, kinds[name]):
+            raise ScopeError(
+                f"fully_shard: {name}={value!r} has the wrong type",
+                facts={"type": type(value).__name__},
+                why="the value is passed on to torch's fully_shard",
+                fix=f"pass a {kinds[name].__name__}",
+            )
+    offload = options.get("offload_policy")
+    if isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and not torch.accelerator.is_available():
+        raise ScopeError(
+            "fully_shard: weights cannot be moved to pinned memory",
+            facts={"offload_policy": repr(offload)},
+            why="memory is pinned for an accelerator, and torch finds none here",
+            fix="leave offload_policy out, or pass CPUOffloadPolicy(pin_memory=False), which changes nothing on CPUs",
+        )
