@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import jax
 import keras
 import optax
 import pytest
@@ -80,6 +81,39 @@ class Module(nnx.Module):
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"optimizer": "adamw"}, "optimizer='adamw' is not an optimizer"),
+        ({"inputs": jax.ShapeDtypeStruct((0, 256), "float32")}, "Module: the batch has no rows"),
+    ],
+)
+def test_what_no_step_can_be_made_of_is_refused(options, what):
+    """By name, wherever a step is counted."""
+    given = {"inputs": jax.ShapeDtypeStruct((64, 256), "float32"), "library": "jax"} | options
+    for count in (lm.plan, lm.step_cost, lm.lower_step):
+        more = {"on": "h100"} if count is lm.plan else {}
+        with pytest.raises(lm.ScopeError) as raised:
+            count(lambda: Module(nnx.Rngs(0)), layout_map({}), **given, **more)
+        assert what == raised.value.what
+
+
+def test_weights_sharded_as_the_batch_want_a_rule_for_activations():
+    """The compiler could gather the batch for such a weight: the plan of a cost says so, and is still with a rule."""
+    fsdp = layout_map({"up.kernel": ("data", None), "down.kernel": (None, "data")})
+    options = {"inputs": INPUTS, "library": "keras", "on": "h100"}
+
+    def told(rules):
+        return [p for p in lm.plan(make, rules, **options).problems if p.kind == "no activations"]
+
+    (problem,) = told(fsdp)
+    assert "up.kernel: sharded over data, as the batch is, and no rule is for activations" == problem.what
+    assert (("layout", "(data, unsharded)"), ("such weights", "2")) == problem.facts
+    assert [] == told(layout_map({"up.kernel": (None, "model")}))
+    fsdp.activations["up|down"] = ("data", None)
+    assert [] == told(fsdp)
 
 
 def test_slots_that_a_model_does_not_carry_are_in_the_cost():

@@ -187,6 +187,22 @@ def test_figures_are_those_of_a_dim_of_the_batch(tmp_path):
         ({"keep": ["up"]}, "search: keep='up' is not a rule of start"),
         ({"start": {"up": ("model",)}}, "search: start={'up': ('model',)} is not a layout map"),
         ({"inputs": None}, "search: there are no inputs"),
+        ({"tries": 0}, "search: tries=0 is not a number of maps"),
+        ({"tries": -1}, "search: tries=-1 is not a number of maps"),
+        ({"tries": 1.5}, "search: tries=1.5 is not a number of maps"),
+        ({"on": "h100"}, "search: on='h100' says of no number of devices"),
+        (
+            {"make_model": lambda: Module(nnx.Rngs(0)), "library": "jax", "optimizer": "adamw"},
+            "optimizer='adamw' is not an optimizer",
+        ),
+        (
+            {
+                "make_model": lambda: Module(nnx.Rngs(0)),
+                "library": "jax",
+                "inputs": jax.ShapeDtypeStruct((0, 64), "float32"),
+            },
+            "Module: the batch has no rows",
+        ),
         ({"make_model": narrow}, "narrow: it cannot be called with inputs of these shapes"),
         (
             {"inputs": jax.ShapeDtypeStruct((3, 64), "float32")},

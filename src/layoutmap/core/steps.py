@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from layoutmap.core.errors import ScopeError
 from layoutmap.core.variables import VariableSpec
 
 Key = tuple[str, str]
@@ -86,3 +87,18 @@ class TrainingStep:
     run: Callable[[Tracer, Mapping[Key, Any], Sequence[Any]], Mapping[Key, Any]]
     notes: Sequence[str] = ()
     how_to_recompute: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a batch without rows, which costs nothing.
+
+        Raises:
+            ScopeError: It has none.
+        """
+        for each in self.batch:
+            if each.shape[:1] == (0,):
+                raise ScopeError(
+                    f"{self.name}: the batch has no rows",
+                    facts={each.name: f"{each.dtype}{list(each.shape)}"},
+                    why="what a step sends, computes and holds depends on how many rows it is given",
+                    fix="pass inputs= whose first axis is the rows of the global batch",
+                )

@@ -84,7 +84,7 @@ def make_table(
     if complete and layers is not None:
         problems += _problems_of_activations(layout_map.activations, matches)
     if complete and free_activations and not laid_out:
-        problems += _problems_of_free_activations(assignments)
+        problems += problems_of_free_activations(assignments)
     problems += _problems_of_unsupported(unsupported, assignments)
     return PlanTable(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
 
@@ -358,20 +358,31 @@ def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
     )
 
 
-def _problems_of_free_activations(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """A problem if weights are sharded along two axes, and no rule is for activations."""
-    sharded = [
-        a
-        for a in assignments
-        if a.variable.kind is Kind.WEIGHT and sum(count > 1 for count in a.layout.shard_counts) > 1
-    ]
+def problems_of_free_activations(
+    assignments: Sequence[Assignment], batch_dim: str | None = None
+) -> Iterator[Problem]:
+    """A problem if weights are sharded along two axes, or as the batch is, and no rule is for activations.
+
+    Args:
+        assignments: The weights and their layouts.
+        batch_dim: The mesh dim over which batches are sharded; `None`: weights along two axes are looked for.
+    """
+
+    def is_open(layout: Layout) -> bool:
+        if batch_dim is None:
+            return sum(count > 1 for count in layout.shard_counts) > 1
+        dims = [dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)]
+        return layout.rank > 1 and batch_dim in dims and layout.mesh.dim_size(batch_dim) > 1
+
+    sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and is_open(a.layout)]
     if sharded:
         first = sharded[0]
+        how = f"over {batch_dim}, as the batch is" if batch_dim else "along two axes"
         yield Problem(
             "no activations",
             "warning",
             first.variable.path,
-            f"{first.variable.path}: sharded along two axes, and no rule is for activations",
+            f"{first.variable.path}: sharded {how}, and no rule is for activations",
             (("layout", str(first.layout)), ("such weights", f"{len(sharded)}")),
             "the compiler then chooses, and may send several times as many bytes in each step",
             "add rules for the outputs of the main blocks, as in "

@@ -20,6 +20,7 @@ from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines import step_counter
 from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.plan.planner import problems_of_free_activations
 from layoutmap.plan.ways import Way, preset_of
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
@@ -205,6 +206,9 @@ class _Counting:
         over = f"sharded over {dim}" if dim else "replicated, since no mesh dim is known to shard them"
         counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
         machine = Machine(self._asked.machine.device, policy.mesh.size)
+        is_open = plan.free_activations and not policy.activations and dim is not None
+        if is_open and not any(problem.kind == "no activations" for problem in plan.problems):
+            plan = plan.with_problems([*problems_of_free_activations(plan.assignments, dim)])
         return plan.with_cost(counted, machine, dim, verified).judged(device_memory=self._asked.device_memory)
 
     def cost(self, way: Way) -> Cost:

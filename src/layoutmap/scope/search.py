@@ -6,12 +6,13 @@ The file is longer than others for the docstrings of `search` and of what it ret
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import as_int, kind_of
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import merge_paths, starred
@@ -193,6 +194,12 @@ def search(
         >>> found.num_tried <= 20, found.layout_map.mesh.size
         (True, 8)
     """
+    if (as_int(tries) or 0) < 1:
+        raise ScopeError(
+            f"search: tries={brief(tries)} is not a number of maps",
+            why="it is for how many maps the cost is counted at most",
+            fix="pass a whole number from 1 on, as in tries=32",
+        )
     if inputs is None:
         raise ScopeError(
             "search: there are no inputs",
@@ -283,7 +290,14 @@ def _machine(on: Any) -> Machine:
         raise ScopeError(
             f"search: on={brief(on)} names no machine", why=f"it is {kind_of(on)}", fix='write on="h100:64"'
         )
-    return machine_named(on) if isinstance(on, str) else on
+    machine = machine_named(on) if isinstance(on, str) else on
+    if isinstance(on, str) and not re.search(r":\d+$", on):
+        raise ScopeError(
+            f"search: on={on!r} says of no number of devices",
+            why="without mesh= the shapes of meshes of so many devices are tried",
+            fix=f"write how many there are, as in on='{on}:8', or pass a mesh",
+        )
+    return machine
 
 
 def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:

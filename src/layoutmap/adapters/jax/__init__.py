@@ -20,7 +20,8 @@ from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.core import random_states
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import ScopeError, brief
 from layoutmap.engines import get_engine
 
 __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
@@ -65,7 +66,17 @@ class JaxAdapter:
         """Nothing: a model of JAX has its arrays when it is made, and its optimizer's state begins with a step."""
 
     def with_optimizer(self, model: Any, optimizer: Any) -> Any:
-        """Return the model: it carries no optimizer."""
+        """Return the model: it carries no optimizer.
+
+        Raises:
+            ScopeError: What was passed for the optimizer is none of optax.
+        """
+        if optimizer is not None and not callable(getattr(optimizer, "init", None)):
+            raise ScopeError(
+                f"optimizer={brief(optimizer)} is not an optimizer",
+                why=f"it is {kind_of(optimizer)}, without init and update",
+                fix="pass one of optax, as in optimizer=optax.adamw(1e-3); names are for models of Keras",
+            )
         return model
 
     def variables(self, model: Any) -> dict[str, Variable]:
