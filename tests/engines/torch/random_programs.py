@@ -23,8 +23,8 @@ from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
-from layoutmap.engines.torch.dtensor_ops.conversions import placed, replicated
 from layoutmap.engines.torch.engine import engine
+from layoutmap.engines.torch.placing import placed, replicated
 from layoutmap.engines.torch.private import local_of
 from layoutmap.engines.torch.simulation import pieces_of
 

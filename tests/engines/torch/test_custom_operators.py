@@ -19,6 +19,10 @@ from engines.torch.custom_operators import (
     ranks,
 )
 from engines.torch.dtensors import place, run_on, summands, whole
+from engines.torch.operators_in_models import KINDS, Pointer, trained
+from engines.torch.operators_in_models import Head as HeadOfKind
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -210,3 +214,36 @@ def test_a_model_trains():
     actual = gradients(layout_map.build(Head, library="torch", batch_dim="batch"))
 
     torch.testing.assert_close(actual, expected)
+
+
+SPECS = st.permutations([None, "batch", "model"]).map(lambda specs: tuple(specs[:2]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(up=SPECS, down=SPECS, batch_dim=st.sampled_from([None, "batch", "model"]))
+def test_models_train_with_every_kind_of_operator(kind, up, down, batch_dim):
+    """Outputs and weights of two steps of SGD are those of one device, whatever the operator is written with."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"), {r"up\.weight": up, r"down\.weight": down})
+    x = X.double()
+
+    def model():
+        torch.manual_seed(0)
+        return HeadOfKind(KINDS[kind])
+
+    expected = trained(model(), x)
+    actual = trained(layout_map.build(model, library="torch", batch_dim=batch_dim), x)
+
+    torch.testing.assert_close([whole(each) for each in actual], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("call", ["run_on", "alone"])
+def test_the_address_of_a_tensor_is_refused(call):
+    """A kernel that is no operator gets no address: that of a tensor on a mesh is 0, which it would read from."""
+    x = place(X.double(), "batch", None)
+    with run_on() if call == "run_on" else simulation.on_mesh(x.device_mesh):
+        with pytest.raises(lm.EngineError, match=r"running_sums.*: the address of a tensor") as found:
+            Pointer.apply(x)
+        with pytest.raises(lm.EngineError, match="the address of a tensor on a mesh"):
+            x.__dlpack__()
+
+    assert "torch.library.custom_op" in found.value.fix

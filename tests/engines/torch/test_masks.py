@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layoutmap as lm
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
 from layoutmap.engines.torch.engine import engine
+from layoutmap.engines.torch.placing import full_tensor
 
 PROCESSES = ("torch",)
 

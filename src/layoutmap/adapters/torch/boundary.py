@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, reduced
+from layoutmap.engines.torch.placing import everywhere, full_tensor, placed, reduced
 from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
 
 

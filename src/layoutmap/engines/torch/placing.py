@@ -1,18 +1,19 @@
-"""DTensors in other placements on their mesh, and between DTensors and what each device holds of them.
+"""DTensors in other placements on their mesh, and between DTensors, what each device holds of them, and plain tensors.
 
 It is what `DTensor.redistribute`, `to_local` and `from_local` do, with a way of its own for what a training step does
 most: a sum over one mesh dim, and a gradient that is placed right already. DTensor takes seven times the CPU time.
+What is random, or has no rule in DTensor, is computed on plain tensors: once in a simulation, else alike by all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import (
@@ -53,6 +54,58 @@ def largest_of_devices(local: torch.Tensor, mesh: Any, dims: Collection[int]) ->
     for dim in dims:
         local = summed_over(local.detach(), mesh, dim, "max")
     return local
+
+
+def replicated(mesh: Any) -> list[Any]:
+    """The placements of what every device has in full."""
+    return [Replicate()] * mesh.ndim
+
+
+def is_everywhere(tensor: Any) -> bool:
+    """Whether every device has a DTensor in full."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def placed(tensor: Any, placements: Sequence[Any]) -> Any:
+    """A DTensor in other placements on its mesh; itself if it has them."""
+    if tuple(placements) == tuple(tensor.placements):
+        return tensor
+    if not simulation.is_simulated():
+        return redistributed(tensor, placements)
+    with simulation.on_mesh(tensor.device_mesh):
+        return redistributed(tensor, placements)
+
+
+def reduced(value: Any) -> Any:
+    """A DTensor whose sums over the mesh are made; anything else as it is."""
+    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
+        return value
+    return _Reduced.of(value)
+
+
+def full_tensor(value: Any) -> Any:
+    """All values of a DTensor, as a plain tensor; anything else as it is."""
+    return _FullTensor.of(value) if isinstance(value, DTensor) else value
+
+
+def everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
+    """A plain tensor, the same in all processes, as a replicated DTensor."""
+    return _Everywhere.of(tensor, mesh)
+
+
+def on_mesh(gradient: torch.Tensor, mesh: Any) -> Any:
+    """A gradient as a DTensor; a formula of the program's own may have computed it plainly, alike in all processes."""
+    return gradient if isinstance(gradient, DTensor) else everywhere(gradient, mesh)
+
+
+def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
+    """The same tensor, whose gradient is changed when it comes back."""
+    return _WithGradient.apply(value, change)
+
+
+def like(tensor: torch.Tensor, other: Any) -> Any:
+    """A plain tensor, placed as a DTensor of its shape is; replicated where that one is a sum still to be made."""
+    return placed(everywhere(tensor, other.device_mesh), attainable_placements(other))
 
 
 def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
@@ -105,17 +158,19 @@ class _Redistributed(OwnGradient):
     def forward(ctx: Any, tensor: Any, placements: Any) -> Any:
         now, attainable = spec_of(tensor).placements, attainable_placements(tensor)
         ctx.before = tuple(p if p.is_partial() else a for p, a in zip(now, attainable, strict=True))
+        ctx.mesh = tensor.device_mesh
         return _redistributed(tensor, placements)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         # What was a sum to be made gets a gradient that is made, or one that is to be made alike.
-        have = upstream[0].placements
+        gradient = on_mesh(upstream[0], ctx.mesh)
+        have = gradient.placements
         wanted = [
             Replicate() if before.is_partial() and now != before else before
             for now, before in zip(have, ctx.before, strict=True)
         ]
-        return redistributed(upstream[0], wanted), None
+        return redistributed(gradient, wanted), None
 
 
 class _Shard(OwnGradient):
@@ -133,17 +188,71 @@ class _Shard(OwnGradient):
 class _FromShards(OwnGradient):
     @staticmethod
     def forward(ctx: Any, local: Any, mesh: Any, placements: Any) -> Any:
-        ctx.placements = placements
+        ctx.mesh, ctx.placements = mesh, placements
         spec = spec_of_shards(mesh, placements, local.shape, local.stride(), local.dtype)
         return dtensor(local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         # A summand's gradient is the sum's; what devices make of it differs, and so does what comes back from that.
-        gradient, wanted = upstream[0], summed_placements(ctx.placements)
+        gradient, wanted = on_mesh(upstream[0], ctx.mesh), summed_placements(ctx.placements)
         if gradient.placements != wanted:
             gradient = redistributed(gradient, wanted)
         return shard_of(gradient, ctx.placements), None, None
+
+
+class _Reduced(OwnGradient):
+    # DTensor's own step fails backwards where a mean meets a sum.
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.mesh = tensor.device_mesh
+        return placed(tensor, attainable_placements(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return reduced(on_mesh(upstream[0], ctx.mesh))
+
+
+class _FullTensor(OwnGradient):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.mesh, ctx.placements = tensor.device_mesh, attainable_placements(tensor)
+        plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
+        if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
+            return plain
+        # What is gathered is contiguous; the order of random numbers follows the strides.
+        strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=plain.dtype, device=plain.device)
+        return strided.copy_(plain)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return placed(on_mesh(upstream[0], ctx.mesh), ctx.placements)
+
+
+class _Everywhere(OwnGradient):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, mesh: Any) -> Any:
+        simulated = simulation.is_simulated()
+        local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
+        return dtensor(
+            local, spec_of_shards(mesh, tuple(replicated(mesh)), tensor.shape, tensor.stride(), tensor.dtype)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return full_tensor(upstream[0]), None
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, change: Callable[[Any], Any]) -> Any:
+        ctx.change = change
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return ctx.change(upstream[0]), None
 
 
 def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:

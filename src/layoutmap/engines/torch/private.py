@@ -543,13 +543,15 @@ def take_assignments(
     data: Callable[..., None],
     part: Callable[..., None],
     copied: Callable[..., Any],
+    address: Callable[[Any], None],
 ) -> None:
-    """Have `DTensor`s assigned to and copied by other functions, from now on.
+    """Have `DTensor`s assigned to and copied by other functions, and their addresses asked for, from now on.
 
     Args:
         data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
         part: Does `tensor[index] = value`: called with what torch does, the tensor, the index and the value.
         copied: Returns `copy.deepcopy(tensor)`: called with what torch does, the tensor and what was copied so far.
+        address: Called with a tensor before its address is given.
     """
     owner: Any = DTensor
     of_data: Any = torch.Tensor.data
@@ -558,6 +560,8 @@ def take_assignments(
     of_copy = torch.Tensor.__deepcopy__
     owner.__deepcopy__ = functools.wraps(of_copy)(lambda tensor, memo: copied(of_copy, tensor, memo))
     owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
+    for name in ("data_ptr", "__dlpack__"):
+        setattr(owner, name, _after(address, getattr(torch.Tensor, name)))
 
 
 def take_orthogonal_updates(make: Callable[..., torch.Tensor]) -> None:

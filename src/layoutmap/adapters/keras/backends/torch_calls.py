@@ -19,9 +19,9 @@ from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
 from layoutmap.core.patches import temporarily
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, reduced
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, with_summed_gradient
+from layoutmap.engines.torch.placing import full_tensor, reduced
 
 
 def placed(values: Any, session: KerasSession) -> Any:

@@ -2,7 +2,6 @@
 
 guard          DTensor computes in its own way what `proven` names; any other operator is computed on gathered tensors
 mode           looks each function up in the tables below; `unwrap_python` opens functions so that their calls are seen
-conversions    between DTensors and plain tensors that every device has in full
 shards         functions that each device computes on its own shards
 gathered       functions that are called on gathered tensors, and the warning
 upstream       what each of them corrects, and where torch's developers know of it

@@ -14,13 +14,12 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.conversions import replicated
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers, numbers_here, sum_up
 from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 from layoutmap.engines.torch.dtensor_ops.softmax import log_softmax_of_shards
-from layoutmap.engines.torch.placing import OwnGradient, redistributed, shard_of
+from layoutmap.engines.torch.placing import OwnGradient, on_mesh, redistributed, replicated, shard_of
 from layoutmap.engines.torch.private import dtensor, spec_of_shards, summed_over
 
 _NAMES = (
@@ -171,7 +170,7 @@ class _Summed(OwnGradient):
         of_gradient = replicated(ctx.mesh)
         for dim in ctx.dims:
             of_gradient[dim] = Partial()
-        gradient = shard_of(redistributed(upstream[0], replicated(ctx.mesh)), of_gradient)
+        gradient = shard_of(redistributed(on_mesh(upstream[0], ctx.mesh), replicated(ctx.mesh)), of_gradient)
         return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
 
 

@@ -6,7 +6,6 @@ Each process computes all of it, from tensors that were gathered for it; its res
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, is_everywhere, like
+from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch.dtensor_ops.shards import mesh_of
+from layoutmap.engines.torch.placing import everywhere, full_tensor, is_everywhere, like
 from layoutmap.engines.torch.private import (
     OPERATORS,
     operator_of,
@@ -121,18 +121,7 @@ def warn_of_gathering(name: str, why: str) -> None:
         why or "DTensor has no rule for it",
         "call it on what is small, or relayout its arguments first",
     )
-    warnings.warn(text, LayoutMapWarning, stacklevel=_stacklevel())
-
-
-def _stacklevel() -> int:
-    """How far out the program's own code is, seen from whoever calls this."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_OWN:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_NOT_OWN = ("layoutmap", "torch", "contextlib", "functools")
+    warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({"torch", "functools"}))
 
 
 _TENSOR = torch.Tensor

@@ -16,13 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.conversions import (
-    everywhere,
-    full_tensor,
-    is_everywhere,
-    placed,
-    replicated,
-)
 from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
 from layoutmap.engines.torch.dtensor_ops.memories import copied, note_moved, spread
@@ -35,7 +28,15 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     SUMS_PASS,
 )
 from layoutmap.engines.torch.dtensor_ops.slices import count_change
-from layoutmap.engines.torch.placing import has_no_gaps, summed_placements
+from layoutmap.engines.torch.placing import (
+    everywhere,
+    full_tensor,
+    has_no_gaps,
+    is_everywhere,
+    placed,
+    replicated,
+    summed_placements,
+)
 from layoutmap.engines.torch.private import (
     argument_names,
     decomposed,

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.conversions import reduced
-from layoutmap.engines.torch.placing import redistributed, summed_placements
+from layoutmap.engines.torch.placing import on_mesh, redistributed, reduced, summed_placements
 from layoutmap.engines.torch.private import (
     cached_by_mesh,
     dtensor,
@@ -121,7 +120,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         x, weight = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        given = redistributed(upstream[0], plan.upstream)
+        given = redistributed(on_mesh(upstream[0], plan.result.mesh), plan.upstream)
         if torch.is_grad_enabled():  # for gradients of gradients
             return (*_by_operators(given, x, weight, ctx.needs_input_grad), None)
         gradient = local_of(given)

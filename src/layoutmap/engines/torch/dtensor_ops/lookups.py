@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.conversions import reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import kept_axes, local_shard, shard_placements
-from layoutmap.engines.torch.placing import from_shards
+from layoutmap.engines.torch.placing import from_shards, reduced
 from layoutmap.engines.torch.private import assert_async, local_of, spec_of
 
 

@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor, Partial
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, placed
 from layoutmap.engines.torch.dtensor_ops.gathered import warn_of_gathering
-from layoutmap.engines.torch.placing import attainable_placements
+from layoutmap.engines.torch.placing import attainable_placements, full_tensor, placed
 from layoutmap.engines.torch.private import (
     dtensor,
     local_of,

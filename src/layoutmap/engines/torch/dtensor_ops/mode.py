@@ -35,7 +35,6 @@ from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, reduced
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
@@ -65,6 +64,7 @@ from layoutmap.engines.torch.dtensor_ops.slices import (
 )
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
+from layoutmap.engines.torch.placing import everywhere, reduced
 from layoutmap.engines.torch.private import (
     OPERATORS,
     base_of,

@@ -9,10 +9,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import apart, join, kept_axes, local_shard, mesh_of
-from layoutmap.engines.torch.placing import from_shards, shard_of, sum_of_devices
+from layoutmap.engines.torch.placing import (
+    everywhere,
+    from_shards,
+    full_tensor,
+    placed,
+    reduced,
+    shard_of,
+    sum_of_devices,
+)
 from layoutmap.engines.torch.private import local_of
 
 

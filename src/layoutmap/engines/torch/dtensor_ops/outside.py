@@ -6,12 +6,14 @@ tensor[2:4].zero_()      torch changes a copy where the axis is sharded: `memori
 tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
 tensor[index] = value    torch changes a copy where the axis is sharded
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
+tensor.data_ptr()        torch gives 0, and by `__dlpack__` any memory: a kernel would read and write what is there
 torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded in another order, and gathers often
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
+from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, like, placed
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.mode import computing
-from layoutmap.engines.torch.placing import summed_placements
+from layoutmap.engines.torch.placing import full_tensor, like, placed, summed_placements
 from layoutmap.engines.torch.private import (
     local_of,
     plainly,
@@ -49,7 +51,7 @@ def look_after(device_mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _take_over() -> None:
-    take_assignments(_assign_data, _assign_part, _copied)
+    take_assignments(_assign_data, _assign_part, _copied, _refuse_address)
     take_orthogonal_updates(_orthogonal)
 
 
@@ -88,6 +90,19 @@ def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
         return own(tensor, memo)
     made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return made
+
+
+def _refuse_address(tensor: Any) -> None:
+    """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of."""
+    if is_guarded(tensor.device_mesh):
+        asking = sys._getframe(level_of_user({"torch", "functools"}) - 1).f_code.co_qualname
+        raise EngineError(
+            f"{asking}: the address of a tensor on a mesh",
+            facts={"shape": tuple(tensor.shape), "layout": str(tensor.placements)},
+            why="each device has its shards in memory of their own, and nobody knows what the kernel does with them",
+            fix="make the kernel an operator by torch.library.custom_op or triton_op, which is computed on gathered "
+            "tensors, backwards too; or give it tensor.full_tensor()",
+        )
 
 
 @plainly

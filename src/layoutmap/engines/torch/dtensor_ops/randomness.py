@@ -19,10 +19,9 @@ from torch.nn import functional as F
 
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.torch.dtensor_ops.conversions import full_tensor, like, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
-from layoutmap.engines.torch.placing import attainable_placements
+from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed, reduced
 from layoutmap.engines.torch.private import tree_map
 
 

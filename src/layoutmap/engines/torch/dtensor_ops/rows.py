@@ -10,9 +10,8 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.conversions import placed
 from layoutmap.engines.torch.dtensor_ops.shards import apart
-from layoutmap.engines.torch.placing import attainable_placements
+from layoutmap.engines.torch.placing import attainable_placements, placed
 
 
 def _rms_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, placed, reduced, replicated
-from layoutmap.engines.torch.placing import from_shards, shard_of
+from layoutmap.engines.torch.placing import everywhere, from_shards, placed, reduced, replicated, shard_of
 
 
 def mesh_of(tensors: Iterable[Any]) -> Any:

@@ -21,10 +21,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.conversions import everywhere, full_tensor, like, placed, reduced
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.memories import leave_to_calls, memory_of
-from layoutmap.engines.torch.placing import attainable_placements
+from layoutmap.engines.torch.placing import (
+    attainable_placements,
+    everywhere,
+    full_tensor,
+    like,
+    on_mesh,
+    placed,
+    reduced,
+)
 from layoutmap.engines.torch.private import (
     base_of,
     dtensor,
@@ -196,9 +203,7 @@ def keep_gradient(changed: Any) -> None:
         mesh, placements = base.device_mesh, attainable_placements(base)
 
         def place(gradient: Any) -> Any:
-            if not isinstance(gradient, DTensor):  # zeros that torch has made where there is no gradient
-                gradient = everywhere(gradient, mesh)
-            return placed(reduced(gradient), placements)
+            return placed(reduced(on_mesh(gradient, mesh)), placements)  # torch may have made plain zeros
 
         base.register_hook(place)
 

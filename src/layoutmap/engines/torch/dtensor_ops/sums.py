@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.dtensor_ops.conversions import reduced, with_gradient
+from layoutmap.engines.torch.placing import reduced, with_gradient
 from layoutmap.engines.torch.private import tree_map
 
 _PRODUCTS = (

@@ -85,7 +85,7 @@ CORRECTIONS = {
     ),
     "quantiles": Correction("dtensor_ops.gathered", "the gradient has a wrong shape"),
     "plain tensors": Correction(
-        "dtensor_ops.conversions", "replicated in the forward pass only: backward passes fail", "#118461"
+        "placing", "replicated in the forward pass only: backward passes fail", "#118461"
     ),
     "sums through operators": Correction(
         "dtensor_ops.guard",
