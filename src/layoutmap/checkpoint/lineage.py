@@ -79,7 +79,8 @@ def following(step: int, token: str, position: SavedStep | None, there: Iterable
     order = 1 + max((each.order for each in known), default=0)
     if position is None:
         return SavedStep(step, None, {token: step}, order)
-    is_left = any(each.line == position.line and each.step > position.step for each in known)
+    # Of the steps that went on along its line there may be but those that left it later.
+    is_left = any(each.lines.get(position.line, -1) > position.step for each in known)
     return SavedStep(
         step, position.step, {**position.lines, (token if is_left else position.line): step}, order
     )
@@ -98,11 +99,18 @@ class History:
     def __init__(self, storage: Storage):
         self._storage = storage
         self._known: dict[int, SavedStep] = {}
+        self._distrusted: set[int] = set()
         self.damaged: list[int] = []
 
     def note(self, saved: SavedStep) -> None:
         """Know what was saved just now."""
         self._known[saved.step] = saved
+        self._distrusted.discard(saved.step)
+
+    def distrust(self, step: int) -> None:
+        """Count a step as damaged, though the first lines of its manifest can be read."""
+        self.forget(step)
+        self._distrusted.add(step)
 
     def forget(self, step: int) -> None:
         """Know a step no more, which is deleted or will be another one."""
@@ -112,7 +120,8 @@ class History:
         """Look which steps are there now; in rising order."""
         there = self._storage.steps()
         for step in there:
-            if step not in self._known and (read := _read(self._storage, step)) is not None:
+            is_unknown = step not in self._known and step not in self._distrusted
+            if is_unknown and (read := _read(self._storage, step)) is not None:
                 self._known[step] = read
         self.damaged = [step for step in there if step not in self._known]
         return {step: self._known[step] for step in there if step in self._known}

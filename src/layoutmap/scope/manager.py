@@ -239,7 +239,10 @@ class CheckpointManager:
         wanted = [step] if step is not None else self._by_metric() if best else self._own_steps()
         number = wanted[0] if wanted else None
         if damaged == "skip":
-            number = next(self._good(wanted), number)
+            found = next(self._good(wanted), None)
+            if found is None and step is None and not best:  # a damaged manifest may name a wrong line
+                found = next(self._good([n for n in self._own_steps() if n not in wanted]), None)
+            number = number if found is None else found
         loaded = load(model, self._directory, step=number, **options)
         assert number is not None
         self._group = group_of(loaded if options.get("optimizer") is None else loaded[0])
@@ -428,6 +431,7 @@ class CheckpointManager:
                 problem = next(Step(self._storage, step).problems(), None)
             except CheckpointError as error:
                 problem = error
+                self._history.distrust(step)
             if problem is None:
                 yield step
                 return
