@@ -20,7 +20,9 @@ MOVES = st.lists(st.tuples(st.sampled_from(("on", "back", "delete")), st.integer
 
 
 @given(moves=MOVES)
-@example([("on", 0), ("on", 1), ("on", 0), ("back", 1), ("on", 1), *[("delete", 1)] * 2, ("back", 0), ("on", 0)])
+@example(
+    [("on", 0), ("on", 1), ("on", 0), ("back", 1), ("on", 1), *[("delete", 1)] * 2, ("back", 0), ("on", 0)]
+)
 def test_a_step_comes_from_those_that_were_saved_on_its_way(moves: list[tuple[str, int]]) -> None:
     """However often a run goes back and whatever is deleted, ancestors are exactly those that it went through."""
     there: dict[int, SavedStep] = {}
