@@ -21,7 +21,7 @@ import pytest
 from test_docs import not_printed, program_of
 
 import layoutmap as lm
-from layoutmap.core.tested import TESTED
+from layoutmap.engines.tested import TESTED
 
 README = frameworks.ROOT / "README.md"
 

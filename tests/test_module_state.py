@@ -10,7 +10,7 @@ import frameworks
 
 STATE = {
     # ambient
-    "core.current._current": "the one ContextVar: which scope is open in this thread and task",
+    "adapters.current._current": "the one ContextVar: which scope is open in this thread and task",
     # what is open on a thread, or anywhere; the patches of a library's classes themselves are `patches.Patches`
     "adapters.keras.hooks._inside": "the variables without values that are being constructed on this thread",
     "adapters.keras.backends.tensorflow_options._unoptimized": "the steps that run; an option is off meanwhile",

@@ -16,7 +16,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.adapters.keras import private
 from layoutmap.adapters.keras.protocol import backend_name, backend_of
-from layoutmap.core.tested import warn_if_untested
+from layoutmap.engines.tested import warn_if_untested
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers

@@ -10,15 +10,15 @@ from keras.src.backend.common.variables import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 import layoutmap as lm
+from layoutmap.adapters.current import current
 from layoutmap.adapters.keras import hooks, private
-from layoutmap.core.current import current
 
 PROCESSES = ("jax",)
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 FILES = (
-    "core/patches.py",
-    "core/current.py",
+    "engines/patches.py",
+    "adapters/current.py",
     "scope/scope.py",
     "scope/context.py",
     "keras/session.py",

@@ -11,14 +11,14 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import layoutmap as lm
-from layoutmap.core.current import current
+from layoutmap.adapters.current import current
 from layoutmap.engines.torch.deferred_init import interception
 
 PROCESSES = ("torch",)
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 FILES = (
-    "core/patches.py",
-    "core/current.py",
+    "engines/patches.py",
+    "adapters/current.py",
     "scope/scope.py",
     "torch/session.py",
     "torch/module_hooks.py",

@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import layoutmap as lm
-from layoutmap.adapters import get_adapter
+from layoutmap.adapters import get_adapter, random_states
 from layoutmap.adapters.torch import train_with
-from layoutmap.core import random_states
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.core.current import current, entered
+from layoutmap.adapters.current import current, entered
 
 PROCESSES = ("jax",)
 L = keras.layers

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.core.current import current
+from layoutmap.adapters.current import current
 from layoutmap.engines import get_engine
 
 PROCESSES = ("jax", "tensorflow", "torch")

@@ -14,7 +14,7 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
-from layoutmap.core.stacks import plain_attributes
+from layoutmap.adapters.stacks import plain_attributes
 from layoutmap.core.variables import itemsize
 from layoutmap.engines.jax.cost import hlo
 from layoutmap.engines.jax.cost.targets import TARGETS

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from layoutmap.adapters.missing_backend import missing_backend
 from layoutmap.adapters.protocol import Adapter
 from layoutmap.core.errors import LayoutMapError, ScopeError
-from layoutmap.core.tested import import_for
+from layoutmap.engines.tested import import_for
 
 __all__ = [
     "ADAPTERS",

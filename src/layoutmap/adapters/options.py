@@ -21,8 +21,8 @@ class ScopeOptions:
         check_batches: Whether several processes compare the data that they bring, where it must be the same in all of
             them: each batch of a Keras model, and what the first calls of a torch module are given. It costs a
             checksum of the batch (a second for each GB) and a few bytes between the processes.
-        own: The model library's own options, as its adapter returned them; `TorchOptions` for torch, `None` for
-            libraries without any. They are passed by their names, beside those above.
+        own: Options that only the model library has, each by its name: for torch `draws`, `gather` and `fully_shard`,
+            see `layoutmap.adapters.torch.options.TorchOptions`, which `own` is then; `None` for others.
 
     Example:
         >>> ScopeOptions(batch_dim="batch").strict

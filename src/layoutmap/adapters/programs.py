@@ -5,6 +5,9 @@ values that it closes over and the numbers in constants of its module; not its a
 the module that it was read from. Code of the frameworks is known by their releases. See docs/decisions/0118.
 """
 
+# pyright: basic
+# Values of any type are looked into, which no annotation says.
+
 from __future__ import annotations
 
 import dis
@@ -21,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.core.tested import TESTED
 from layoutmap.engines.agreement import Part
+from layoutmap.engines.tested import TESTED
 
 _FRAMEWORKS = frozenset((*TESTED, "flax", "jaxlib", "layoutmap", "numpy", "optax"))
 _PLAIN = (bool, int, float, complex, bytes, str, type(None), np.generic, Enum)

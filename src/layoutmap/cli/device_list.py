@@ -7,9 +7,9 @@ from typing import Any
 
 from layoutmap.cli.output import WELL, say
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.core.launchers import Launcher, launcher
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import ENGINES, get_engine
+from layoutmap.engines.launchers import Launcher, launcher
 from layoutmap.scope.devices import devices
 
 _JOIN = {

@@ -17,8 +17,8 @@ from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.cost.machine import Device, Machine, Network
 
 _NAMED = re.compile(r"(?:(?P<file>.+\.ya?ml):)?(?P<device>[^:]+)(?::(?P<count>[0-9]{1,7}))?")
-_PREFIXES = {"": 1, **{prefix: 1000**i for i, prefix in enumerate("KMGTP", 1)}}
-_PREFIXES |= {f"{prefix}i": 1024**i for i, prefix in enumerate("KMGTP", 1)}
+_DECIMAL = {"": 1, **{prefix: 1000**i for i, prefix in enumerate("KMGTP", 1)}}
+_PREFIXES = _DECIMAL | {f"{prefix}i": 1024**i for i, prefix in enumerate("KMGTP", 1)}
 _EXAMPLE = {"B": "80 GB", "B/s": "450 GB/s", "FLOP/s": "989 TFLOP/s"}
 _KEYS = ("about", "memory", "memory_bandwidth", "flops", "fast", "slow", "sources")
 _MOST = 10**18
@@ -180,7 +180,7 @@ def _device(name: str, data: Any, where: str) -> Device:
     slow = _Fields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
     sources: Any = fields.data.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
-        raise _refused(where, "sources is not a list of texts", f"it is {brief(sources)}")
+        raise _refused(where, "sources is not a list of texts", f"it is {brief(cast('Any', sources))}")
     if not flops.data:
         raise _refused(where, "flops has no type", "time follows from how fast a device multiplies")
     return Device(

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.tested import import_for, warn_if_untested
 from layoutmap.engines.protocol import Engine
+from layoutmap.engines.tested import import_for, warn_if_untested
 
 __all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine", "installed_engines", "step_counter"]
 

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from layoutmap.adapters import find_adapter
+from layoutmap.adapters.options import ScopeOptions
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief
 from layoutmap.rules.rule_set import RuleSet
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_options(function: F) -> F:
+    """Give the help and the signature of a function the options of every scope, in the place of `**options`."""
+    shown = list(inspect.signature(function).parameters.values())[:-1]
+    for field in dataclasses.fields(ScopeOptions):
+        kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
+        if field.name == "own":
+            kind, default = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.empty
+        shown.append(inspect.Parameter(field.name, kind, default=default, annotation=field.type))
+    found: Any = function
+    found.__signature__ = inspect.signature(function).replace(parameters=shown)
+    if function.__doc__ is not None and ScopeOptions.__doc__ is not None:
+        options = inspect.cleandoc(ScopeOptions.__doc__).partition("Args:\n")[2].partition("\n\n")[0]
+        found.__doc__ = re.sub(
+            r"    \*\*options: .*\n", lambda _: f"{options}\n", inspect.cleandoc(function.__doc__), count=1
+        )
+    return function
 
 
 def check_maker(make_model: Any, layout_map: Any, function: str) -> None:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from layoutmap.adapters import adapter_of_model
+from layoutmap.adapters.data_states import state_of
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.lineage import History, SavedStep, facts_of, following
 from layoutmap.checkpoint.manifest import Manifest
@@ -21,7 +22,6 @@ from layoutmap.checkpoint.storage import MOST_STEP, new_token
 from layoutmap.checkpoint.writer import ToWrite
 from layoutmap.core.arguments import as_int
 from layoutmap.core.blocks import Ends, Index, ends_of, full_index
-from layoutmap.core.data_states import state_of
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh

@@ -22,12 +22,13 @@ from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
 from layoutmap.plan.completeness import has_weights, problem_of_unbuilt
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.scope.arguments import check_layout_map, check_maker, check_model
+from layoutmap.scope.arguments import check_layout_map, check_maker, check_model, takes_options
 from layoutmap.scope.context import SavedValues, Scope, mesh_of
 from layoutmap.scope.costing import asked_cost, with_cost
 from layoutmap.scope.plan import Plan, make_plan
 
 
+@takes_options
 @contextmanager
 def scope(layout_map: RuleSet, *, library: str | None = None, **options: Any) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
@@ -46,8 +47,7 @@ def scope(layout_map: RuleSet, *, library: str | None = None, **options: Any) ->
     Args:
         layout_map: The rules. They are copied.
         library: The model library, as in `"keras"`; `None` means the one that is imported.
-        **options: By name, as in `batch_dim="batch"`: those of `layoutmap.adapters.options.ScopeOptions`, and the
-            library's own, for torch those of `layoutmap.adapters.torch.options.TorchOptions`.
+        **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
     Yields:
         The scope; `scope.plan` is what was planned.
@@ -91,6 +91,7 @@ def layout_map_scope(layout_map: RuleSet) -> Generator[Scope]:
         yield opened
 
 
+@takes_options
 def build(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
@@ -110,7 +111,7 @@ def build(
             A compiled model that has its weights gets its optimizer's slots here, too.
         library: The model library: `"keras"`, `"torch"` or `"jax"` (also `"flax"`); `None`: the one that is imported.
         values: Where values are read from instead of initializing them; `layoutmap.load` passes it.
-        **options: See `scope`.
+        **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
     Returns:
         The model, its variables in their layouts.
@@ -232,13 +233,14 @@ def plan(
     return final.judged(device_memory=device_memory)
 
 
+@takes_options
 def apply(model: Any, layout_map: RuleSet, **options: Any) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
     Args:
         model: The model. It is changed in place.
         layout_map: The rules.
-        **options: See `scope`.
+        **options: By name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
     Returns:
         The model.

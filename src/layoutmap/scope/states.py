@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from layoutmap.adapters import Adapter
-from layoutmap.core.data_states import restore_state, taker, undo_of
+from layoutmap.adapters.data_states import restore_state, taker, undo_of
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.scope.group import Group
 

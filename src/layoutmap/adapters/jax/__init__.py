@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from layoutmap.adapters import random_states
 from layoutmap.adapters.jax.checkpoints import has_optimizer, restored, stored
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.session import JaxSession
@@ -19,7 +20,6 @@ from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, t
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
-from layoutmap.core import random_states
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief
 from layoutmap.engines import get_engine

@@ -19,9 +19,9 @@ from layoutmap.adapters.jax.training import (
     model_in,
     with_targets,
 )
+from layoutmap.adapters.stacks import equal_blocks, plain_attributes
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief
-from layoutmap.core.stacks import equal_blocks, plain_attributes
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 

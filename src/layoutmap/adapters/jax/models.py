@@ -9,7 +9,7 @@ from typing import Any
 from layoutmap.adapters.jax import pytrees
 from layoutmap.adapters.jax.pytrees import Parts
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.tested import import_for, warn_if_untested
+from layoutmap.engines.tested import import_for, warn_if_untested
 
 
 def is_nnx(model: Any) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from layoutmap.core.patches import Attribute, Patches
+from layoutmap.engines.patches import Attribute, Patches
 
 _NAME = "_origin_msg"
 

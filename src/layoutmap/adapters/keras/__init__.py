@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from layoutmap.adapters import random_states
 from layoutmap.adapters.keras import checkpoints
 from layoutmap.adapters.keras.callback import CheckpointCallback as CheckpointCallback
 from layoutmap.adapters.keras.derived import reduced_slots
@@ -20,7 +21,6 @@ from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
-from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 
 

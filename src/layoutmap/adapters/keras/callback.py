@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import keras
 
-from layoutmap.core.data_states import restore_state, state_of
+from layoutmap.adapters.data_states import restore_state, state_of
 
 
 class Manager(Protocol):

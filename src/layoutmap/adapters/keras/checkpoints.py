@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+from layoutmap.adapters import random_states
 from layoutmap.adapters.keras.describing import Entry, describe
 from layoutmap.adapters.keras.loose import find_held
 from layoutmap.adapters.keras.names import (
@@ -34,7 +35,6 @@ from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.training import complete
 from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.adapters.protocol import Saved, Stored
-from layoutmap.core import random_states
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
 

@@ -14,9 +14,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from layoutmap.adapters.current import current
 from layoutmap.adapters.keras.private import CLONING
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.core.current import current
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
 

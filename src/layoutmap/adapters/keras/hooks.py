@@ -17,10 +17,10 @@ from typing import Any
 
 import keras
 
+from layoutmap.adapters.current import current, warn_if_elsewhere
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer, saving_lib
-from layoutmap.core.current import current, warn_if_elsewhere
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.patches import Attribute, Patches, temporarily
+from layoutmap.engines.patches import Attribute, Patches, temporarily
 
 
 def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:

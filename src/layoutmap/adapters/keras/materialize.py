@@ -23,8 +23,8 @@ from layoutmap.adapters.keras.pending import end_pending, is_pending
 from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.initializers import Initializer
-from layoutmap.core.patches import temporarily
 from layoutmap.core.variables import Assignment
+from layoutmap.engines.patches import temporarily
 
 
 class Materializer:

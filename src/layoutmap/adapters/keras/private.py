@@ -41,8 +41,8 @@ import keras
 import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
-from layoutmap.core.patches import Closing
-from layoutmap.core.tested import unsupported, warn_if_untested
+from layoutmap.engines.patches import Closing
+from layoutmap.engines.tested import unsupported, warn_if_untested
 
 try:
     from keras.src.backend.common import global_state as keras_state

@@ -22,6 +22,7 @@ from typing import Any
 
 import keras
 
+from layoutmap.adapters.current import entered, is_entered
 from layoutmap.adapters.keras import private
 from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, unsupported_of
 from layoutmap.adapters.keras.early import EarlyPaths
@@ -41,7 +42,6 @@ from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.wraps import session_of, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
-from layoutmap.core.current import entered, is_entered
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.steps import TrainingStep

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from layoutmap.adapters import random_states
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
@@ -30,7 +31,6 @@ from layoutmap.adapters.torch.training import (
     training_of,
 )
 from layoutmap.adapters.torch.variables import Variable
-from layoutmap.core import random_states
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes
 

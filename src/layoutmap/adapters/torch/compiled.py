@@ -25,7 +25,7 @@ from layoutmap.adapters.torch.fsdp_units import Gathering
 from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
 from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
-from layoutmap.core.patches import temporarily
+from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.placing import summed_placements
 from layoutmap.engines.torch.private import (

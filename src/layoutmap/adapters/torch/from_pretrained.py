@@ -20,9 +20,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from layoutmap.core.current import current
+from layoutmap.adapters.current import current
 from layoutmap.core.errors import ScopeError, brief
-from layoutmap.core.patches import Attribute, Closing, Patches
+from layoutmap.engines.patches import Attribute, Closing, Patches
 
 TESTED = "5.23"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.core.patches import Patches, temporarily
+from layoutmap.engines.patches import Patches, temporarily
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
 from layoutmap.engines.torch.private import checkpoints
 

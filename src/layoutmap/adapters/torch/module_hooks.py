@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from layoutmap.adapters.current import current, warn_if_elsewhere
 from layoutmap.adapters.torch.paths import has_forward, is_of_keras
-from layoutmap.core.current import current, warn_if_elsewhere
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.patches import Attribute, Closing, Item, Patches
+from layoutmap.engines.patches import Attribute, Closing, Item, Patches
 from layoutmap.engines.torch.private import registration_hooks
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from layoutmap.adapters.current import current, entered, is_entered
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.counted import training_step
@@ -44,13 +45,12 @@ from layoutmap.adapters.torch.swap import carry_over, replace_in_module, replace
 from layoutmap.adapters.torch.tools import look_after_tools
 from layoutmap.adapters.torch.unsupported import unsupported_of
 from layoutmap.core.checksums import checksum
-from layoutmap.core.current import current, entered, is_entered
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
-from layoutmap.core.patches import Closing
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.engines.patches import Closing
 from layoutmap.engines.torch.deferred_init.tape import Tape
 from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.private import FakeTensor

@@ -35,9 +35,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from layoutmap.core.patches import Closing, Patches
-from layoutmap.core.tested import unsupported
 from layoutmap.engines.jax import far_products
+from layoutmap.engines.patches import Closing, Patches
+from layoutmap.engines.tested import unsupported
 
 try:
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings

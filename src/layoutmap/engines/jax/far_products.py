@@ -28,9 +28,9 @@ from typing import Any
 import jax
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.patches import Attribute
-from layoutmap.core.tested import unsupported
 from layoutmap.engines.jax.shardy import propagate
+from layoutmap.engines.patches import Attribute
+from layoutmap.engines.tested import unsupported
 
 try:
     from jax._src.interpreters import mlir as _mlir

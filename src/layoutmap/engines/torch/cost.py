@@ -22,11 +22,11 @@ from torch.utils.flop_counter import flop_registry
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.patches import temporarily
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
+from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import mark, native_of
 from layoutmap.engines.torch.devices import forget_process_group

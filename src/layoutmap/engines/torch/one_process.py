@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.patches import Attribute
+from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch.private import DistWrapper
 
 _FIX = (

@@ -24,8 +24,8 @@ from torch.distributed.tensor import _dispatch as _of_dispatch
 from torch.nn.modules import module as _of_modules
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.patches import Attribute
-from layoutmap.core.tested import unsupported
+from layoutmap.engines.patches import Attribute
+from layoutmap.engines.tested import unsupported
 
 try:
     from torch._C import _current_graph_task_id as backward_pass

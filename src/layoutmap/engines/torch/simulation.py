@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
-from layoutmap.core.launchers import launcher
 from layoutmap.engines.checks import check_simulated
+from layoutmap.engines.launchers import launcher
 from layoutmap.engines.torch.one_process import refuse_collective, split_nothing
 from layoutmap.engines.torch.private import (
     COLLECTIVES,

@@ -23,10 +23,10 @@ from layoutmap.adapters.keras.describing import Entry, describe, layer_paths
 from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_own_step
-from layoutmap.core.patches import Attribute, Patches
-from layoutmap.core.stacks import equal_blocks, plain_attributes
+from layoutmap.adapters.stacks import equal_blocks, plain_attributes
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind
+from layoutmap.engines.patches import Attribute, Patches
 
 Loss = Callable[..., Any]
 

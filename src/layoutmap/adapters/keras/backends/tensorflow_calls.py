@@ -20,7 +20,7 @@ from layoutmap.adapters.keras.training import check_same_batch, place_batch
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
-from layoutmap.core.patches import temporarily
+from layoutmap.engines.patches import temporarily
 
 dtensor: Any = tf.experimental.dtensor
 

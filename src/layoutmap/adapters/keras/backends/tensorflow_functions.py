@@ -25,7 +25,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
 
-from layoutmap.core.patches import Attribute, Patches, temporarily
+from layoutmap.engines.patches import Attribute, Patches, temporarily
 
 Replicate = Callable[[Any], Any]
 """Returns a tensor in the layout in which every device holds all of it."""

@@ -8,7 +8,7 @@ import weakref
 import tensorflow as tf
 
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.core.patches import Closing
+from layoutmap.engines.patches import Closing
 
 _ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}  # in TensorFlow's options, chosen or not
 _options_lock = threading.RLock()

@@ -17,7 +17,7 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
-from layoutmap.core.patches import temporarily
+from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, with_summed_gradient

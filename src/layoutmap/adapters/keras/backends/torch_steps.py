@@ -18,7 +18,7 @@ from layoutmap.adapters.keras.training import (
     step_wraps,
 )
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.patches import temporarily
+from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 
 

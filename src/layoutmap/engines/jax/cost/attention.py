@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layoutmap.core.patches import Attribute, Patches
 from layoutmap.cost.table import FUSED_ATTENTION, SCORED_ATTENTION
 from layoutmap.engines.jax.cost.graph import FUSED
+from layoutmap.engines.patches import Attribute, Patches
 
 try:
     from jax._src.nn import functions as _functions

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.patches import Closing, Patches
+from layoutmap.engines.patches import Closing, Patches
 from layoutmap.engines.torch.private import (
     TorchDispatchMode,
     apply_to_module,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.patches import temporarily
+from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.deferred_init.calls import asked_by, can_wait, changed_by, generator_of, size_of
 from layoutmap.engines.torch.deferred_init.interception import intercepted
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
-from layoutmap.core.tested import TESTED, import_for, warn_if_untested
+from layoutmap.engines.tested import TESTED, import_for, warn_if_untested
 
 
 @pytest.fixture

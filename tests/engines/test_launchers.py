@@ -2,7 +2,7 @@
 
 import pytest
 
-from layoutmap.core.launchers import Launcher, launcher
+from layoutmap.engines.launchers import Launcher, launcher
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
-from layoutmap.core.patches import Closing
 from layoutmap.core.users_line import level_of_user
+from layoutmap.engines.patches import Closing
 
 
 class entered(Closing):
