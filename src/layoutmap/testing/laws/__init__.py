@@ -30,8 +30,10 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     planning.the_exit_code_is_the_verdict,
     training.first_values_are_those_of_the_plain_model,
     training.it_trains_as_on_one_device,
+    training.it_computes_the_same_without_a_compiler,
     planning.the_plan_is_what_is_built,
     keeping.it_is_loaded_on_another_mesh,
+    keeping.it_is_loaded_by_another_engine,
     keeping.a_model_that_exists_is_laid_out,
     training.a_step_that_fails_changes_nothing,
 )

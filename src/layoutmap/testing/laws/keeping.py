@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +20,18 @@ from layoutmap.testing.laws.trial import NotTried, Trial
 from layoutmap.testing.models.maps import Map, draw_map
 
 _TRIES = 8
+_OTHER_ENGINE = {"jax": "torch", "torch": "tensorflow", "tensorflow": "jax"}
+_LOADS = """
+from layoutmap.adapters import get_adapter
+plan = lm.plan(make_model, layout_map, inputs={inputs}, library={library!r})
+if plan.errors:
+    raise SystemExit({refused})
+model = lm.load(make_model, {folder!r}, layout_map=layout_map, inputs={inputs}, library={library!r}, progress=False)
+variables = get_adapter({library!r}).variables(model)
+np.savez({found!r}, **{{path: get_adapter({library!r}).read(variable) for path, variable in variables.items()}})
+"""
+_REFUSED = 3
+"""The exit code of a program whose map the plan refuses."""
 
 
 def it_is_loaded_on_another_mesh(trial: Trial) -> Iterator[str]:
@@ -46,6 +62,49 @@ def it_is_loaded_on_another_mesh(trial: Trial) -> Iterator[str]:
             yield f"{path}: loaded on {other.mesh} with other bits"
         if path in planned and variable.layout != planned[path]:
             yield f"{path}: planned {planned[path]}, loaded in {variable.layout}"
+
+
+def it_is_loaded_by_another_engine(trial: Trial) -> Iterator[str]:
+    """A model of Keras that has trained on one engine is saved, and loaded on another one with the same bits.
+
+    One case in eight is tried, since it takes a process of its own.
+    """
+    case, sharded = trial.case, trial.pair[1]
+    if case.library != "keras":
+        raise NotTried("its library has one engine")
+    if not trial.choices.one_in(8):
+        raise NotTried("one case in eight is tried")
+    with tempfile.TemporaryDirectory() as folder:
+        kept, found = str(Path(folder, "kept")), str(Path(folder, "found.npz"))
+        save(sharded, kept, progress=False)
+        program = case.program + _LOADS.format(
+            inputs=case.model.planned_with or None,
+            library=case.library,
+            folder=kept,
+            found=found,
+            refused=_REFUSED,
+        )
+        engine = _OTHER_ENGINE[trial.adapter.engine_name]
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"KERAS_BACKEND": engine},
+            capture_output=True,
+            text=True,
+        )
+        if ended.returncode == _REFUSED:
+            raise NotTried(f"the plan on {engine} refuses its map")
+        if ended.returncode:
+            yield f"loaded on {engine}: {ended.stderr[-3000:]}"
+            return
+        actual = dict(np.load(found))
+        described = describe(kept)
+    for path, variable in trial.adapter.variables(sharded).items():
+        if path not in described:
+            continue
+        if path not in actual:
+            yield f"{path}: saved, and not loaded on {engine}"
+        elif not np.array_equal(trial.adapter.read(variable), actual[path], equal_nan=True):
+            yield f"{path}: loaded on {engine} with other bits"
 
 
 def a_model_that_exists_is_laid_out(trial: Trial) -> Iterator[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import numpy as np
 
-from layoutmap.scope.parity import compared_variables
-from layoutmap.testing.laws.trial import NotTried, Trial
+from layoutmap.scope.parity import compared, compared_variables
+from layoutmap.testing.laws.trial import TOLERANCE, NotTried, Trial
 
 _DIVERGES = 1e3
 """A loss from which the next step may be infinite without a fault: some models diverge, at one rate for all."""
@@ -26,6 +27,21 @@ def it_trains_as_on_one_device(trial: Trial) -> Iterator[str]:
     if wrong and not trial.is_finite:
         raise NotTried("the plain model has no finite numbers")
     yield from map(str, trial.beyond_rounding(wrong))
+
+
+def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
+    """Outputs and gradients are those of one device where JAX runs each operation as it comes, as in a debugger.
+
+    One case in eight is tried, since it takes ten times as long as compiled.
+    """
+    if trial.adapter.engine_name != "jax":
+        raise NotTried("on the other engines, each operation runs as it comes in all laws")
+    if not trial.choices.one_in(8):
+        raise NotTried("one case in eight is tried")
+    pair = trial.new_pair()
+    with importlib.import_module("jax").disable_jit():
+        found = compared(trial.adapter, *pair, trial.case.batch, steps=0, tolerance=TOLERANCE)
+        yield from map(str, trial.beyond_rounding(found.rows))
 
 
 def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:

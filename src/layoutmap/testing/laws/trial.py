@@ -21,7 +21,8 @@ from layoutmap.testing.models.choices import Choices
 ROUNDINGS = 30
 """How many times as far as by one rounding of its weights a model may differ: each of its operations rounds."""
 _SEED = 0
-_TOLERANCE = 1e-5
+TOLERANCE = 1e-5
+"""The largest relative difference that counts as equal without a look at rounding."""
 
 
 class NotTried(Exception):
@@ -58,21 +59,21 @@ class Trial:
     @cached_property
     def pair(self) -> tuple[Any, Any]:
         """The plain model and the one in layouts, which have taken no step."""
-        self.adapter.set_seed(_SEED)
-        sharded = self.built()
-        self.adapter.complete(sharded, self.case.batch)
-        return self.plain(), sharded
+        return self.new_pair()
 
-    def built(self) -> Any:
-        """Return another model in the layouts of the case."""
+    def new_pair(self) -> tuple[Any, Any]:
+        """Return another plain model and another in the layouts of the case, with all that training makes."""
         case = self.case
-        return build(
+        self.adapter.set_seed(_SEED)
+        sharded = build(
             case.make_model,
             case.layout_map,
             batch_dim=case.map.batch_dim,
             library=case.library,
             progress=False,
         )
+        self.adapter.complete(sharded, case.batch)
+        return self.plain(), sharded
 
     @cached_property
     def rows(self) -> Sequence[ParityRow]:
@@ -123,17 +124,17 @@ class Trial:
 
     def _compared(self, plain: Any, sharded: Any) -> Iterator[ParityRow]:
         batch, adapter = self.case.batch, self.adapter
-        report = compared(adapter, plain, sharded, batch, tolerance=_TOLERANCE)
+        report = compared(adapter, plain, sharded, batch, tolerance=TOLERANCE)
         yield from (row for row in report.rows if row.stage != "weights")
         if any(row.stage != "weights" and not row.agrees for row in report.rows):
             return
         stage, fewer = "fewer rows", first_rows(batch, self.case.rows * 2 // 3)
         expected, actual = self._run(plain, fewer), self._run(sharded, fewer)
-        yield from compared_numbers(stage, expected, actual, _TOLERANCE)
+        yield from compared_numbers(stage, expected, actual, TOLERANCE)
         if all(
             np.isfinite(number).all() for number in expected.values()
         ):  # some diverge, at one rate for all
-            yield from compared_variables(adapter, stage, plain, sharded, _TOLERANCE)
+            yield from compared_variables(adapter, stage, plain, sharded, TOLERANCE)
 
     def _run(self, model: Any, batch: Any) -> dict[str, float]:
         """A step with other rows than before; of Keras `fit`, whose last batch is smaller, too."""

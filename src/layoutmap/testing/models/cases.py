@@ -85,8 +85,12 @@ class Case:
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
-        check = f"lm.check_parity(make_model, layout_map, batch, {options})"
-        return f"{_PREAMBLE.format(imports=self.model.imports)}{self.source}print({check})\n"
+        return f"{self.program}print(lm.check_parity(make_model, layout_map, batch, {options}))\n"
+
+    @property
+    def program(self) -> str:
+        """A program that simulates devices and defines `make_model`, `layout_map` and `batch`."""
+        return f"{_PREAMBLE.format(imports=self.model.imports)}{self.source}"
 
     @property
     def library(self) -> str:
