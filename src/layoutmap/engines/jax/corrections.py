@@ -10,6 +10,7 @@ is right in every layout. docs/xla-faults.md has the faults, each as a program o
     a convolution in groups of features                              features are sharded between groups only
     the gradients of pooling                                         the axes that windows go over are gathered
     a product that adds up over three axes or more                   it adds up over one that is made of them
+    a Fourier transform along an axis with too few elements in a shard     the axis is gathered
 
 Private names of JAX, tested on 0.9.2 and 0.10.2:
 
@@ -199,6 +200,22 @@ def _one_summed(value: Any, batch: Sequence[int], summed: Sequence[int]) -> tupl
     return value.reshape(*shape[:first], number, *shape[first:]), tuple(range(first)), (first,)
 
 
+# -- Fourier transforms
+
+
+def _fourier(value: Any, *, fft_type: Any, **params: Any) -> Any:
+    """A Fourier transform: XLA can share out one whose shards have as many elements as there are shards, or a multiple.
+
+    It gathers the operands of all other kinds, and of all with fewer than three axes, itself.
+    """
+    of_parts = functools.partial(lax.fft_p.bind, fft_type=fft_type, **params)
+    is_shared_out = fft_type == lax.FftType.FFT and value.ndim > 2
+    if not is_shared_out or not (value.shape[-1] % jax.device_count() ** 2 or _without_devices.get()):
+        return of_parts(value)
+    last = {value.ndim - 1}
+    return _gathered(of_parts(_gathered(value, last)), last)
+
+
 # -- convolutions
 
 
@@ -335,6 +352,7 @@ _PATCHES = Patches(
         _Lowering(lax.conv_general_dilated_p, _convolution),
         _Lowering(lax.select_and_scatter_p, _select_and_scatter),
         _Lowering(lax.select_and_gather_add_p, _select_and_gather),
+        _Lowering(lax.fft_p, _fourier),
         far_products.PATCH,
     ]
 )
