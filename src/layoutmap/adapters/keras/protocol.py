@@ -72,6 +72,9 @@ class KerasSession(Protocol):
     outer_models: weakref.WeakSet[Any]
     """Models outside of all scopes that have layers of this one, and were looked at."""
 
+    gathering: int
+    """How much is gathered to be computed with, where the backend cannot in the layouts of the map; 0: nothing."""
+
     lock: threading.RLock
     """Held while weights are made, and by calls and steps that run on the mesh."""
 

@@ -66,6 +66,7 @@ class Session(KerasSession):
         self.policy = context.policy
         self.backend = backend
         self.on_thread = OnThread()
+        self.gathering = 0
         self.outer_models = weakref.WeakSet[Any]()
         self.lock = threading.RLock()
         self.registry = Registry()

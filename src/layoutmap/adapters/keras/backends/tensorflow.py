@@ -29,6 +29,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
     reading_in_layout,
 )
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
+from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, assigning, keying
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_steps import training_wraps
@@ -102,7 +103,8 @@ class TensorFlowBackend(Backend):
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """A tensor that is computed on the mesh, in a layout; an export has no mesh."""
-        return array if session.on_thread.is_exporting else session.engine.relayout(array, layout)
+        as_it_is = session.on_thread.is_exporting or session.gathering
+        return array if as_it_is else session.engine.relayout(array, layout)
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
         """Keras hands weights to numpy."""
@@ -136,7 +138,6 @@ class TensorFlowBackend(Backend):
             materialize_for_training(model, session)
             batch = placed(batch, session)
 
-        @tf.function(autograph=False)
         def compute(batch: Any) -> Any:
             held = [v.value for v in model.trainable_variables]
             losses, found = (_of_own_step if has_own_step(model) else _of_loss)(model, held, batch)
@@ -149,8 +150,13 @@ class TensorFlowBackend(Backend):
         moved = [*model.non_trainable_variables, *model.metrics_variables]
         values = [self.read(v) for v in moved]
         optimized = contextlib.nullcontext() if session is None else Unoptimized(session)
-        with explained(f"{model.name}: the gradient"), optimized:
-            losses, gradients = compute(batch)
+        compiled, what = (
+            functools.partial(tf.function, compute, autograph=False),
+            f"{model.name}: the gradient",
+        )
+        run = compiled() if session is None else Regathered(compiled, session, what)
+        with explained(what), optimized:
+            losses, gradients = run(batch)
         for variable, value in zip(moved, values, strict=True):
             variable.assign(value)  # the call has moved statistics and seeds on
         numbers = {name: _numpy(each, session) for name, each in losses.items()}

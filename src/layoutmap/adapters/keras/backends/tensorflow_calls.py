@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_functions import computing_for_a_mesh
+from layoutmap.adapters.keras.backends.tensorflow_gathering import Gathering, between_layers, is_innermost
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, reading_layout
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
@@ -56,7 +57,10 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         with temporarily(session.on_thread, "reading", reading_layout(layer)):
-            return plain(*args, **kwargs)
+            if not session.on_thread.call_depth or not is_innermost(layer):
+                return plain(*args, **kwargs)
+            args, kwargs = between_layers((args, kwargs), session)
+            return between_layers(plain(*args, **kwargs), session)
 
     return call
 
@@ -97,6 +101,8 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
             return read
         reading = session.on_thread.reading
         wanted = reading(usual) if reading else usual
+        if session.gathering >= Gathering.WEIGHTS:
+            wanted = Layout.replicated(layout.mesh, layout.rank)
         held.read_layout = wanted
         return read if wanted == layout else session.engine.relayout(read, wanted)
 

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import densified, placed
+from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
@@ -38,7 +39,11 @@ class _Step:
         self._session = session
         self._name = name
         self._known: set[Any] = set()  # shapes and types of batches for which all is made and checked
-        self._compiled = tf.function(self._step, autograph=False, jit_compile=bool(model.jit_compile) or None)
+        self._compiled = Regathered(self._traced, session, f"{model.name}: the {name} step")
+
+    def _traced(self) -> Any:
+        """The step, to be compiled."""
+        return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
     def _step(self, batch: Any) -> Any:
         with _outputs_by_rows(self._model, self._session):
@@ -96,7 +101,7 @@ class _Step:
 
     def _check_captured(self, batch: Any) -> None:
         """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
-        traced = self._compiled.get_concrete_function(batch)
+        traced = self._compiled.function.get_concrete_function(batch)
         written = _written(traced.graph)
         for variable in traced.graph.variables:
             if not dtensor.is_dtensor(variable) and variable.handle.ref() in written:

@@ -114,6 +114,17 @@ _OPERATION = re.compile(r"'?tf\.(\w+)'?")
 _ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor", re.IGNORECASE)
 
 
+def refused(error: tf.errors.OpError) -> bool:
+    """Whether DTensor's compiler has refused a function, none of which has run then."""
+    return "tensorflow/dtensor/mlir" in str(error)
+
+
+def operation_of(error: tf.errors.OpError) -> str:
+    """Return the TensorFlow operation that an error of DTensor names, or an empty text."""
+    operation = _OPERATION.search(str(error))
+    return operation.group(1) if operation else ""
+
+
 @contextmanager
 def explained(what: str) -> Generator[None]:
     """Say in words what DTensor's compiler says in its own.
@@ -127,17 +138,15 @@ def explained(what: str) -> Generator[None]:
         message = str(error)
         if not _ABOUT_LAYOUTS.search(message):
             raise
-        operation = _OPERATION.search(message)
         first = next(
             (line.strip() for line in message.splitlines() if "rror:" in line or "got a" in line), ""
         )
         raise EngineError(
-            f"{what} cannot be run by TensorFlow's DTensor in these layouts",
+            f"{what} cannot be run by TensorFlow's DTensor",
             facts={
-                "operation": operation.group(1) if operation else "",
+                "operation": operation_of(error),
                 "TensorFlow": (first.partition("error: ")[2] or first or message)[:200],
             },
-            why="some of DTensor's operations need a replicated operand, or one in the layout of another",
-            fix="print the plan: its notes name layers like that; leave the weights of that layer unsharded, one "
-            "rule at a time, or run on JAX",
+            why="DTensor has no rule for that operation: a compiled step was tried with everything gathered, too",
+            fix="compile what runs eagerly; else compute it with other operations, or run this model on JAX or PyTorch",
         ) from None

@@ -1,0 +1,126 @@
+"""Computations that DTensor refuses in the layouts of a map: made again, with more of them gathered, and a warning.
+
+DTensor carries layouts from each operation to those before and after it, across layers, and refuses a whole step where
+one operation meets layouts that it has no rule for. Which one will is known only when it compiles the step. It does so
+before it runs any of it, so the step can be made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import operation_of, refused
+from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.layout import Layout
+from layoutmap.core.users_line import level_of_user
+
+
+class Gathering(IntEnum):
+    """How much of what a scope's models compute is gathered."""
+
+    AS_PLANNED = 0
+    BETWEEN_LAYERS = 1
+    WEIGHTS = 2
+    ALL = 3
+
+
+_SAID: dict[int, str] = {
+    Gathering.BETWEEN_LAYERS: "what goes from layer to layer is sharded along the batch only",
+    Gathering.WEIGHTS: "each layer gathers its weights, and what goes between them is sharded along the batch only",
+    Gathering.ALL: "each device gathers all weights and the whole batch, and computes all of it",
+}
+_INNER = frozenset({"keras", "tensorflow"})
+
+
+class Regathered:
+    """A function on the mesh that is compiled again, with more gathered, while DTensor refuses it.
+
+    All that the scope's models compute later is gathered as far: they have the same layers.
+
+    Args:
+        compiled: Returns the function, to be traced anew.
+        session: The scope.
+        what: The function's name, for the warning.
+    """
+
+    def __init__(self, compiled: Callable[[], Any], session: KerasSession, what: str):
+        self._at = functools.cache(lambda gathering: compiled())
+        self._session = session
+        self._what = what
+
+    @property
+    def function(self) -> Any:
+        """The function as it is compiled at present."""
+        return self._at(self._session.gathering)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it, compiled as it must be."""
+        before, reason = self._session.gathering, None
+        while True:
+            try:
+                result = self.function(*args)
+            except tf.errors.OpError as error:
+                if not refused(error) or self._session.gathering == Gathering.ALL:
+                    self._session.gathering = before
+                    raise
+                reason = reason or error
+                self._session.gathering = Gathering(self._session.gathering + 1)
+                continue
+            if reason is not None:
+                _warn(self._what, reason, self._session)
+            return result
+
+
+def _warn(what: str, reason: tf.errors.OpError, session: KerasSession) -> None:
+    warning = LayoutMapWarning(
+        f"{what}: {_SAID[session.gathering]}",
+        facts={"operation": operation_of(reason)},
+        why="TensorFlow's DTensor has no rule for an operation of the step in the layouts of this map; the weights and "
+        "their slots are stored as planned",
+        fix="nothing, but for speed: leave the weights of the layers around that operation unsharded, or use JAX",
+    )
+    warnings.warn(warning, stacklevel=level_of_user(_INNER))
+
+
+def between_layers(values: Any, session: KerasSession) -> Any:
+    """Return what goes into a layer or comes out of it, so that no layout is carried further, forward or backward."""
+    if session.gathering == Gathering.AS_PLANNED:
+        return values
+    return keras.tree.map_structure(lambda each: _pinned(each, session), values, none_is_leaf=True)
+
+
+def _pinned(value: Any, session: KerasSession) -> Any:
+    if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
+        return value
+    layout = _by_rows(value.shape.as_list(), session)
+
+    @tf.custom_gradient
+    def pinned(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def back(upstream: Any) -> Any:
+            return session.engine.relayout(tf.convert_to_tensor(upstream), layout)
+
+        return session.engine.relayout(tensor, layout), back
+
+    return pinned(value) if value.dtype.is_floating else session.engine.relayout(value, layout)
+
+
+def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
+    """The layout along the batch only; other arrays than the batch's, such as masks of all rows, are replicated."""
+    policy = session.policy
+    rows = policy.batches.get(True)
+    if policy.batch_dim is None or rows is None or shape[0] % rows or session.gathering == Gathering.ALL:
+        return policy.replicated(len(shape))
+    return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape))
+
+
+def is_innermost(layer: Any) -> bool:
+    """Whether a layer computes by itself: it has weights of its own, or no other layers."""
+    return bool(layer._trainable_variables or layer._non_trainable_variables or not layer._layers)
