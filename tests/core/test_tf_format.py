@@ -32,6 +32,24 @@ def test_the_protobuf_module_loads_without_a_warning():
     assert (0, "") == (run.returncode, run.stderr)
 
 
+def test_without_protobuf_the_text_form_works_and_the_other_names_the_extra():
+    """Neither the package nor a layout's text needs protobuf; its message says what to install."""
+    program = """
+import sys
+sys.modules["google.protobuf"] = None
+import layoutmap as lm
+layout = lm.Layout([None, "x"], lm.create_mesh("x=2", devices=["CPU:0", "CPU:1"]))
+assert layout == lm.Layout.from_string(layout.to_string())
+try:
+    layout.as_proto()
+except lm.LayoutMapError as error:
+    print(error.fix)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert run.stdout.startswith('pip install "layoutmap[proto]"'), run.stderr
+
+
 def test_the_forms_of_a_mesh():
     """A mesh's text has the fields that TensorFlow's has; an abstract one has the first two, and no device ids."""
     local = Mesh(["CPU:0", "CPU:1"], "x=2", local_device_ids=[1])

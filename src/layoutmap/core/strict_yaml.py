@@ -44,12 +44,9 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         )
     try:
         # libyaml's parser, where PyYAML was built with it, is about 15 times as fast.
-        return _Reader(yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))).document()
-    except RuleError as error:
-        if where == "rules file":
-            raise
-        what = error.what.replace("rules file", where, 1)
-        raise RuleError(what, facts=error.facts, why=error.why, fix=error.fix) from None
+        return _Reader(yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), where).document()
+    except RuleError:
+        raise
     except (yaml.YAMLError, ValueError) as error:  # ValueError: text that cannot be encoded
         # libyaml since 0.2.6 has a limit of its own, and reads up to 1024 characters ahead of its events.
         if "maximum nesting depth" in str(error):
@@ -64,9 +61,10 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
 class _Reader:
     """Makes data of the events of a parser, one by one: nothing is made that is then refused."""
 
-    def __init__(self, events: Iterator[Any]):
+    def __init__(self, events: Iterator[Any], where: str):
         yaml = _yaml()
         self._events = events
+        self._where = where
         self._yaml = yaml
         self._resolver: Any = yaml.resolver.Resolver()
         self._anchors: dict[str, tuple[Any, int] | None] = {}  # value and size; `None` while it is being read
@@ -81,7 +79,7 @@ class _Reader:
                 documents += 1
                 if documents > 1:
                     why = "one file holds one document"
-                    raise _refused(
+                    raise self._refused(
                         event, "it has a second document", why, "delete the line --- and all after it"
                     )
             elif isinstance(event, yaml.NodeEvent):
@@ -94,9 +92,9 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent):
             return self._alias(event)
         if event.tag not in (None, "!", _STR) or (event.tag and not isinstance(event, yaml.ScalarEvent)):
-            raise _refused(event, f"the tag {event.tag} is not read", _KNOWN, "delete the tag")
+            raise self._refused(event, f"the tag {event.tag} is not read", _KNOWN, "delete the tag")
         if depth > _DEEPEST:
-            raise _too_deep(event.start_mark)
+            raise _too_deep(event.start_mark, self._where)
         if event.anchor:
             self._anchors[event.anchor] = None
         if isinstance(event, yaml.ScalarEvent):
@@ -120,12 +118,12 @@ class _Reader:
         for event in self._until(self._yaml.MappingEndEvent):
             key = self._value(event, depth)
             if isinstance(key, (list, dict)):
-                raise _refused(
+                raise self._refused(
                     event, "a list or a mapping is a key", "keys are text", "write the key as text"
                 )
             if key in found:
                 why = "two rules for one pattern contradict each other"
-                raise _refused(event, f"{key!r} is there twice", why, "delete one of them")
+                raise self._refused(event, f"{key!r} is there twice", why, "delete one of them")
             found[key] = self._value(next(self._events), depth)
         return found
 
@@ -133,12 +131,12 @@ class _Reader:
         name = event.anchor
         if name not in self._anchors:
             why = "an alias repeats what an anchor above it names"
-            raise _refused(
+            raise self._refused(
                 event, f"*{name} has no &{name}", why, f"write &{name} before the value that it is to repeat"
             )
         anchor = self._anchors[name]
         if anchor is None:
-            raise _refused(
+            raise self._refused(
                 event, f"*{name} is inside of what it repeats", "it has no end", "write the value instead"
             )
         value, size = anchor
@@ -146,7 +144,7 @@ class _Reader:
         self._by_alias += size
         if self._by_alias > _MOST_BY_ALIAS:
             what = f"its aliases repeat more than {_MOST_BY_ALIAS} values"
-            raise _refused(
+            raise self._refused(
                 event, what, "so much is a mistake or an attack", "write the values instead of aliases"
             )
         return value
@@ -165,15 +163,19 @@ class _Reader:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         if tag == _MERGE:
             why = "a merge key hides in which order the rules stand, and the first that matches wins"
-            raise _refused(event, "the merge key << is not read", why, "write out what it stands for")
+            raise self._refused(event, "the merge key << is not read", why, "write out what it stands for")
         if tag == _INT:
             why = "YAML 1.1 reads 010 as 8, 1:20 as 80 and 1_0 as 10, which other readers do not"
             fix = f"write a number in decimal digits, at most 18, without zeros before them; quote text: '{shown}'"
-            raise _refused(event, f"{shown} is no plain whole number", why, fix)
+            raise self._refused(event, f"{shown} is no plain whole number", why, fix)
         kind = tag.rpartition(":")[2]
-        raise _refused(
+        raise self._refused(
             event, f"YAML reads {shown} as {kind}", _KNOWN, f"write a whole number, or quote text: '{shown}'"
         )
+
+    def _refused(self, event: Any, what: str, why: str, fix: str) -> RuleError:
+        facts = {"line": event.start_mark.line + 1}
+        return RuleError(f"{self._where}: {what}", facts=facts, why=why, fix=fix)
 
 
 def _yaml() -> Any:  # what is known of its types is half of them
@@ -182,14 +184,10 @@ def _yaml() -> Any:  # what is known of its types is half of them
     return yaml
 
 
-def _too_deep(mark: Any, where: str = "rules file") -> RuleError:
+def _too_deep(mark: Any, where: str) -> RuleError:
     return RuleError(
         f"{where}: it is nested more than {_DEEPEST} deep",
         facts={"line": mark.line + 1},
         why="the deepest of a rules file is a sharding spec of several mesh dims, in a layout of a rule",
         fix="write a rule as in a: [null, model]",
     )
-
-
-def _refused(event: Any, what: str, why: str, fix: str) -> RuleError:
-    return RuleError(f"rules file: {what}", facts={"line": event.start_mark.line + 1}, why=why, fix=fix)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import LayoutError, MeshError, brief
+from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError, brief
 
 MATCH = "match"
 """TensorFlow's word for "any sharding" inside its own rules; never a sharding of a stored tensor."""
@@ -138,7 +138,7 @@ def mesh_from_text(text: str) -> MeshFields:
 
 def mesh_to_proto(fields: MeshFields) -> Any:
     """The message of a mesh."""
-    from layoutmap.core.proto import layout_pb2 as pb
+    pb = _messages()
 
     proto = pb.MeshProto(
         name=fields.name, mesh_dimensions=[pb.MeshDimensionProto(name=n, size=s) for n, s in fields.dims]
@@ -158,7 +158,7 @@ def mesh_from_proto(message: Any) -> MeshFields:
     Raises:
         MeshError: The message is no mesh, or one of a kind that is not supported.
     """
-    from layoutmap.core.proto import layout_pb2 as pb
+    pb = _messages()
 
     proto = _parse(message, pb.MeshProto, MeshError)
     for unsupported in ("use_xla_spmd", "single_device"):
@@ -210,7 +210,7 @@ def layout_from_text(text: str) -> LayoutFields:
 
 def layout_to_proto(fields: LayoutFields) -> Any:
     """The message of a layout."""
-    from layoutmap.core.proto import layout_pb2 as pb
+    pb = _messages()
 
     return pb.LayoutProto(
         sharding_specs=[pb.ShardingSpec(sharding_spec=":".join(spec)) for spec in fields.specs],
@@ -225,7 +225,7 @@ def layout_from_proto(message: Any) -> LayoutFields:
     Raises:
         LayoutError: The message is no layout, or one of a kind that is not supported.
     """
-    from layoutmap.core.proto import layout_pb2 as pb
+    pb = _messages()
 
     proto = _parse(message, pb.LayoutProto, LayoutError)
     if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
@@ -248,6 +248,23 @@ def layout_from_proto(message: Any) -> LayoutFields:
 def to_bytes(message: Any) -> bytes:
     """The one serialized form of a message: the same on every run."""
     return message.SerializeToString(deterministic=True)
+
+
+def _messages() -> Any:
+    """The module of the messages; late, since few programs write the protobuf form.
+
+    Raises:
+        LayoutMapError: protobuf is not installed.
+    """
+    try:
+        from layoutmap.core.proto import layout_pb2
+    except ModuleNotFoundError as error:
+        raise LayoutMapError(
+            "the protobuf form needs protobuf, which is not installed",
+            why=f"there is no module {error.name!r}",
+            fix='pip install "layoutmap[proto]"; the text form, of to_string and from_string, needs nothing',
+        ) from error
+    return layout_pb2
 
 
 def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) -> Any:
