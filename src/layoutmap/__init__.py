@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from layoutmap.scope.cost import lower_step, step_cost
     from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.exporting import export
+    from layoutmap.scope.inspecting import inspect
     from layoutmap.scope.loading import load
     from layoutmap.scope.manager import CheckpointManager
     from layoutmap.scope.parity import ParityReport, check_parity
@@ -79,6 +80,7 @@ __all__ = [
     "describe",
     "dtensor",
     "export",
+    "inspect",
     "jit_step",
     "layout_map_scope",
     "load",
@@ -99,6 +101,7 @@ _LATE = {
     "check_parity": "layoutmap.scope.parity",
     "describe": "layoutmap.scope.describing",
     "export": "layoutmap.scope.exporting",
+    "inspect": "layoutmap.scope.inspecting",
     "jit_step": "layoutmap.adapters.jax.steps",
     "StepCost": "layoutmap.cost.table",
     "load": "layoutmap.scope.loading",

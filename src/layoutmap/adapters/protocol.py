@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A variable of a model that a checkpoint keeps.
+    """A variable of a model, with its array.
 
     Args:
         variable: The variable.
-        array: Its value, as an array of the engine; of what the engine holds as another thing, the numbers in it.
+        array: Its value, as an array of the engine; in a checkpoint, of what the engine holds as another thing the
+            numbers in it.
     """
 
     variable: VariableSpec
@@ -253,6 +254,19 @@ class Adapter(Protocol):
 
     def variables(self, model: Any) -> dict[str, Any]:
         """Return a model's variables by path, in a fixed order: weights, states, and slots of its optimizer."""
+        ...
+
+    def described(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
+        """Return the variables of a model that any program has made, as a plan would have them, and their arrays.
+
+        Args:
+            model: The model; its arrays may be shapes without values.
+            optimizer: Its optimizer, whose slots are returned too, where the model does not have it.
+        """
+        ...
+
+    def context_of(self, model: Any) -> ScopeContext | None:
+        """Return the scope that a model was laid out in; `None`: in none, or the library cannot tell."""
         ...
 
     def read(self, variable: Any) -> Any:

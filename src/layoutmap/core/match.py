@@ -16,6 +16,8 @@ Rest = Literal["replicated"]
 KERAS = "keras:"
 """How a rule over what Keras calls a variable begins, and how such a name does where it stands among paths."""
 
+AS_FOUND = "it is as it was found: no map was asked"
+
 AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
@@ -76,6 +78,11 @@ class Match:
     def is_rest(self) -> bool:
         """Whether no rule matches, and the map says what happens to the rest."""
         return self.rule is None and self.otherwise == AS_REST
+
+    @property
+    def is_found(self) -> bool:
+        """Whether no map was asked: the variable is where another program has put it."""
+        return self.otherwise == AS_FOUND
 
     @property
     def layout(self) -> Layout | None:

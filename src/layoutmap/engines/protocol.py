@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from layoutmap.core.initializers import Initializer
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
 
 Array = Any
 """An array of the engine's framework."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """An array whose place no layout can say.
+
+    Args:
+        what: How the framework holds it instead, as in `"on CPU:0 alone"`.
+        devices: The devices that each hold all of it; none where no device does.
+        is_copied: Whether the framework brings it to whatever it is used with, so that it counts as replicated.
+    """
+
+    what: str
+    devices: tuple[str, ...] = ()
+    is_copied: bool = False
 
 
 class Engine(Protocol):
@@ -31,7 +47,7 @@ class Engine(Protocol):
     - `simulate` says how many devices there are, while that is open.
     - `bind` knows which devices of a mesh are of this process; names alone do not say it.
     - `check_layout` and `check_dtype` are asked by plans, where `native` would start the framework.
-    - `layout_of` is `native` backwards.
+    - `layout_of` is `native` backwards; `found` says how an array is held that it returns `None` for.
     - `canonical` returns the element type of an array before there is one, so that a reader of shards can convert.
     - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
     - `to_numpy` gathers the shards of other processes, on the way that the framework does it best.
@@ -104,6 +120,15 @@ class Engine(Protocol):
 
     def layout_of(self, array: Array) -> Layout | None:
         """Return the layout of an array; `None` if it is on no mesh of named dims, and for what is no array."""
+        ...
+
+    def found(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+        """Return the layout of an array that any program has made, or how it is held otherwise; nothing is guessed.
+
+        Args:
+            array: The array, or what stands for one without values.
+            meshes: Where to look for the dims of a layout that the framework says without names.
+        """
         ...
 
     def create(

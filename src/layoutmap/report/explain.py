@@ -6,16 +6,22 @@ from collections.abc import Iterator
 
 from layoutmap.core.errors import aligned
 from layoutmap.core.escaping import escaped
-from layoutmap.core.match import how_to_change
+from layoutmap.core.match import AS_FOUND, how_to_change
 from layoutmap.core.paths import path_pattern
+from layoutmap.core.specs import with_none
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.text import shape_text
 
 
-def explain_text(plan: PlanTable, path: str) -> str:
+def explain_text(plan: PlanTable, path: str, asked: PlanTable | None = None) -> str:
     """What won, what else matches, what was found wrong, and what to type.
+
+    Args:
+        plan: The plan.
+        path: The variable's path.
+        asked: What another layout map says of the same variables.
 
     Raises:
         KeyError: The plan has no such variable.
@@ -26,7 +32,8 @@ def explain_text(plan: PlanTable, path: str) -> str:
         for rows in (_what(assignment), _why(assignment), _how(assignment))
     )
     step = [(name, escaped(text)) for name, text in in_a_step(plan, assignment)]
-    rows = [*what, *why, *step, *_problems(plan, assignment), *how]
+    compared = [] if asked is None else _compared(assignment, asked[path])
+    rows = [*what, *why, *compared, *step, *_problems(plan, assignment), *how]
     return aligned(escaped(assignment.variable.path), rows)
 
 
@@ -55,6 +62,9 @@ def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
             yield "because", f"it follows its parent: {variable.parent}"
             yield from _axes(variable)
         return
+    if match.is_found:
+        yield "because", AS_FOUND
+        return
     if match.rule is None:
         yield "because", f"no rule matches, so {match.otherwise}"
         for pattern in match.near_misses:
@@ -66,6 +76,16 @@ def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
         yield from _axes(variable)
     for rule in match.others:
         yield "also matches", f"{rule}: would give {rule.layout}"
+
+
+def _compared(here: Assignment, asked: Assignment) -> list[tuple[str, str]]:
+    """What another map says of a variable, and whether that is where it is."""
+    rule = asked.match and asked.match.rule
+    agrees = here.layout.mesh.mesh_dims == asked.layout.mesh.mesh_dims and (
+        here.layout.sharding_specs == asked.layout.sharding_specs
+    )
+    says = f"{rule or 'no rule'}: {asked.layout}"
+    return [("the map says", escaped(says)), ("", "the same" if agrees else "another layout")]
 
 
 def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
@@ -107,6 +127,9 @@ def _how(assignment: Assignment) -> Iterator[tuple[str, str]]:
         return
     if match.rule is not None:
         yield "change it", how_to_change(match.rule, (variable.path, *variable.aliases))
+    elif match.is_found:
+        specs = tuple(with_none(assignment.layout.sharding_specs))
+        yield "to say so", f"layout_map[{path_pattern([match.path])}] = {specs}"
     else:
         rule = f"layout_map[{path_pattern([match.path])}] = {(None,) * len(variable.shape)}"
         yield "change it", f"{rule}, with mesh dims where it is to be sharded"

@@ -76,7 +76,7 @@ def plan_text(plan: PlanTable, width: int | None = None) -> str:
     taken = [
         f"note: {escaped('; '.join(filter(None, (p.what, p.fix))))}"
         for p in group_problems(plan.problems)
-        if p.severity == "note" and p.kind in ("uneven", "unused dim", "gathering")
+        if p.severity == "note" and p.kind in ("uneven", "unused dim", "gathering", "plain")
     ]
     return "\n".join([*lines, *([""] if taken else []), *taken])
 

@@ -16,6 +16,7 @@ from layoutmap.plan.verdict import Verdict, verdict_of
 from layoutmap.report.explain import explain_text
 from layoutmap.report.html import plan_html
 from layoutmap.report.text import plan_line, plan_text
+from layoutmap.rules.rule_set import RuleSet
 
 # What reads and writes JSON and pages is imported late: it takes as long to load as a third of all the rest.
 
@@ -85,11 +86,12 @@ class Plan(PlanTable):
         """
         return verdict_of(self)
 
-    def explain(self, path: str) -> str:
+    def explain(self, path: str, layout_map: RuleSet | None = None) -> str:
         """Explain why a variable has its layout, and what to type to change that.
 
         Args:
             path: The variable's path, or another path to it.
+            layout_map: A map to compare with: what its rules say of the variable, and whether that is the same.
 
         Raises:
             KeyError: The plan has no such variable; names those that come close.
@@ -107,7 +109,10 @@ class Plan(PlanTable):
               also matches  rule 2  d1: would give (model,)
               change it     the first rule that matches wins: put one before rule 1, or change that
         """
-        return explain_text(self, path)
+        if layout_map is None:
+            return explain_text(self, path)
+        variables = [a.variable for a in self.assignments]
+        return explain_text(self, path, make_table(variables, layout_map, complete=False))
 
     def diff(self, other: PlanTable) -> PlanDiff:
         """Compare with another plan; the result is false if nothing differs.

@@ -298,6 +298,19 @@ class AdapterContract:
         assert layouts == expected
         assert len(expected) > 1
 
+    def test_a_model_that_exists_has_the_plan_that_it_was_built_by(self):
+        """Read off its arrays, with the rules of its scope; a plain model has the same variables, and no scope."""
+        name, _ = self.one_model()
+        built, plain = self.built(name), self.made(name)
+        plan = lm.plan(self.models()[name], self.layout_map(name), library=self.library)
+        planned = {a.variable.path: a for a in plan.assignments}
+        found = {a.variable.path: a for a in lm.inspect(built).assignments}
+
+        assert planned == {path: a for path, a in found.items() if path in planned}
+        assert planned.keys() <= {each.variable.path for each in self.adapter.described(plain)}
+        assert self.adapter.context_of(built) is not None
+        assert self.adapter.context_of(plain) is None
+
 
 class ScopeContract(AdapterContract):
     """The laws of adapters whose library can defer what is made in a `with` block."""

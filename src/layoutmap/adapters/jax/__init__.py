@@ -13,6 +13,7 @@ import jax
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.jax.checkpoints import has_optimizer, restored, stored
+from layoutmap.adapters.jax.inspecting import context_of, described
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
@@ -94,6 +95,14 @@ class JaxAdapter:
         if isinstance(model, TrainState):
             found |= model.slots()
         return found
+
+    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
+        """Return the arrays of a model that any program has made, and those of its optimizer's state."""
+        return described(model, optimizer)
+
+    def context_of(self, model: Any) -> ScopeContext | None:
+        """Return the scope that a model was laid out in."""
+        return context_of(model)
 
     def read(self, variable: Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""

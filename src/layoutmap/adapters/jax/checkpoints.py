@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.objects import is_variable
-from layoutmap.adapters.jax.optimizers import is_nnx_optimizer, named_leaves, params_of, weights_of
-from layoutmap.adapters.jax.slots import StateLeaf, slot_variables
+from layoutmap.adapters.jax.optimizers import is_nnx_optimizer, params_of, weights_of
+from layoutmap.adapters.jax.pytrees import named_leaves
+from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
 from layoutmap.adapters.jax.tracing import is_array, is_key
 from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in, put_values
 from layoutmap.adapters.protocol import Saved, Stored
@@ -33,10 +34,28 @@ def stored(model: Any, optimizer: Any, saved: Saved | None = None) -> list[Store
         found.append(Stored(spec, array))
     state = _state(model, optimizer, make=saved is not None and bool(saved.slots))
     found += [Stored(spec, _data(leaf)) for spec, leaf in _slots(model, optimizer, state)]
-    if is_nnx_optimizer(optimizer):
-        step = optimizer.step.get_raw_value()
-        found.append(Stored(VariableSpec("optimizer.step", (), step.dtype.name, Kind.SLOT), step))
-    return found
+    return found + _step(optimizer)
+
+
+def optimizer_arrays(
+    model: Any, optimizer: Any, weights: Mapping[Parts, VariableSpec] | None = None
+) -> list[Stored]:
+    """Return the arrays of an optimizer's state as they are, each with what it is.
+
+    Args:
+        model: The model.
+        optimizer: The state, or an optimizer of nnx; `None`: the state of a `TrainState`, if it has one.
+        weights: The parameters, by the parts of their paths in the state; `None`: those of the model.
+    """
+    slots = _slots_as_they_are(model, optimizer, _state(model, optimizer, make=False), weights)
+    return [Stored(spec, leaf) for spec, leaf in slots] + _step(optimizer)
+
+
+def _step(optimizer: Any) -> list[Stored]:
+    if not is_nnx_optimizer(optimizer):
+        return []
+    step = optimizer.step.get_raw_value()
+    return [Stored(VariableSpec("optimizer.step", (), step.dtype.name, Kind.SLOT), step)]
 
 
 def restored(model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
@@ -97,6 +116,15 @@ def _params(model: Any, optimizer: Any) -> Any:
 
 
 def _slots(model: Any, optimizer: Any, state: Any) -> list[tuple[VariableSpec, Any]]:
+    """The arrays of an optimizer's state, those without values in the layouts that they are to have."""
+    found = _slots_as_they_are(model, optimizer, state)
+    weights = _params(model, optimizer) if any(_has_no_value(_data(leaf)) for _, leaf in found) else {}
+    return [(spec, _placed(leaf, weights, spec)) for spec, leaf in found]
+
+
+def _slots_as_they_are(
+    model: Any, optimizer: Any, state: Any, params: Mapping[Parts, VariableSpec] | None = None
+) -> list[tuple[VariableSpec, Any]]:
     """The arrays of an optimizer's state, in its order, each with what it is."""
     leaves = [(parts, leaf) for parts, leaf in named_leaves(state) if is_array(leaf)]
     if not leaves and callable(getattr(state, "init", None)):
@@ -110,9 +138,10 @@ def _slots(model: Any, optimizer: Any, state: Any) -> list[tuple[VariableSpec, A
         StateLeaf(parts, tuple(array.shape), array.dtype.name)
         for (parts, _), array in zip(leaves, data, strict=True)
     ]
-    specs = slot_variables(weights_of(_params(model, optimizer))[0] if leaves else {}, described)
-    weights = {} if not any(map(_has_no_value, data)) else _params(model, optimizer)
-    return [(spec, _placed(leaf, weights, spec)) for spec, (_, leaf) in zip(specs, leaves, strict=True)]
+    if params is None:
+        params = weights_of(_params(model, optimizer))[0] if leaves else {}
+    specs = slot_variables(params, described)
+    return [(spec, leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)]
 
 
 def _placed(leaf: Any, weights: Any, spec: VariableSpec) -> Any:

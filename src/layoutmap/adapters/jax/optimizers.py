@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.objects import is_variable
-from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.pytrees import named_leaves
 from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, ScopeError
@@ -35,18 +35,6 @@ class OptimizerVariables:
     weights: list[VariableSpec]
     layouts: dict[tuple[str, str], Layout]
     slots: list[VariableSpec]
-
-
-def named_leaves(tree: Any) -> list[tuple[Parts, Any]]:
-    """The leaves of a pytree, in its order, with the parts of their paths; a Variable of nnx is no part of one."""
-    found: list[tuple[Parts, Any]] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]:
-        parts = tuple(map(key_text, path))
-        if is_variable(leaf):
-            found += ((parts + inner, value) for inner, value in named_leaves(leaf.get_raw_value()))
-        else:
-            found.append((parts, leaf))
-    return found
 
 
 def params_of(params: Any, wrt: Any = None) -> Any:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from layoutmap.adapters.jax.tracing import is_array, is_key
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.variables import Kind, Use
+from layoutmap.core.variables import Kind, Use, VariableSpec
+from layoutmap.engines.jax.trees import is_flax_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,21 @@ class Parts:
     layers: Sequence[str] | None = None
     order: Sequence[int] | None = None
 
+    @property
+    def specs(self) -> list[VariableSpec]:
+        """The arrays as variables of a plan, in the order of the leaves."""
+        return [
+            VariableSpec(
+                leaf.path,
+                tuple(leaf.value.shape),
+                str(jax.dtypes.canonicalize_dtype(leaf.value.dtype, allow_extended_dtype=True)),
+                leaf.kind,
+                leaf.aliases,
+                use=leaf.use,
+            )
+            for leaf in self.leaves
+        ]
+
 
 def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
     """Return a pytree as its arrays; what is no array stays where it is.
@@ -69,7 +85,11 @@ def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
     found, tree_def = jax.tree_util.tree_flatten_with_path(tree)
     values = [value for _, value in found]
     places = [place for place, value in enumerate(values) if is_array(value)]
-    leaves = [(describe or _leaf)([*map(key_text, found[p][0])], values[p]) for p in places]
+    if describe is None:
+        named = named_leaves(tree)
+        leaves = [_leaf(named[place][0], values[place]) for place in places]
+    else:
+        leaves = [describe([*map(key_text, found[place][0])], values[place]) for place in places]
     _check_distinct(leaves, tree)
 
     def put_together(arrays: Sequence[Any]) -> Any:
@@ -79,6 +99,15 @@ def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
         return jax.tree_util.tree_unflatten(tree_def, filled)
 
     return Parts(leaves, put_together)
+
+
+def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """The leaves of a pytree, in its order, with the parts of their paths; a box of flax is no part of one."""
+    return [
+        ((*map(key_text, path), *map(key_text, inner[1:])), leaf)
+        for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_flax_box)[0]
+        for inner, leaf in jax.tree_util.tree_flatten_with_path(node)[0]
+    ]
 
 
 def _leaf(keys: Sequence[str], value: Any) -> Leaf:

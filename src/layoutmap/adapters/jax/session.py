@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.core
 
+from layoutmap.adapters.jax.inspecting import note_context
 from layoutmap.adapters.jax.models import is_nnx, lay_out_outputs, make_unsharded
 from layoutmap.adapters.jax.pytrees import Leaf, Parts
 from layoutmap.adapters.jax.tracing import Traced, is_key, trace
@@ -69,10 +70,11 @@ class JaxSession:
         """Return a model, its outputs laid out, in the `TrainState` that it was made in."""
         if not self._context.plan_only:
             lay_out_outputs(model, self._context.policy)
-        if not isinstance(made, TrainState):
-            return model
-        made.model, made.policy = model, self._context.policy
-        return made
+        if isinstance(made, TrainState):
+            made.model, made.policy = model, self._context.policy
+            model = made
+        note_context(model, self._context)
+        return model
 
     def take(self, model: Any) -> Any:
         """Lay out a model that exists. A module stays the same object, a pytree is replaced by another one."""
@@ -87,6 +89,7 @@ class JaxSession:
                 )
         laid_out = put_values(model, self._materialize(self._assign(model, parts, arrays), arrays))
         lay_out_outputs(model_in(laid_out), self._context.policy)
+        note_context(laid_out, self._context)
         if isinstance(model, TrainState):
             model.policy = self._context.policy
         return laid_out
@@ -118,17 +121,7 @@ class JaxSession:
         return training_step(model, self._specs, inputs, optimizer, loss)
 
     def _assign(self, model: Any, parts: Parts, arrays: Sequence[Any]) -> Sequence[Assignment]:
-        specs = [
-            VariableSpec(
-                leaf.path,
-                tuple(leaf.value.shape),
-                str(jax.dtypes.canonicalize_dtype(leaf.value.dtype, allow_extended_dtype=True)),
-                leaf.kind,
-                leaf.aliases,
-                use=leaf.use,
-            )
-            for leaf in parts.leaves
-        ]
+        specs = parts.specs
         order = parts.order or range(len(specs))
         self._specs = specs
         whys = {

@@ -19,6 +19,7 @@ from layoutmap.adapters.keras.private import check_keras, global_seed_state
 from layoutmap.adapters.keras.protocol import backend_name, backend_of
 from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
+from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.core.errors import ScopeError
@@ -123,6 +124,15 @@ class KerasAdapter:
             weight, kind = (known.weight, known.kind) if known else (found_weight, "")
             named[slot_path(slot, weight, paths.get(id(weight), ""), taken, kind)] = slot
         return named
+
+    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
+        """Return the variables of a model that any program has made, and the slots of its optimizer."""
+        return checkpoints.described(model, optimizer)
+
+    def context_of(self, model: Any) -> ScopeContext | None:
+        """Return the scope that a model, or any layer in it, was laid out in."""
+        sessions = (session_of(layer) for layer in model._flatten_layers())
+        return next((session.context for session in sessions if session is not None), None)
 
     def read(self, variable: Any) -> Any:
         """Return the global value of a variable, as a numpy array."""

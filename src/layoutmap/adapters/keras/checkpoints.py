@@ -54,11 +54,7 @@ def stored(model: Any, saved: Saved | None) -> list[Stored]:
         check_names(saved.settings.get("layers", {}), _names(model))
         if saved.slots:
             complete(model, None)
-    if hasattr(
-        model, "jax_state_sync"
-    ):  # in `fit`, Keras on JAX keeps new values from the model until an epoch ends
-        model.jax_state_sync()
-    entries = _entries(model)
+    entries = _synced_entries(model)
     _check_built(model, entries)
     optimizer = getattr(model, "optimizer", None)
     early = () if optimizer is None or optimizer.built else map(id, optimizer.variables)
@@ -70,6 +66,11 @@ def stored(model: Any, saved: Saved | None) -> list[Stored]:
         )
         for each in entries
     ]
+
+
+def described(model: Any, optimizer: Any) -> list[Stored]:
+    """Return the variables of a model that any program has made, and the slots of its optimizer, or of another one."""
+    return [Stored(each.spec, each.variable.value) for each in _synced_entries(model, optimizer)]
 
 
 def restored(model: Any, arrays: Iterable[tuple[str, Any]]) -> None:
@@ -96,14 +97,20 @@ def restore_settings(backend: Backend, found: Mapping[str, Any]) -> None:
     random_states.restore(states)  # last: a generator of Keras's is made with a number of Python's
 
 
-def _entries(model: Any) -> list[Entry]:
+def _synced_entries(model: Any, optimizer: Any = None) -> list[Entry]:
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()  # in `fit`, Keras on JAX keeps new values from the model until an epoch ends
+    return _entries(model, optimizer)
+
+
+def _entries(model: Any, optimizer: Any = None) -> list[Entry]:
     """The variables of a model, as a plan of it alone has them."""
     registry = Registry()
     layers = list(model._flatten_layers())
     for layer in layers:
         registry.add_layer(layer)
     session = session_of(model)
-    optimizer = getattr(model, "optimizer", None)
+    optimizer = optimizer or getattr(model, "optimizer", None)
     with _numbered_anew(layers):
         for each in [*model.variables, *getattr(model, "metrics_variables", ())]:
             registry.add(each)

@@ -16,11 +16,11 @@ from layoutmap.adapters import random_states
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
-from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, stored
-from layoutmap.adapters.torch.forward import is_planned
+from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, slots_of, stored
+from layoutmap.adapters.torch.forward import forward_of, is_planned
 from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
-from layoutmap.adapters.torch.session import TorchSession
+from layoutmap.adapters.torch.session import TorchSession, entries_of
 from layoutmap.adapters.torch.training import (
     arrays_of,
     call,
@@ -32,7 +32,7 @@ from layoutmap.adapters.torch.training import (
 )
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes
+from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes, uncompiled
 
 __all__ = ["TorchAdapter", "adapter", "train_with"]
 
@@ -118,6 +118,16 @@ class TorchAdapter:
                     path = f"optimizer.{each.path}.{name}"
                     named[path] = Variable(path, slot)
         return named
+
+    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
+        """Return the tensors of a model that any program has made, and the slots of its optimizer."""
+        found = [Stored(entry.spec, entry.found.tensor) for entry in entries_of([uncompiled(model)])]
+        return found + slots_of(found, optimizer or training_of(model).optimizer)
+
+    def context_of(self, model: Any) -> ScopeContext | None:
+        """Return the scope that a model, or any module in it, was laid out in."""
+        forwards = (forward_of(module) for module in model.modules())
+        return next((forward.home for forward in forwards if forward is not None), None)
 
     def read(self, variable: Any) -> Any:
         """The global value of a variable, as a numpy array."""

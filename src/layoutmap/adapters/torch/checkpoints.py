@@ -8,7 +8,8 @@ and in its state, is among the settings, by the paths of parameters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def stored(
     tensors = [Stored(_spec(each), each.tensor) for each in found]
     if optimizer is None:
         return tensors
-    parameters = _parameters(found, optimizer)
+    parameters = _parameters(_named(found), optimizer)
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
         assert saved is not None
@@ -48,13 +49,9 @@ def stored(
         _check_alike(optimizer, parameters, settings)
         _check_slots(settings, saved)
         _warn_of_replaced(optimizer, parameters, settings, saved.settings.get("override", {}))
-    slots = {
-        f"optimizer.{path}.{name}": Stored(_slot_spec(path, name, slot.shape, dtype_name(slot.dtype)), slot)
-        for path, parameter in parameters.items()
-        if not settings or path in settings["state"]  # of others the state is to be as before the first step
-        for name, slot in optimizer.state.get(parameter, {}).items()
-        if isinstance(slot, torch.Tensor)
-    }
+    # Of others the state is to be as before the first step.
+    own = {path: each for path, each in parameters.items() if not settings or path in settings["state"]}
+    slots = {each.variable.path: each for each in _slots_of(own, optimizer)}
     for spec in () if saved is None else saved.slots:
         place = _place(parameters, spec.path)
         if spec.path not in slots and place is not None:
@@ -63,13 +60,32 @@ def stored(
     return tensors + list(slots.values())
 
 
+def slots_of(found: Sequence[Stored], optimizer: torch.optim.Optimizer | None) -> list[Stored]:
+    """Return the slots that an optimizer has for tensors of a model."""
+    if optimizer is None:
+        return []
+    models = {each.variable.path: each.variable.model for each in found}
+    parameters = _parameters(((each.variable.path, each.array) for each in found), optimizer)
+    return [
+        Stored(replace(slot.variable, model=models[slot.variable.parent or ""]), slot.array)
+        for slot in _slots_of(parameters, optimizer)
+    ]
+
+
+def _slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Stored]:
+    for path, parameter in parameters.items():
+        for name, slot in optimizer.state.get(parameter, {}).items():
+            if isinstance(slot, torch.Tensor):
+                yield Stored(_slot_spec(path, name, slot.shape, dtype_name(slot.dtype)), slot)
+
+
 def restored(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, arrays: Iterable[tuple[str, Any]]
 ) -> None:
     """Give tensors other values; slots that the optimizer does not have yet are made."""
     found = list(_kept(model))
     tensors = {each.path: each.tensor for each in found}
-    parameters = {} if optimizer is None else _parameters(found, optimizer)
+    parameters = {} if optimizer is None else _parameters(_named(found), optimizer)
     with torch.no_grad():
         for path, array in arrays:
             value = array if isinstance(array, torch.Tensor) else to_torch(array)
@@ -92,7 +108,7 @@ def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     """Return what an optimizer has beside tensors of its parameters: learning rates, counts, and the like."""
     if optimizer is None:
         return None
-    parameters = _parameters(list(_kept(model)), optimizer)
+    parameters = _parameters(_named(_kept(model)), optimizer)
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
         {name: _packed(value) for name, value in group.items() if name not in _HOW}
@@ -118,7 +134,7 @@ def restore_settings(
     override: Mapping[str, Any],
 ) -> None:
     """Put back what `settings_of` returned, but for what is to be other."""
-    parameters = _parameters(list(_kept(model)), optimizer)
+    parameters = _parameters(_named(_kept(model)), optimizer)
     for group, number in zip(optimizer.param_groups, _groups(optimizer, parameters, settings), strict=True):
         saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
         for name, value in {**saved, **(override if saved else {})}.items():
@@ -213,6 +229,10 @@ def _kept(model: torch.nn.Module) -> Iterator[Found]:
             yield each
 
 
+def _named(found: Iterable[Found]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((each.path, each.tensor) for each in found)
+
+
 def _check_dense(path: str, tensor: torch.Tensor) -> None:
     kinds = {
         "quantized": tensor.is_quantized,
@@ -229,14 +249,16 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _parameters(found: Iterable[Found], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _parameters(
+    named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     """The parameters of an optimizer by path, in the order of the model.
 
     Raises:
         CheckpointError: It has others than the model.
     """
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = {each.path: each.tensor for each in found if id(each.tensor) in own}
+    parameters = {path: tensor for path, tensor in named if id(tensor) in own}
     if len(parameters) < len(own):
         raise CheckpointError(
             f"{type(optimizer).__name__}: it is not the optimizer of this model",

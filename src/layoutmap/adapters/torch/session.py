@@ -67,6 +67,42 @@ class Entry:
     spec: VariableSpec
 
 
+def entries_of(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[Entry]:
+    """The tensors of models as variables of a plan.
+
+    Args:
+        roots: The models.
+        is_new: Whether they were made in a scope: then what is laid out already was made in an inner one, or before.
+    """
+    seen: set[int] = set()
+    for name, root in zip(model_names(roots), roots, strict=True):
+        sizes = head_sizes(root)
+        derived = derivations(root)
+        for found in find_tensors(root):
+            tensor = found.tensor
+            if id(tensor) in seen or is_lazy(tensor) or (is_new and isinstance(tensor, DTensor)):
+                continue
+            seen.add(id(tensor))
+            kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
+            shape = tuple(int(n) for n in tensor.shape)
+            parent, axes = derived.get(id(tensor), (None, None))
+            yield Entry(
+                found,
+                VariableSpec(
+                    found.path,
+                    shape,
+                    dtype_name(tensor.dtype),
+                    kind,
+                    (*found.aliases, *names_without(found, root)),
+                    parent,
+                    axes,
+                    model=name,
+                    use=use_of(found, sizes),
+                    trainable=found.is_buffer or tensor.requires_grad,
+                ),
+            )
+
+
 class TorchSession:
     """One scope's work in torch.
 
@@ -178,7 +214,7 @@ class TorchSession:
         self._unbuilt = [path for root in roots for path in lazy_layers(root)]
         if self._unbuilt and not self.home.plan_only:
             self._refuse_lazy(roots)
-        entries = list(self._describe(roots, is_new=is_new))
+        entries = list(entries_of(roots, is_new=is_new))
         recipes = {e.spec.key: self._tape.recipe(t) for e in entries if self._tape.holds(t := e.found.tensor)}
         layers = [path for root in roots for path in layer_paths(root).values()]
         try:
@@ -211,36 +247,6 @@ class TorchSession:
             why="it makes its weights at its first call, when no scope defers and places them",
             fix="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
         )
-
-    def _describe(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> Iterator[Entry]:
-        seen: set[int] = set()
-        for name, root in zip(model_names(roots), roots, strict=True):
-            sizes = head_sizes(root)
-            derived = derivations(root)
-            for found in find_tensors(root):
-                tensor = found.tensor
-                # In a scope, what is laid out already was made in an inner scope, or before.
-                if id(tensor) in seen or is_lazy(tensor) or (is_new and isinstance(tensor, DTensor)):
-                    continue
-                seen.add(id(tensor))
-                kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
-                shape = tuple(int(n) for n in tensor.shape)
-                parent, axes = derived.get(id(tensor), (None, None))
-                yield Entry(
-                    found,
-                    VariableSpec(
-                        found.path,
-                        shape,
-                        dtype_name(tensor.dtype),
-                        kind,
-                        (*found.aliases, *names_without(found, root)),
-                        parent,
-                        axes,
-                        model=name,
-                        use=use_of(found, sizes),
-                        trainable=found.is_buffer or tensor.requires_grad,
-                    ),
-                )
 
     def _make(
         self, roots: Sequence[torch.nn.Module], entries: Sequence[Entry], assignments: Sequence[Assignment]

@@ -43,6 +43,7 @@ from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, dev
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, undisturbed, why_global
+from layoutmap.engines.protocol import Unplaced
 
 
 class JaxEngine:
@@ -77,8 +78,12 @@ class JaxEngine:
         return self._layouts.sharding(layout)
 
     def layout_of(self, array: Any) -> Layout | None:
-        """Return the layout of an array, or `None` if it is on no mesh of named dims."""
+        """Return the layout of an array, or `None` if it is on no mesh of named dims, or a sum that is pending."""
         return self._layouts.layout_of(array)
+
+    def found(self, array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+        """Return the layout of an array that any program has made, or how it is held otherwise."""
+        return self._layouts.found(array, meshes)
 
     # -- making arrays
 

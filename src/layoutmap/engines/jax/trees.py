@@ -49,10 +49,10 @@ def _mapped(tree: Any, made: Callable[[str, Any], Any]) -> Any:
             lambda each: made(path, each) if hasattr(each, "shape") and hasattr(each, "dtype") else None, leaf
         )
 
-    return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=_is_flax_box)
+    return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_flax_box)
 
 
-def _is_flax_box(node: Any) -> bool:
+def is_flax_box(node: Any) -> bool:
     """Whether this is a variable of flax.nnx or a box of flax.linen; found out without loading flax."""
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(node).__mro__}
     return not kinds.isdisjoint(("flax.Variable", "flax.AxisMetadata"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, assemble, ends_of, full_index
-from layoutmap.core.errors import EngineError
+from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import no_element_type, no_numbers
+from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
 
 dtensor: Any = tf.experimental.dtensor
@@ -54,6 +55,20 @@ def layout_of(array: Any) -> Layout | None:
         return None
     native = dtensor.fetch_layout(array)
     return Layout(list(native.sharding_specs), getattr(array, _MADE_ON, None) or _mesh_of(native.mesh))
+
+
+def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+    """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.found`."""
+    try:
+        layout = layout_of(array)
+    except LayoutMapError as error:
+        return Unplaced(f"in a layout that has no form here: {error.what}")
+    if layout is not None:
+        return layout
+    device = getattr(array, "device", "").rpartition("device:")[2]
+    return Unplaced(
+        "on no mesh: DTensor copies it to where it is used", (device,) * bool(device), is_copied=True
+    )
 
 
 def _mesh_of(native_mesh: Any) -> Mesh:

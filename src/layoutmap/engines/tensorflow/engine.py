@@ -38,6 +38,7 @@ from layoutmap.engines.tensorflow.arrays import (
     canonical,
     check_dtype,
     check_placed,
+    found,
     from_blocks,
     layout_of,
     move,
@@ -64,6 +65,7 @@ class TensorFlowEngine:
     simulate = staticmethod(simulate)
     bind = staticmethod(bound_mesh)
     layout_of = staticmethod(layout_of)
+    found = staticmethod(found)
     to_shards = staticmethod(shards_of)
     to_numpy = staticmethod(to_numpy)
     canonical = staticmethod(canonical)

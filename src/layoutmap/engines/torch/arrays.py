@@ -6,7 +6,7 @@ and is silently wrong for some layouts of simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, intersect, within
-from layoutmap.core.errors import EngineError
+from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.devices import (
     bound_mesh,
@@ -59,6 +61,38 @@ def layout_of(array: Any) -> Layout | None:
     if noted is not None and native_of(noted) == (array.device_mesh, array.placements):
         return noted
     return layout_of_placements(array.device_mesh, array.placements, array.ndim)
+
+
+def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+    """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.found`."""
+    if not isinstance(array, DTensor):
+        return _plain(array)
+    placements = ", ".join(map(str, array.placements))
+    try:
+        layout = layout_of(array)
+    except MeshError as error:
+        return Unplaced(f"({placements}) on a mesh that has no form here: {error.what}")
+    if layout is not None:
+        return layout
+    if any(placement.is_partial() for placement in array.placements):
+        return Unplaced(f"({placements}): each device has a summand of it, and the sum is pending")
+    if array.device_mesh.mesh_dim_names is None:
+        return Unplaced(
+            f"({placements}) on a mesh of {array.device_mesh.size()} devices, whose dims have no names"
+        )
+    return Unplaced(f"({placements}), which is no order of mesh dims on an axis")
+
+
+def _plain(array: Any) -> Unplaced:
+    """How a tensor is held that is no DTensor; where there are several processes, each has its own."""
+    kind = array.device.type
+    if kind == "meta":
+        return Unplaced("a tensor without values, on the meta device", is_copied=True)
+    kind = {"cuda": "GPU"}.get(kind, kind.upper())
+    if simulation.is_simulated():
+        return Unplaced(f"a plain tensor on {kind}", (f"{kind}:{array.device.index or 0}",), is_copied=True)
+    ranks = tuple(f"{kind}:{each}" for each in range(simulation.world_size()))
+    return Unplaced("a plain tensor: each process has its own", ranks, is_copied=True)
 
 
 def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -38,6 +38,7 @@ from layoutmap.engines.checks import (
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
     check_placed,
+    found,
     from_blocks,
     gather,
     layout_indices,
@@ -75,6 +76,7 @@ class TorchEngine:
     bind = staticmethod(bound_mesh)
     simulate = staticmethod(simulation.simulate)
     layout_of = staticmethod(layout_of)
+    found = staticmethod(found)
     to_shards = staticmethod(shards_of)
     canonical = staticmethod(canonical)
 

@@ -147,4 +147,10 @@ def is_named_as_taking_heads(layer_name: str) -> bool:
 def rule_of(assignment: Assignment) -> str:
     """The rule that a layout comes from, to be put behind it."""
     match = assignment.match
-    return f"     {match.rule}" if match and match.rule else "     no rule" if match else ""
+    return (
+        f"     {match.rule}"
+        if match and match.rule
+        else "     no rule"
+        if match and not match.is_found
+        else ""
+    )

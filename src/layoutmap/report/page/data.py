@@ -128,7 +128,13 @@ class _PageData:
         v, match = a.variable, a.match
         shard = a.shard_bytes if a.fits else None
         form = self.forms.number((v.shape, v.dtype, self._layout(a.layout), v.global_bytes, shard))
-        rule = NOT_ASKED if match is None else self._rule(match.rule) if match.rule else NO_RULE
+        rule = (
+            NOT_ASKED
+            if match is None or match.is_found
+            else self._rule(match.rule)
+            if match.rule
+            else NO_RULE
+        )
         more = {
             "model": v.model,
             "aliases": v.aliases,
@@ -149,6 +155,7 @@ class _PageData:
             "near": self.lists.number(match.near_misses) if match.near_misses else None,
             "asked": asked and self._layout(asked),
             "rest": match.is_rest or None,
+            "found": match.is_found or None,
         }
 
     def _parent(self, a: Assignment) -> int | str:

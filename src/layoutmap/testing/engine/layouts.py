@@ -10,6 +10,7 @@ from layoutmap.core.errors import EngineError, LayoutError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import engine_of_array
+from layoutmap.engines.protocol import Unplaced
 from layoutmap.testing.engine.cases import EngineCases, all_specs, assignment_of, random_values, recorded
 
 
@@ -80,6 +81,18 @@ class LayoutLaws(EngineCases):
         assert not isinstance(None, self.engine.array_types)
         assert self.engine is engine_of_array(array)
         assert self.engine.layout_of(array) is None
+
+    def test_a_plain_array_is_told_as_what_it_is(self):
+        """It has no layout, and is brought to what it is used with; one in a layout has that, asked in either way."""
+        plain = self.engine.found(self.make_array(np.zeros(2, np.float32)))
+        layout = Layout(["x"], self.mesh("x=2"))
+        array = self.engine.relayout(np.zeros(2, np.float32), layout)
+
+        assert isinstance(plain, Unplaced)
+        assert plain.is_copied
+        assert {*plain.devices} <= {*self.engine.devices(self._device_type)}
+        assert layout == self.engine.found(array) == self.engine.layout_of(array)
+        assert layout == self.engine.found(array, [self.mesh("x=2,y=2")])
 
     def test_native_checks_the_rank(self):
         """A layout of another rank than asked for is refused."""

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from layoutmap.testing.laws import keeping, planning, training
+from layoutmap.testing.laws import inspecting, keeping, planning, training
 from layoutmap.testing.laws.trial import NotTried, Trial, quiet
 from layoutmap.testing.models.cases import Case
 
@@ -32,6 +32,7 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     training.it_trains_as_on_one_device,
     training.it_computes_the_same_without_a_compiler,
     planning.the_plan_is_what_is_built,
+    inspecting.what_is_inspected_is_what_was_planned,
     keeping.it_is_loaded_on_another_mesh,
     keeping.it_is_loaded_by_another_engine,
     keeping.a_model_that_exists_is_laid_out,

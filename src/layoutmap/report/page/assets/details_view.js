@@ -7,6 +7,7 @@ function detailsView(name, holder) {
 
   function reasonOf(v) {
     if (v.rule) return [...ruleNode(v.rule), v.rule.uneven === "error" ? "" : ` (uneven: ${v.rule.uneven})`];
+    if (v.found) return ["it is as it was found: no map was asked"];
     if (v.notAsked) return [v.parent ? "it follows its parent" : `a ${v.kind} is not asked of the rules`];
     return [`no rule matches, so it is replicated${v.rest ? ', as layout_map.rest = "replicated" says' : ""}`];
   }

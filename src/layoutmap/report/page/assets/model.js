@@ -52,7 +52,7 @@ for (const v of variables) {
   v.uneven = !v.fits || v.asked !== null || v.problems.some((p) => p.kind === "uneven" || p.kind === "rank");
   v.name = severalModels && v.model ? `${v.model}: ${v.path}` : v.path;
   const parent = v.parent && (v.parent.path ?? v.parent);
-  v.ruleText = v.rule ? `${v.rule.number}` : v.rest ? "the rest" : v.noRule ? "no rule" : v.notAsked && parent ? `as ${parent}` : `(${v.kind})`;
+  v.ruleText = v.rule ? `${v.rule.number}` : v.rest ? "the rest" : v.noRule ? "no rule" : v.found ? "" : v.notAsked && parent ? `as ${parent}` : `(${v.kind})`;
   v.how = !v.fits ? "does not fit" : v.layout.replicated ? "replicated" : `sharded over ${v.layout.dims.map((dim) => mesh.names[dim]).join(", ")}`;
   v.haystack = [v.name, ...v.aliases, v.rule?.pattern ?? ""].join("\n");
   v.searched = v.haystack.toLowerCase();

@@ -1,0 +1,212 @@
+"""The plan of a model that exists, read off its arrays, whoever has laid them out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from layoutmap.adapters import adapter_of_model
+from layoutmap.core.errors import listed
+from layoutmap.core.layout import Layout
+from layoutmap.core.match import AS_FOUND, Match
+from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines import Engine, get_engine
+from layoutmap.engines.protocol import Unplaced
+from layoutmap.plan.problems import Problem, in_order
+from layoutmap.plan.table import PlanTable
+from layoutmap.scope.context import Scope
+from layoutmap.scope.plan import Plan
+
+Place = Layout | Unplaced
+
+
+def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None) -> Plan:
+    """Return the plan of a model that exists: where each variable is, whoever has put it there.
+
+    Nothing is started, moved, gathered or changed, and nothing is guessed: an array that no layout can say is not in
+    the plan, but among its problems, with how it is held. Where several processes hold a model, each may ask alone.
+
+    Args:
+        model: A model of Keras, torch or flax.nnx, or a pytree of arrays, such as a train state of flax, a module of
+            Equinox, or `jax.ShapeDtypeStruct`s with shardings.
+        optimizer: Its optimizer, or the state of one, where the model does not have it: its slots are in the plan.
+        batch_dim: The mesh dim over which batches are sharded; the plan notes every other one that shards no weight.
+
+    Returns:
+        The plan. Of a model that a scope of this library has laid out, with the rules, notes and problems of that.
+        Where arrays are on several meshes, it is of the largest, and the others are among its problems.
+
+    Raises:
+        ScopeError: It is no model of a supported library, or the mesh has no such dim.
+
+    Example:
+        >>> import jax, layoutmap as lm
+        >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
+        >>> sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
+        >>> params = {"up": {"kernel": jax.device_put(jax.numpy.ones((64, 256)), sharding)}}
+        >>> plan = lm.inspect(params, batch_dim="data")
+        >>> plan["up.kernel"].layout.sharding_specs, plan["up.kernel"].shard_shape
+        (('unsharded', 'model'), (64, 64))
+        >>> print(plan.explain("up.kernel"))
+        up.kernel
+          what        weight, float32[64, 256], 64.0 KiB
+          layout      (unsharded, model)
+          per device  64 x 64, 16.0 KiB
+          because     it is as it was found: no map was asked
+          to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
+    """
+    adapter = adapter_of_model(model)
+    stored = adapter.described(model, optimizer)
+    places = _places([each.array for each in stored], get_engine(adapter.engine_name))
+    mesh = _mesh_of(places)
+    check_dim("batch_dim", batch_dim, mesh, "the batch is sharded over it")
+    assignments: list[Assignment] = []
+    problems: list[Problem] = []
+    for variable, place in zip((each.variable for each in stored), places, strict=True):
+        layout = _on(mesh, place, len(variable.shape))
+        if layout is not None:
+            match = Match(variable.path, None, otherwise=AS_FOUND)
+            assignments.append(Assignment(variable, layout, match))
+        problems += _problems_of(variable, place, layout, mesh)
+    plan = Plan(mesh, tuple(assignments), in_order(problems))
+    context = adapter.context_of(model)
+    if isinstance(context, Scope):
+        return _with_rules(plan, context.plan)
+    return plan.with_problems([*_unused_dims(plan, batch_dim)])
+
+
+def _places(arrays: Sequence[Any], engine: Engine) -> list[Place]:
+    """How each array is held; one whose layout has no names is looked for on the meshes of the others."""
+    places: list[Place] = [engine.found(array) for array in arrays]
+    meshes = list({place.mesh: None for place in places if isinstance(place, Layout)})
+    return [
+        engine.found(array, meshes) if meshes and isinstance(place, Unplaced) and not place.devices else place
+        for array, place in zip(arrays, places, strict=True)
+    ]
+
+
+def _mesh_of(places: Sequence[Place]) -> Mesh:
+    """The largest of several meshes, that of most arrays; without any, one of the devices that have each array."""
+    counts = Counter(place.mesh for place in places if isinstance(place, Layout))
+    if counts:
+        return max(counts, key=lambda mesh: (mesh.size, len(mesh.mesh_dims), counts[mesh]))
+    alone = Counter(place.devices for place in places if isinstance(place, Unplaced) and place.devices)
+    devices = max(alone, key=alone.__getitem__, default=None)
+    return Mesh(devices, {"device": len(devices or "1")})
+
+
+def _on(mesh: Mesh, place: Place, rank: int) -> Layout | None:
+    """The layout on the mesh of a plan; `None`: it has none there."""
+    if isinstance(place, Layout):
+        if place.mesh is mesh or place.mesh == mesh:
+            return place
+        return Layout(place.sharding_specs, mesh) if _is_part(place.mesh, mesh) else None
+    if place.is_copied or place.devices == mesh.devices:
+        return Layout.replicated(mesh, rank)
+    return None
+
+
+def _is_part(part: Mesh, mesh: Mesh) -> bool:
+    """Whether a mesh is another one at fixed places along the dims that it does not have."""
+    sizes = mesh.dim_sizes
+    if any(sizes.get(name) != number for name, number in part.dim_sizes.items()):
+        return False
+    if part.devices is None or mesh.devices is None:
+        return part.devices is mesh.devices
+    places = {
+        name: dict(zip(mesh.dim_names, mesh.coords(i), strict=True)) for i, name in enumerate(mesh.devices)
+    }
+    if not places.keys() >= {*part.devices}:
+        return False
+    first = places[part.devices[0]]
+    return all(
+        places[name] == first | dict(zip(part.dim_names, part.coords(i), strict=True))
+        for i, name in enumerate(part.devices)
+    )
+
+
+def _problems_of(
+    variable: VariableSpec, place: Place, layout: Layout | None, mesh: Mesh
+) -> Iterator[Problem]:
+    path, facts = variable.path, (("shape", str(variable.shape)),)
+    if isinstance(place, Unplaced):
+        if layout is None:
+            yield Problem(
+                "no layout",
+                "warning",
+                path,
+                f"{path}: {place.what}",
+                facts,
+                "a layout says for each axis over which named mesh dims it is sharded, in equal shards: this is not in "
+                "the plan",
+                "",
+            )
+        elif mesh.size > 1:
+            why = "it counts as replicated"
+            yield Problem("plain", "note", path, f"{path}: {place.what}", facts, why)
+    elif layout is None:
+        facts += (
+            ("layout", str(place)),
+            ("its mesh", str(place.mesh)),
+            ("devices", listed(place.mesh.devices or ())),
+        )
+        why = f"a plan is of one mesh, and most are on {mesh}: this is not in the plan"
+        fix = "inspect the part of the model that is on the other mesh"
+        yield Problem("another mesh", "warning", path, f"{path}: it is on another mesh", facts, why, fix)
+    elif place.mesh != mesh:
+        rest = ", ".join(name for name in mesh.dim_names if name not in place.mesh)
+        what = f"{path}: it is on {place.mesh}, a part of the mesh"
+        yield Problem("another mesh", "note", path, what, facts, f"it counts as replicated over {rest}")
+    if layout is not None:
+        for axis in layout.uneven_axes(variable.shape):
+            error = layout.uneven_error(variable.shape, axis, path)
+            facts = tuple((name, str(value)) for name, value in error.facts.items())
+            what = f"{path}: axis {axis} is sharded unevenly"
+            yield Problem(
+                "uneven", "warning", path, what, facts, f"{error.why}: some devices hold more than others"
+            )
+
+
+def _with_rules(found: Plan, planned: PlanTable) -> Plan:
+    """A plan with the rules, notes and problems of the scope in which its model was laid out."""
+    known: dict[str, list[Assignment]] = {}
+    for each in planned.assignments:
+        known.setdefault(each.variable.path, []).append(each)
+    assignments: list[Assignment] = []
+    moved: list[Problem] = []
+    for each in found.assignments:
+        path, shape = each.variable.path, each.variable.shape
+        alike = [a for a in known.get(path, ()) if a.variable.shape == shape]
+        same = [a for a in alike if a.layout == each.layout]
+        if alike and not same:
+            facts = ("laid out in", str(alike[0].layout)), ("now in", str(each.layout))
+            why = "the program has replaced the array since its scope laid it out"
+            moved.append(
+                Problem("moved", "warning", path, f"{path}: it is in another layout now", facts, why)
+            )
+        assignments.append(
+            replace(each, match=same[0].match, global_init=same[0].global_init) if same else each
+        )
+    order = {a.variable.path: number for number, a in reversed([*enumerate(planned.assignments)])}
+    assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
+    models = {a.variable.model for a in assignments if a.variable.path in known}
+    kept = [p for p in planned.problems if not p.model or p.model in models]
+    return replace(
+        found,
+        assignments=tuple(assignments),
+        problems=in_order([*kept, *found.problems, *moved]),
+        activations=planned.activations,
+        free_activations=planned.free_activations,
+    )
+
+
+def _unused_dims(plan: Plan, batch_dim: str | None) -> Iterator[Problem]:
+    for dim in plan.unused_dims:
+        if dim.name != batch_dim:
+            what = f"mesh dim {dim.name!r} shards no weight"
+            why = f"groups of {dim.size} devices hold the same weights, and compute the same unless their data differs"
+            fix = f"pass batch_dim={dim.name!r} if batches are sharded over it"
+            yield Problem("unused dim", "note", dim.name, what, (("mesh", str(plan.mesh)),), why, fix)
