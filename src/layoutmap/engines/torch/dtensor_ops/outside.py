@@ -93,11 +93,11 @@ def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _refuse_address(tensor: Any) -> None:
-    """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of."""
-    if is_guarded(tensor.device_mesh):
-        asking = sys._getframe(level_of_user({"torch", "functools"}) - 1).f_code.co_qualname
+    """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of; `copy.deepcopy` does, too."""
+    asking = sys._getframe(level_of_user({"functools"}) - 1)
+    if is_guarded(tensor.device_mesh) and asking.f_globals.get("__name__") != "torch._tensor":
         raise EngineError(
-            f"{asking}: the address of a tensor on a mesh",
+            f"{asking.f_code.co_qualname}: the address of a tensor on a mesh",
             facts={"shape": tuple(tensor.shape), "layout": str(tensor.placements)},
             why="each device has its shards in memory of their own, and nobody knows what the kernel does with them",
             fix="make the kernel an operator by torch.library.custom_op or triton_op, which is computed on gathered "
