@@ -1,7 +1,8 @@
 """How long it takes to create a model in its layouts, and how much memory that needs.
 
-    python benchmarks/create.py                       both models, 5 rounds: some minutes
+    python benchmarks/create.py                       two large models, 5 rounds: some minutes
     python benchmarks/create.py --model wide --rounds 3
+    python benchmarks/create.py --draw 12 --seed 5    decoders of drawn sizes, a round each
 
 Three ways, each in a fresh process, taken in turns: this library; Keras's own ModelParallel; and
 the naive way, which creates plainly and then moves. On 8 simulated devices in a 2x4 mesh. Time runs
@@ -26,6 +27,15 @@ import sys
 import threading
 import time
 
+from drawn_sizes import draw, spread
+
+DRAWN = {
+    "vocabulary": (256, 1024, 4096, 32_000),
+    "width": (64, 128, 256, 512, 1024),
+    "ffn": (256, 1024, 4096),
+    "heads": (4, 8),
+    "blocks": (1, 2, 4, 8, 12),
+}
 METHODS = ("layoutmap", "ModelParallel", "naive")
 MESH = (("batch", 2), ("model", 4))
 
@@ -190,6 +200,8 @@ def main() -> None:
         "--model", action="append", help="decoder, wide, tiny or micro; may be given several times"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--draw", type=int, help="how many decoders to draw, in place of --model")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--watch", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -198,6 +210,9 @@ def main() -> None:
         return
     if args.child:
         child(args.child, args.model[0])
+        return
+    if args.draw:
+        report_drawn(args.draw, args.seed)
         return
     for model_name in args.model or ["decoder", "wide"]:
         runs: dict[str, list[dict]] = {method: [] for method in METHODS}
@@ -210,6 +225,24 @@ def main() -> None:
         watched = {method: measure(method, model_name, "--watch") for method in METHODS}
         print("\r\x1b[K", end="", file=sys.stderr)
         report(model_name, runs, watched)
+
+
+def report_drawn(count: int, seed: int) -> None:
+    """Seconds and memory of drawn decoders, beside those of the other ways."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for drawn in draw(count, seed, DRAWN):
+        runs = {method: measure(method, json.dumps(drawn)) for method in METHODS}
+        if any(run["digest"] != runs["layoutmap"]["digest"] for run in runs.values()):
+            print("WARNING: the methods gave different weights")
+        told: list[str] = []
+        for method, run in runs.items():
+            told.append(f"{method} {run['seconds']:.2f} s, {run['peak_bytes'] / 2**20:.0f} MiB")
+            for what, key in (("seconds", "seconds"), ("memory of the process", "peak_bytes")):
+                ratios.setdefault((what, method), []).append(runs["layoutmap"][key] / run[key])
+        print(f"{drawn}: {'; '.join(told)}", flush=True)
+    for (what, method), of in ratios.items():
+        if method != "layoutmap":
+            print(spread(f"{what}, layoutmap beside {method}", of))
 
 
 def report(model_name: str, runs: dict[str, list[dict]], watched: dict[str, dict]) -> None:

@@ -1,13 +1,13 @@
 """What a step under `lm.jit_step` costs beside one that is written by hand.
 
-    python benchmarks/jit_step.py                     micro and tiny, 5 rounds
-    python benchmarks/jit_step.py --model tiny --rounds 3
+    python benchmarks/jit_step.py                     12 drawn sizes and meshes: some minutes
+    python benchmarks/jit_step.py --draw 30 --seed 5  others
     python benchmarks/jit_step.py --nnx               modules of flax.nnx, changed in place
 
 By hand: `jax.jit` with the `NamedSharding`s of all results, donation, and `jax.device_put` of the batch; for nnx the
 same with `nnx.split` before the first step and no module at all between two steps, and `nnx.jit`, which keeps no
-layouts. The same MLP blocks, AdamW, layouts and batches, on 8 simulated devices in a 2x4 mesh, in one process: the ways
-take turns, a step each, and each step is waited for. The first steps compile and are not counted.
+layouts. The same MLP blocks, AdamW, layouts and batches, on 8 simulated devices, in one process: the ways take turns, a
+step each, and each step is waited for. The first steps compile and are not counted. A ratio is that of medians.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from drawn_sizes import draw, spread
 from jax.sharding import NamedSharding, PartitionSpec
 
 import layoutmap as lm
 
-SIZES = {"micro": (64, 4, 32, 40), "tiny": (256, 4, 64, 10)}  # width, blocks, rows, steps in a round
-MESH = "batch=2,model=4"
+SIZES = {
+    "width": (32, 64, 128, 256, 512),
+    "blocks": (1, 2, 4, 8, 12),
+    "rows": (8, 32, 64, 256),
+    "mesh": ("batch=2,model=4", "batch=4,model=2", "batch=8,model=1", "batch=1,model=8"),
+}
 SPECS = {"up": (None, "model"), "down": ("model", None), "bias": (None,), "scale": (None,)}
+SECONDS = 20.0
+"""How long a size is measured at most; large ones take fewer steps than asked for."""
 
 
 def shapes_of(width: int, blocks: int) -> list[dict[str, tuple[int, ...]]]:
@@ -44,10 +51,10 @@ def forward(params, x):
     return x
 
 
-def pytrees(width: int, blocks: int):
+def pytrees(width: int, blocks: int, mesh: str):
     """The ways to step with a pytree of parameters, by name: each a function of a batch."""
     tx = optax.adamw(1e-3)
-    layout_map = lm.LayoutMap(lm.create_mesh(MESH))
+    layout_map = lm.LayoutMap(lm.create_mesh(mesh))
 
     def step(params, state, x):
         loss, gradients = jax.value_and_grad(lambda p: (forward(p, x) ** 2).mean())(params)
@@ -86,7 +93,7 @@ def pytrees(width: int, blocks: int):
     return {"by hand": stepping(by_hand, lambda x: jax.device_put(x, rows)), "jit_step": stepping(ours)}
 
 
-def modules(width: int, blocks: int):
+def modules(width: int, blocks: int, mesh: str):
     """The ways to step with modules of nnx, by name."""
     from flax import nnx
 
@@ -103,7 +110,7 @@ def modules(width: int, blocks: int):
             return forward([{name: getattr(b, name)[...] for name in SPECS} for b in self.blocks], x)
 
     tx = optax.adamw(1e-3)
-    layout_map = lm.LayoutMap(lm.create_mesh(MESH))
+    layout_map = lm.LayoutMap(lm.create_mesh(mesh))
 
     def step(model, optimizer, x):
         loss, gradients = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
@@ -145,35 +152,41 @@ def modules(width: int, blocks: int):
     }
 
 
+def measured(ways, x, steps: int) -> dict[str, float]:
+    """Median milliseconds of a step of each way, taken in turns; they must have the same loss."""
+    losses = [float(run(x)) for run in ways.values()]
+    assert np.allclose(losses, losses[0], rtol=1e-4), losses
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    latest = time.perf_counter() + SECONDS
+    while len(next(iter(times.values()))) < steps and time.perf_counter() < latest:
+        for way, run in ways.items():  # one step each: what slows the machine down slows all of them
+            start = time.perf_counter()
+            run(x).block_until_ready()
+            times[way].append(1000 * (time.perf_counter() - start))
+    return {way: statistics.median(of) for way, of in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", action="append", choices=SIZES, help="may be given several times")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--draw", type=int, default=12, help="how many sizes to draw (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60, help="steps of each way (default: %(default)s)")
     parser.add_argument("--nnx", action="store_true")
     args = parser.parse_args()
-    for name in args.model or list(SIZES):
-        width, blocks, rows, steps = SIZES[name]
-        x = np.random.default_rng(1).normal(size=(rows, width)).astype("float32")
-        ways = (modules if args.nnx else pytrees)(width, blocks)
-        losses = {way: float(run(x)) for way, run in ways.items()}
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(args.rounds * steps):
-            for way, run in ways.items():  # one step each: what slows the machine down slows all of them
-                start = time.perf_counter()
-                run(x).block_until_ready()
-                times[way].append(1000 * (time.perf_counter() - start))
-        first = next(iter(ways))
-        print(
-            f"\n{name}: {args.rounds * steps} steps, ms per step: median, fastest; and their ratios to the first"
-        )
-        for way, of in times.items():
-            median, fastest = statistics.median(of), min(of)
-            ratios = median / statistics.median(times[first]), fastest / min(times[first])
-            print(
-                f"{way:<16} {median:>9.2f} {fastest:>9.2f}   {ratios[0]:.3f}  {ratios[1]:.3f}   loss {losses[way]:.6f}"
-            )
+    ratios: dict[str, list[float]] = {}
+    for drawn in draw(args.draw, args.seed, SIZES):
+        x = np.random.default_rng(1).normal(size=(drawn["rows"], drawn["width"])).astype("float32")
+        ways = (modules if args.nnx else pytrees)(drawn["width"], drawn["blocks"], drawn["mesh"])
+        found = measured(ways, x, args.steps)
+        first = next(iter(found.values()))
+        for way, median in found.items():
+            ratios.setdefault(way, []).append(median / first)
+        told = ", ".join(f"{way} {median:.2f} ms ({median / first:.2f})" for way, median in found.items())
+        print(f"{drawn}: {told}", flush=True)
+    for way, of in list(ratios.items())[1:]:
+        print(spread(f"{way}, beside {next(iter(ratios))}", of))
 
 
 if __name__ == "__main__":

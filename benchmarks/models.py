@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import keras
 
 
@@ -77,9 +79,12 @@ KERAS_RULES = {
 
 
 def make_model(name: str) -> keras.Model:
-    """One of the models, its weights waiting for the first call. `mlp` is two dense layers and takes numbers."""
+    """One of the models, or a decoder of sizes given as JSON; its weights wait for the first call.
+
+    `mlp` is two dense layers and takes numbers.
+    """
     if name == "mlp":
         return keras.Sequential(
             [keras.layers.Dense(256, activation="relu", name="up"), keras.layers.Dense(64, name="down")]
         )
-    return Decoder(**MODELS[name])
+    return Decoder(**(MODELS.get(name) or json.loads(name)))
