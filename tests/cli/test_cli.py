@@ -295,13 +295,13 @@ down.kernel  shape  (16, 8) -> (32, 8)
 HELP = {
     ("--help",): """\
 usage: layoutmap [-h] [--version]
-                 plan | explain | lint | diff | search | checkpoint | devices | presets | schema |
-                 completion ...
+                 plan | explain | lint | diff | search | checkpoint | devices | selftest | presets
+                 | schema | completion ...
 
 See where every weight of a model is placed, before a byte is allocated.
 
 positional arguments:
-  plan | explain | lint | diff | search | checkpoint | devices | presets | schema | completion
+  plan | explain | lint | diff | search | checkpoint | devices | selftest | presets | schema | completion
     plan                Print the plan of a model: every variable with its layout and bytes, and
                         all problems.
     explain             Explain why a variable has its layout, and what to type to change it.
@@ -313,6 +313,8 @@ positional arguments:
                         compare it with built-in expert maps.
     checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
     devices             List the devices of this process, and its number in a job of several.
+    selftest            Try on the devices here, for minutes, whether layouts compute what one
+                        device computes, and how fast.
     presets             List the presets of rules, and the published models that can be planned by
                         name.
     schema              Print the JSON Schema of rules files, for editors, or check such files.

@@ -28,7 +28,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("layoutmap ", "plan explain lint diff search checkpoint devices presets schema completion"),
+        ("layoutmap ", "plan explain lint diff search checkpoint devices selftest presets schema completion"),
         ("layoutmap pl", "plan"),
         ("layoutmap plan m:f --ba", "--backend --batch-dim"),
         ("layoutmap plan m:f --backend ", "jax tensorflow torch"),

@@ -19,14 +19,6 @@ A_DAY = {"keras-jax": 3, "nnx": 3, "pytree": 3, "keras-torch": 2, "torch": 2, "k
 HERE = [
     name for name, each in SUBJECTS.items() if each.engine == os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")
 ]
-UNHELD = {
-    # DTensor refuses some layouts only in the step: docs/what-works.md has the rate.
-    "tensorflow": {
-        "it trains as on one device",
-        "the plan is what is built",
-        "a step that fails changes nothing",
-    },
-}
 PARTS, OF_PART = 8, 15
 
 
@@ -51,7 +43,7 @@ def test_the_laws_hold_on_many_cases(subject, part):
 
 def unheld(subject, seeds):
     """What did not hold, by seed and law; tried again as users run it, in a process of its own."""
-    laws = [law for law in LAWS if law not in UNHELD.get(SUBJECTS[subject].engine, ())]
+    laws = [law for law in LAWS if law not in SUBJECTS[subject].unheld]
     suspects = [
         seed for seed in seeds if any(each.is_suspicious for each, _ in try_seed(subject, seed, laws))
     ]

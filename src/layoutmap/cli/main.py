@@ -1,11 +1,11 @@
-"""The command line: `layoutmap plan | explain | lint | diff | search | checkpoint | devices | presets | ...`.
+"""The command line: `layoutmap plan | explain | lint | diff | search | checkpoint | devices | selftest | ...`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
 
 Exit codes: 0 the output was printed and all is well; 1 the plan has problems, lint finds something, two plans differ,
-or a checkpoint is damaged; 2 there is no answer, as where a rules file is wrong or a plan incomplete; 130 interrupted;
-141 the reader of a pipe has closed it.
+a checkpoint is damaged, or a law of the self-test does not hold; 2 there is no answer, as where a rules file is wrong
+or a plan incomplete; 130 interrupted; 141 the reader of a pipe has closed it.
 Code of a model that ends the process itself (`os._exit`) decides the exit code as well: nothing inside of the process
 can prevent that.
 """
@@ -40,6 +40,7 @@ from layoutmap.cli.output import (
 )
 from layoutmap.cli.plans import add_model_options, num_rules, plan_of, plans_of
 from layoutmap.cli.search import add_search_options, run_search_command
+from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
 from layoutmap.cli.sizes import size_in_bytes
 from layoutmap.cli.syntax import in_yaml
 from layoutmap.cli.users_code import UsersCodeError
@@ -63,6 +64,7 @@ _EXAMPLES = r"""examples:
       --inputs "token_ids=int32[64,4096]" "padding_mask=int32[64,4096]"       the best map, found
   layoutmap checkpoint describe runs/llama --step 1000     more: layoutmap checkpoint --help
   layoutmap devices --engine jax
+  layoutmap selftest --report selftest.html     do these devices compute what one device computes?
   layoutmap presets
   layoutmap schema > rules.schema.json
   layoutmap schema rules.yaml     checks the file, without a model
@@ -70,7 +72,7 @@ _EXAMPLES = r"""examples:
 
 exit codes:
   0  the output was printed, and all is well
-  1  the plan has problems, lint found something, the plans differ, or a checkpoint is damaged
+  1  the plan has problems, lint found something, the plans differ, a checkpoint is damaged, or the self-test failed
   2  there is no answer, as where a rules file is wrong or a plan is incomplete; stderr says why
 """
 
@@ -139,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(
         required=True,
-        metavar="plan | explain | lint | diff | search | checkpoint | devices | presets | schema | completion",
+        metavar="plan | explain | lint | diff | search | checkpoint | devices | selftest | presets | schema | "
+        "completion",
     )
 
     def command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
@@ -208,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=tuple(ENGINES),
         help="the engine; default: all that are installed",
     )
+    selftest = command(
+        "selftest",
+        run_selftest_command,
+        "Try on the devices here, for minutes, whether layouts compute what one device computes, and how fast.",
+    )
+    add_selftest_options(selftest)
     listed = command(
         "presets",
         _presets,

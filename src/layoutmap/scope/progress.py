@@ -89,10 +89,10 @@ class Waiting(_Line):
         super().__init__(enabled)
         self._what, self._begin = what, time.monotonic()
 
-    def __call__(self) -> None:
-        """Show how long it has taken so far."""
+    def __call__(self, done: str = "") -> None:
+        """Show how long it has taken so far, and what is done."""
         if self._is_due():
-            self._show(f"layoutmap: {self._what}, {time.monotonic() - self._begin:.0f} s")
+            self._show(f"layoutmap: {self._what}, {time.monotonic() - self._begin:.0f} s{done}")
 
 
 def _is_watched() -> bool:

@@ -16,12 +16,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
 from layoutmap.testing.laws import Outcome
-from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.subjects import subject_named
 
 IN_ONE_PROCESS = 20
 """Cases that one process tries: frameworks keep compiled programs, so its memory grows."""
@@ -36,7 +36,7 @@ class Tried:
     """What came of a law on a case of a subject.
 
     Args:
-        subject: One of `SUBJECTS`.
+        subject: One of `SUBJECTS` or `ARRAYS`.
         seed: The seed of the case.
         outcome: The law and what came of it.
         program: The case as a program, where the law did not hold.
@@ -53,12 +53,18 @@ class Schedule:
     """Cases to be tried, and how far that is.
 
     Args:
-        subjects: Names of `SUBJECTS`.
+        subjects: Names of `SUBJECTS` and `ARRAYS`.
         seed: The first seed of each subject.
         seconds: When no new case is begun, and cases in work are left without an outcome.
         count: How many cases of each subject to try; `None`: as many as the time allows.
         laws: Names of laws; none: all.
         num_workers: How many processes work at a time; `None`: one for each core.
+        simulate: How many devices each process simulates; 0: it has those that there are.
+        mesh: The mesh of all cases; empty: each has one of its own.
+        settings: Variables of the processes' environment.
+
+    Attributes:
+        devices: The devices of each engine whose processes have started.
     """
 
     subjects: Sequence[str]
@@ -67,9 +73,14 @@ class Schedule:
     count: int | None = None
     laws: Sequence[str] = ()
     num_workers: int | None = None
+    simulate: int = 8
+    mesh: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    devices: dict[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]], init=False)
     used: Counter[str] = field(default_factory=Counter[str], init=False)
     begun: Counter[str] = field(default_factory=Counter[str], init=False)
     _results: queue.SimpleQueue[Tried | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _stopped: set[str] = field(default_factory=set[str], init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _processes: set[_Process] = field(default_factory=set["_Process"], init=False)
     _deadline: float = field(default=0.0, init=False)
@@ -115,6 +126,8 @@ class Schedule:
         if process.is_quick and any(each.outcome.is_suspicious for each in tried):
             with self._process(subject, quick=False) as again:
                 tried = again.try_case(seed, self._deadline)
+        if subject_named(subject).engine not in self.devices:  # its framework does not start
+            self._stopped.add(subject)
         if time.monotonic() < self._deadline:  # else it was not tried to its end
             for each in tried:
                 self._results.put(each)
@@ -125,6 +138,7 @@ class Schedule:
         """The subject that has had the least time."""
         with self._lock:
             left = [s for s in self.subjects if self.count is None or self.begun[s] < self.count]
+            left = [s for s in left if s not in self._stopped]
             if not left or time.monotonic() >= self._deadline:
                 return None
             subject = min(left, key=lambda each: (self.used[each], self.begun[each]))
@@ -140,7 +154,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def _process(self, subject: str, *, quick: bool) -> Iterator[_Process]:
-        process = _Process(subject, self.laws, quick=quick)
+        process = _Process(self, subject, quick=quick)
         self._processes.add(process)
         try:
             yield process
@@ -153,17 +167,20 @@ class _Process:
     """A process that tries cases, one at a time.
 
     Args:
-        subject: One of `SUBJECTS`.
-        laws: Names of laws; none: all.
+        schedule: Says what is tried, and where.
+        subject: One of its subjects.
         quick: Whether XLA leaves its optimizations out, on JAX.
     """
 
-    def __init__(self, subject: str, laws: Sequence[str], *, quick: bool):
-        self.subject, self.is_quick = subject, quick and SUBJECTS[subject].engine == "jax"
+    def __init__(self, schedule: Schedule, subject: str, *, quick: bool):
+        tried, simulated = subject_named(subject), schedule.simulate > 0
+        self.subject, self._engine, self._devices = subject, tried.engine, schedule.devices
+        self.is_quick = quick and simulated and tried.engine == "jax"
+        arguments = [tried.engine, str(schedule.simulate), schedule.mesh, *schedule.laws]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "layoutmap.testing.trying", subject, *laws],
-            env=SUBJECTS[subject].environment(quick=self.is_quick),
+            [sys.executable, "-m", "layoutmap.testing.trying", *arguments],
+            env={**tried.environment(quick=self.is_quick, simulated=simulated), **schedule.settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -183,12 +200,15 @@ class _Process:
         timer.start()
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(f"{seed}\n")
+            self._process.stdin.write(f"{self.subject} {seed}\n")
             self._process.stdin.flush()
             for line in self._process.stdout or ():
                 facts = json.loads(line)
                 if "ended" in facts:
                     return tried
+                if "devices" in facts:
+                    self._devices[self._engine] = facts["devices"]
+                    continue
                 tried.append(Tried(self.subject, seed, Outcome(**facts["outcome"]), facts["program"]))
         except BrokenPipeError:  # it ended before it read the seed
             pass

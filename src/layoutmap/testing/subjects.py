@@ -1,9 +1,12 @@
-"""The pairs of a model library and an engine that laws are tried on, and the settings of a process that does."""
+"""What laws are tried on: model libraries on engines, and arrays of engines; and the settings of a process for that."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from layoutmap.core.launchers import launcher
 
 QUICK_XLA = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
@@ -14,6 +17,8 @@ QUICK_XLA = (
 It then has faults of its own: it divides 0 by 0 in the gradient of some maxima, on one device, too. A difference that
 is found so is tried again without them.
 """
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What has torch take a device of the machine where nothing started several processes: else it simulates some."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +27,22 @@ class Subject:
 
     Args:
         title: Its name for people.
-        library: The kind of models, of `layoutmap.testing.models.LIBRARIES`.
+        library: The kind of models, of `layoutmap.testing.models.LIBRARIES`; empty: arrays alone.
         engine: The engine's name.
+        unheld: Laws that are known not to hold for each case.
     """
 
     title: str
     library: str
     engine: str
+    unheld: Collection[str] = ()
 
-    def environment(self, *, quick: bool) -> dict[str, str]:
+    def environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
         """Return the environment of a process that tries it.
 
         Args:
             quick: Whether XLA leaves its optimizations out.
+            simulated: Whether it leaves the machine's own devices alone.
         """
         flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_XLA}" if quick else os.environ.get("XLA_FLAGS", "")
         settings = {
@@ -44,15 +52,34 @@ class Subject:
             "TF_ENABLE_ONEDNN_OPTS": "0",
             "OMP_NUM_THREADS": "1",
         }
-        return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
+        if simulated:
+            return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
+        return (_ALONE if launcher() is None else {}) | os.environ | settings
 
+
+_REFUSED_LATE = frozenset(
+    {"it trains as on one device", "the plan is what is built", "a step that fails changes nothing"}
+)
+"""DTensor refuses some layouts only in the step: docs/what-works.md has the rate."""
 
 SUBJECTS = {
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
     "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
-    "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow"),
+    "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow", _REFUSED_LATE),
     "torch": Subject("torch.nn", "torch", "torch"),
     "nnx": Subject("flax.nnx", "nnx", "jax"),
     "pytree": Subject("pytrees of JAX", "pytree", "jax"),
 }
-"""All subjects, by the names that commands take."""
+"""All subjects with models, by the names that commands take."""
+
+ARRAYS = {
+    "arrays-jax": Subject("arrays of JAX", "", "jax"),
+    "arrays-torch": Subject("arrays of PyTorch", "", "torch"),
+    "arrays-tensorflow": Subject("arrays of TensorFlow", "", "tensorflow"),
+}
+"""Those without."""
+
+
+def subject_named(name: str) -> Subject:
+    """Return the subject of a name of `SUBJECTS` or `ARRAYS`."""
+    return (SUBJECTS | ARRAYS)[name]

@@ -1,6 +1,8 @@
-"""A process that tries laws on cases of one subject: `python -m layoutmap.testing.trying keras-jax [LAW ...]`.
+"""A process that tries laws on cases of an engine's subjects: `python -m layoutmap.testing.trying jax 8 "" [LAW ...]`.
 
-It reads seeds from stdin, a line each, and writes a line of JSON for each law, and one when the case has ended.
+The number is that of devices to simulate, 0: none; the text is the mesh of all cases, if they have one. It writes a
+line of JSON that says which devices there are. Then it reads lines from stdin, a subject and a seed each, and writes a
+line for each law, and one when the case has ended.
 """
 
 from __future__ import annotations
@@ -12,34 +14,43 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from layoutmap.scope.devices import simulate_devices
+from layoutmap.core.errors import MeshError
+from layoutmap.core.mesh import Mesh
+from layoutmap.scope.devices import devices, simulate_devices
 from layoutmap.testing import models
+from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.laws import Outcome, quiet, try_case
+from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
-from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.subjects import subject_named
 
-NUM_DEVICES = 8
 OWN_OPTIMIZER = 4
 """One in so many cases keeps the optimizer that was drawn for it; the others have SGD, which hides no wrong scale."""
 
 
-def case_of(subject: str, seed: int) -> Case:
+def case_of(subject: str, seed: int, there: Devices = EIGHT) -> Case:
     """Return the case that is tried for a seed of a subject."""
-    case = models.draw(seed, SUBJECTS[subject].library)
+    case = models.draw(seed, subject_named(subject).library, there)
     return case.with_sgd if seed % OWN_OPTIMIZER else case
 
 
-def try_seed(subject: str, seed: int, laws: Collection[str] = ()) -> Iterator[tuple[Outcome, str]]:
+def try_seed(
+    subject: str, seed: int, laws: Collection[str] = (), there: Devices = EIGHT
+) -> Iterator[tuple[Outcome, str]]:
     """Yield what came of each law on the case of a seed, with the case as a program where the law did not hold.
 
     Args:
-        subject: One of `SUBJECTS`.
+        subject: One of `SUBJECTS` or `ARRAYS`.
         seed: The seed.
-        laws: Names of laws; none: all.
+        laws: Names of laws of models; none: all.
+        there: The devices that there are.
     """
+    if not subject_named(subject).library:
+        yield from try_arrays(subject_named(subject).engine, seed, there)
+        return
     try:
         with quiet():
-            case = case_of(subject, seed)
+            case = case_of(subject, seed, there)
     except Exception:
         yield Outcome("a case is drawn", "failed", traceback.format_exc(limit=-4), 0.0), ""
         return
@@ -51,20 +62,31 @@ def main(arguments: list[str]) -> int:
     """Try the seeds that are read from stdin.
 
     Args:
-        arguments: The subject, and names of laws; none: all.
+        arguments: The engine, how many devices to simulate, the mesh, and names of laws; none: all.
     """
-    subject, *laws = arguments
+    engine, number, mesh, *laws = arguments
     answers, sys.stdout = sys.stdout, sys.stderr  # frameworks print, too
 
     def answer(**facts: Any) -> None:
         answers.write(f"{json.dumps(facts)}\n")
         answers.flush()
 
-    simulate_devices(NUM_DEVICES, SUBJECTS[subject].engine)
+    if int(number):
+        simulate_devices(int(number), engine)
+    names = devices(engine)
+    there = Devices(len(names), simulated=int(number) > 0, mesh=mesh)
+    if mesh and (size := Mesh(None, mesh).size) != there.number:
+        raise MeshError(
+            f"the mesh {mesh} does not fit",
+            why=f"it has {size} devices, and {engine} {there.number}",
+            fix=f"choose sizes whose product is {there.number}",
+        )
+    answer(devices=names)
     for line in sys.stdin:
-        for outcome, program in try_seed(subject, int(line), laws):
+        subject, seed = line.split()
+        for outcome, program in try_seed(subject, int(seed), laws, there):
             answer(outcome=asdict(outcome), program=program)
-        answer(ended=int(line))
+        answer(ended=int(seed))
     return 0
 
 

@@ -129,7 +129,7 @@ def _another_map(trial: Trial) -> tuple[Map, Plan]:
     choices = trial.choices
     shapes = {a.variable.path: a.variable.shape for a in trial.ruled if a.variable.shape}
     for _ in range(_TRIES):
-        drawn = draw_map(choices, shapes, {})
+        drawn = draw_map(choices, shapes, {}, trial.case.devices)
         plan = trial.case.plan(_layout_map(drawn))
         if not plan.errors:
             return drawn, plan

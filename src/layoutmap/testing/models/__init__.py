@@ -28,21 +28,23 @@ from hypothesis import strategies as st
 
 from layoutmap.testing.models.cases import Case, Drawn, draw_case
 from layoutmap.testing.models.choices import Choices
+from layoutmap.testing.models.maps import EIGHT, Devices
 
-__all__ = ["LIBRARIES", "Case", "Drawn", "cases", "draw", "draw_model", "models"]
+__all__ = ["LIBRARIES", "Case", "EIGHT", "Devices", "Drawn", "cases", "draw", "draw_model", "models"]
 
 LIBRARIES = {"keras": "keras", "torch": "torch", "nnx": "jax.nnx", "pytree": "jax.pytree"}
 """The kinds of models that can be drawn, and the modules that draw them: each has a function `draw_model`."""
 
 
-def draw(seed: int, library: str = "keras") -> Case:
+def draw(seed: int, library: str = "keras", devices: Devices = EIGHT) -> Case:
     """Return the case of a seed.
 
     Args:
         seed: Any number.
         library: One of `LIBRARIES`.
+        devices: Those that it is for: other ones give other cases.
     """
-    return draw_case(Choices.of_seed(seed), _drawing(library))
+    return draw_case(Choices.of_seed(seed), _drawing(library), devices)
 
 
 def draw_model(seed: int, library: str = "keras") -> Drawn:

@@ -13,15 +13,13 @@ from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import Map, Shape, draw_map
+from layoutmap.testing.models.maps import EIGHT, Devices, Map, Shape, draw_map
 
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _PREAMBLE = """\
 {imports}
 import layoutmap as lm
-
-lm.simulate_devices(8)
-
+{simulation}
 
 """
 
@@ -76,12 +74,14 @@ class Case:
         map: The layout map, and the mesh dim of the batch.
         optimizer: The expression that makes the optimizer.
         rows: How many rows the batch has.
+        devices: Those that it is for.
     """
 
     model: Drawn
     map: Map
     optimizer: str
     rows: int
+    devices: Devices = EIGHT
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
@@ -89,8 +89,9 @@ class Case:
 
     @property
     def program(self) -> str:
-        """A program that simulates devices and defines `make_model`, `layout_map` and `batch`."""
-        return f"{_PREAMBLE.format(imports=self.model.imports)}{self.source}"
+        """A program that defines `make_model`, `layout_map` and `batch`, where devices are simulated with them."""
+        simulation = f"\nlm.simulate_devices({self.devices.number})\n" if self.devices.simulated else ""
+        return f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.source}"
 
     @property
     def library(self) -> str:
@@ -148,7 +149,11 @@ class Case:
         return _run(self.model, self.source)
 
 
-def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn]) -> Case:
+def draw_case(
+    choices: Choices,
+    draw_model: Callable[[Choices], Drawn],
+    devices: Devices = EIGHT,
+) -> Case:
     """A model, a map of its variables, an optimizer and a batch."""
     model = draw_model(choices)
     unmapped = Case(model, Map("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
@@ -158,8 +163,8 @@ def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn]) -> Case:
         for v in (assignment.variable for assignment in found.assignments)
         if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None
     }
-    drawn = draw_map(choices, variables, model.layer_outputs)
-    return Case(model, drawn, choices.weighted(model.optimizers), choices.weighted(_ROWS))
+    drawn = draw_map(choices, variables, model.layer_outputs, devices)
+    return Case(model, drawn, choices.weighted(model.optimizers), choices.weighted(_ROWS), devices)
 
 
 def _run(model: Drawn, source: str) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -26,6 +28,42 @@ _MESHES = {  # of 8 devices, and how often each is drawn
     "batch=1,model=8": 1,
     "x=2,model=2,batch=2": 2,
 }
+_BATCH_DIMS = ("batch", "data")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that a case is for.
+
+    Args:
+        number: How many they are.
+        simulated: Whether a program of the case simulates them.
+        mesh: The mesh of all cases; empty: each has one of its own.
+    """
+
+    number: int = 8
+    simulated: bool = True
+    mesh: str = ""
+
+    @cached_property
+    def meshes(self) -> Mapping[str, int]:
+        """The meshes of these devices that are drawn, as text, and how often each is.
+
+        Example:
+            >>> list(Devices(3).meshes)
+            ['batch=1,model=1,x=3', 'batch=1,model=3,x=1', 'batch=3,model=1,x=1']
+        """
+        if self.mesh:
+            return {self.mesh: 1}
+        if self.number == 8:
+            return _MESHES
+        sizes = [size for size in range(1, self.number + 1) if not self.number % size]
+        grids = (grid for grid in itertools.product(sizes, repeat=3) if math.prod(grid) == self.number)
+        return {f"batch={batch},model={model},x={x}": 1 for batch, model, x in grids}
+
+
+EIGHT = Devices()
+"""Eight simulated devices."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +95,30 @@ class Map:
         return f"lm.LayoutMap({self.mesh!r}, {rules}{options}, uneven={self.uneven!r}, rest='replicated')"
 
 
-def draw_map(choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[str, Shape]) -> Map:
+def draw_map(
+    choices: Choices,
+    variables: Mapping[str, Shape],
+    outputs: Mapping[str, Shape],
+    devices: Devices = EIGHT,
+) -> Map:
     """A map of which each rule fits all that it matches.
 
     Args:
         choices: Decides.
         variables: The shapes of all variables that rules are asked for, by path; those without an axis get none.
         outputs: The shapes of what layers put out, without the axis of rows, by the paths of layers.
+        devices: Those that it is for.
     """
-    text = choices.weighted(_MESHES)
+    text = choices.weighted(devices.meshes)
     mesh = Mesh(None, text)
     uneven: Uneven = choices.one_of("error", "error", "replicate", "shrink")
-    batch_dim = "batch" if "batch" in mesh and not choices.one_in(8) else None
+    dim = next((dim for dim in _BATCH_DIMS if dim in mesh), None)
+    batch_dim = dim if dim and not choices.one_in(8) else None
     rules: dict[str, Specs] = {}
     for path, shape in variables.items():
         if not shape:  # no rule is for it, and some may match it
             continue
-        specs = _draw_specs(choices, mesh, shape, uneven)
+        specs = draw_specs(choices, mesh, shape, uneven)
         if any(specs) and not any(re.match(pattern, path) for pattern in rules):
             exactly, last = re.escape(path) + "$", path.rpartition(".")[2]
             pattern = choices.one_of(exactly, rf".*\.{last}$", re.sub(r"\d+", lambda _: r"\d+", exactly))
@@ -84,12 +129,12 @@ def draw_map(choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[
         rows = batch_dim if not choices.one_in(4) else None
         activations[re.escape(path) + "$"] = (
             rows,
-            *_draw_specs(choices, mesh, outputs[path], "error", [rows]),
+            *draw_specs(choices, mesh, outputs[path], "error", [rows]),
         )
     return Map(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
 
 
-def _draw_specs(
+def draw_specs(
     choices: Choices, mesh: Mesh, shape: Shape, uneven: Uneven, taken: Collection[str | None] = ()
 ) -> Specs:
     """Specs for the axes of a tensor; of `taken` dims none is used."""

@@ -1,0 +1,106 @@
+"""Laws of arrays on drawn meshes, layouts and shapes, for any number of devices and processes; each is a program.
+
+>>> from layoutmap.scope.devices import simulate_devices
+>>> simulate_devices(8, "jax")
+>>> {outcome.what for outcome, _ in try_arrays("jax", 3)}
+{'held'}
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+
+from layoutmap.core.errors import EngineError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines import get_engine
+from layoutmap.testing.laws import Outcome, quiet
+from layoutmap.testing.models.choices import Choices
+from layoutmap.testing.models.maps import EIGHT, Devices, Specs, draw_specs
+
+_PROGRAM = """\
+import numpy as np
+
+import layoutmap as lm
+from layoutmap.core.blocks import ends_of
+from layoutmap.core.initializers import Initializer
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines import get_engine
+{simulation}
+engine = get_engine({engine!r})
+mesh = engine.bind(lm.Mesh(None, {mesh!r}))
+values = np.random.default_rng({seed}).normal(size={shape!r}).astype({dtype!r})
+first, second = (lm.Layout(specs, mesh) for specs in {specs!r})
+
+
+def check(array, layout):
+    assert engine.layout_of(array) == layout, (engine.layout_of(array), layout)
+    shards = {{ends_of(index): shard for index, shard in engine.to_shards(array)}}
+    expected = [layout.shard_slices(values.shape, device) for device in mesh.local_device_ids]
+    assert set(shards) == set(map(ends_of, expected)), (set(shards), expected)
+    for index in expected:
+        assert np.array_equal(shards[ends_of(index)], values[index]), index
+    assert np.array_equal(engine.to_numpy(array), values)
+
+
+variable = VariableSpec("w", values.shape, values.dtype.name)
+{law}
+"""
+_LAWS = {
+    "a relayout keeps every bit, and each device has its shard": """\
+array = engine.relayout(values, first)
+check(array, first)
+check(engine.relayout(array, second), second)""",
+    "what is created has its initial values in its layout": """\
+initializers = {"w": Initializer(global_value=lambda: values)}
+check(engine.create({"w": Assignment(variable, first)}, initializers)["w"], first)""",
+    "what is read shard by shard has its values in its layout": """\
+check(engine.from_shards(Assignment(variable, second), values.__getitem__), second)""",
+    "a call returns its values in the layout": """\
+array = engine.relayout(values, first)
+values = values + values
+check(engine.call(lambda x: x + x, second, [array], {}), second)""",
+}
+
+
+def try_arrays(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
+    """Yield what came of each law of arrays, with the program that it is where it did not hold.
+
+    Args:
+        engine: The engine's name.
+        seed: Draws a mesh, two layouts, a shape and an element type.
+        devices: The devices that there are.
+    """
+    choices = Choices.of_seed(seed)
+    mesh = Mesh(None, dims := choices.weighted(devices.meshes))
+    shape = tuple(choices.one_of(1, 2, 3) * mesh.size for _ in range(choices.weighted({2: 4, 3: 3, 1: 2})))
+    drawn = {
+        "engine": engine,
+        "mesh": dims,
+        "seed": seed,
+        "shape": shape,
+        "dtype": choices.one_of("float32", "int32", "float16", "int8"),
+        "specs": [_held(choices, engine, mesh, shape) for _ in range(2)],
+        "simulation": f"\nlm.simulate_devices({devices.number}, {engine!r})\n" if devices.simulated else "",
+    }
+    for law, lines in _LAWS.items():
+        begun, what, why = time.perf_counter(), "held", ""
+        program = _PROGRAM.format(**drawn, law=lines)
+        try:
+            with quiet():
+                exec(compile(program, "<drawn>", "exec"), {"__name__": __name__})
+        except Exception:
+            what, why = "failed", traceback.format_exc(limit=-4)
+        yield Outcome(law, what, why, time.perf_counter() - begun), program if why else ""
+
+
+def _held(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
+    """Specs that the engine can hold: DTensor of TensorFlow has no axis over several dims."""
+    specs = draw_specs(choices, mesh, shape, "error")
+    try:
+        get_engine(engine).check_layout(Layout(specs, mesh))
+    except EngineError:
+        return tuple(spec if isinstance(spec, str) else None for spec in specs)
+    return specs

@@ -1,0 +1,148 @@
+"""What came of a self-test, as text for a terminal, as a page and as JSON."""
+
+from __future__ import annotations
+
+import getpass
+import html
+import json
+import re
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from layoutmap.core.text_table import html_table, text_table
+from layoutmap.testing.schedule import Tried
+from layoutmap.testing.subjects import subject_named
+
+_COLUMNS = ("tried on", "law", "tried", "held", "failed", "known", "seconds")
+_LINES_OF_WHY = 20
+_FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()]+/)+(?=[^\s/'\",:;()])")
+_STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#1c2530}"
+    "pre{background:#f3f5f7;padding:.8em;overflow:auto;border-radius:6px}td{border-top:1px solid #e3e7eb}"
+    "h1{font-size:1.4em}.well{color:#0b6e3b}.wrong{color:#b3261e}"
+)
+
+
+@dataclass
+class Report:
+    """What came of a self-test.
+
+    Args:
+        facts: What was asked for, releases, and devices, by name.
+        tried: What came of each law on each case.
+        seconds: How long it took.
+        is_complete: Whether it was not interrupted.
+    """
+
+    facts: dict[str, str]
+    tried: list[Tried] = field(default_factory=list[Tried])
+    seconds: float = 0.0
+    is_complete: bool = True
+
+    @property
+    def failures(self) -> list[Tried]:
+        """The cases of laws that did not hold, and are not known not to hold."""
+        return [each for each in self.tried if _what(each) == "failed"]
+
+    @property
+    def headline(self) -> str:
+        """The verdict in a line."""
+        cases = len({(each.subject, each.seed) for each in self.tried})
+        begun = f"{len(self.tried)} laws on {cases} cases in {self.seconds:.0f} s"
+        if not self.failures:
+            return (
+                f"well: {begun}, and none failed" if cases else f"nothing was tried in {self.seconds:.0f} s"
+            )
+        laws = dict.fromkeys(f"{each.subject}: {each.outcome.law}" for each in self.failures)
+        return f"WRONG: {len(self.failures)} of {begun} failed: {'; '.join(laws)}"
+
+    def rows(self) -> list[list[str]]:
+        """A row for each law and subject: how often it was tried, held, failed, and failed as is known; seconds."""
+        counts: dict[tuple[str, str], Counter[str]] = {}
+        seconds: Counter[tuple[str, str]] = Counter()
+        for each in self.tried:
+            key = subject_named(each.subject).title, each.outcome.law
+            counts.setdefault(key, Counter())[_what(each)] += 1
+            seconds[key] += each.outcome.seconds  # type: ignore[assignment]
+        numbers = {key: [of[each] for each in ("held", "failed", "known")] for key, of in counts.items()}
+        return [
+            [*key, str(sum(of)), *(str(number or "") for number in of), f"{seconds[key]:.1f}"]
+            for key, of in numbers.items()
+        ]
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return the table, what the test ran on and the first failure; the verdict comes first and last."""
+        table = text_table(_COLUMNS, self.rows(), _COLUMNS[2:], width=width, drop=["seconds", "known"])
+        parts = ["\n".join(table), self._ran_on(), *self._first_failure()]
+        return "\n\n".join([self.headline, *parts, self.headline])
+
+    def to_html(self, with_names: bool = False) -> str:
+        """Return the same as a page that loads nothing.
+
+        Args:
+            with_names: Whether names of hosts, users and folders stay in it.
+        """
+        named = str if with_names else without_names
+        parts = [
+            f"<pre>{html.escape(named(part))}</pre>" for part in (self._ran_on(), *self._first_failure())
+        ]
+        verdict = (
+            f'<h1 class="{"wrong" if self.failures else "well"}">{html.escape(named(self.headline))}</h1>'
+        )
+        head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
+        table = html_table("", _COLUMNS, self.rows())
+        return f"<!doctype html><html lang=en>{head}<body>{verdict}{parts[0]}{table}{''.join(parts[1:])}</html>\n"
+
+    def to_json(self, with_names: bool = False) -> str:
+        """Return all that is known as JSON, with every failure.
+
+        Args:
+            with_names: Whether names of hosts, users and folders stay in it.
+        """
+        named = str if with_names else without_names
+        facts: dict[str, Any] = {"format": "layoutmap selftest", "version": 1, "says": named(self.headline)}
+        facts |= {"complete": self.is_complete, "seconds": round(self.seconds, 1)}
+        facts["ran on"] = {name: named(fact) for name, fact in self.facts.items()}
+        facts["laws"] = [
+            dict(zip(_COLUMNS, [*row[:2], *(float(cell or 0) for cell in row[2:])], strict=True))
+            for row in self.rows()
+        ]
+        facts["failures"] = [
+            {"subject": each.subject, "seed": each.seed, "law": each.outcome.law, "what": each.outcome.what}
+            | {"why": named(each.outcome.why), "program": each.program}
+            for each in self.failures
+        ]
+        return f"{json.dumps(facts, indent=1)}\n"
+
+    def _ran_on(self) -> str:
+        return "\n".join(f"{name:15} {fact}" for name, fact in self.facts.items())
+
+    def _first_failure(self) -> list[str]:
+        """The first failure, and its program; nothing if there is none."""
+        if not self.failures:
+            return []
+        first = self.failures[0]
+        why = "\n".join(first.outcome.why.strip().splitlines()[-_LINES_OF_WHY:])
+        told = f"The first failure: {first.subject}, seed {first.seed}: {first.outcome.law}\n{why}"
+        return [told, f"As a program of its own:\n\n{first.program}"] if first.program else [told]
+
+
+def without_names(text: str) -> str:
+    """Return a text without the names of this host and user, and without the folders of paths.
+
+    Example:
+        >>> without_names('File "/usr/lib/layoutmap/core/mesh.py", line 3')
+        'File "mesh.py", line 3'
+    """
+    text = _FOLDER.sub("", text)
+    for name, instead in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
+    return text
+
+
+def _what(tried: Tried) -> str:
+    if not tried.outcome.is_suspicious:
+        return tried.outcome.what
+    return "known" if tried.outcome.law in subject_named(tried.subject).unheld else "failed"

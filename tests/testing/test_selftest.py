@@ -1,0 +1,201 @@
+"""`layoutmap selftest` says what holds on devices, finds faults that are put in by hand, and leaves nothing behind."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import frameworks
+import pytest
+
+from layoutmap.testing.selftest.report import Report
+from layoutmap.testing.subjects import SUBJECTS
+
+PROCESSES = ("jax", "tensorflow", "torch")
+HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
+SOURCE = frameworks.ROOT / "src"
+A_LIBRARY = {"jax": "pytree", "tensorflow": "keras-tensorflow", "torch": "torch"}[HERE]
+
+
+KEPT = ("--json", "found.json", "--report", "found.html")
+
+
+def command(*options):
+    start = [sys.executable, "-m", "layoutmap", "selftest", "--engine", HERE]
+    return [*start, "--simulate", "8", "--seed", "7", *options]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the command in a folder of its own; returns the exit code, what it said, and the JSON that it wrote."""
+
+    def run(*options, source=SOURCE, kept=KEPT, **others):
+        environment = os.environ | {"PYTHONPATH": str(source), "TMPDIR": str(tmp_path)}
+        done = subprocess.run(
+            command(*options, *kept), cwd=tmp_path, env=environment, capture_output=True, text=True, **others
+        )
+        kept = tmp_path / "found.json"
+        assert not list(tmp_path.glob("layoutmap-selftest-*"))
+        return (
+            done.returncode,
+            done.stdout + done.stderr,
+            json.loads(kept.read_text()) if kept.exists() else {},
+        )
+
+    return run
+
+
+def with_fault(tmp_path, file, right, wrong):
+    """A copy of the source with one place changed."""
+    copy = tmp_path / "src"
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = copy / "layoutmap" / file
+    assert 1 == changed.read_text().count(right)
+    changed.write_text(changed.read_text().replace(right, wrong))
+    return copy
+
+
+def test_all_is_well(run, tmp_path):
+    """Arrays and a model on simulated devices: exit code 0, and the table, the page and the JSON say the same."""
+    code, said, found = run("--only", f"arrays-{HERE}", "--only", A_LIBRARY, "--count", "1")
+
+    assert 0 == code, said
+    assert found["says"] == said.splitlines()[0]
+    assert found["says"].startswith("well: ")
+    assert f"8 simulated CPU, {os.cpu_count()} cores of the host" == found["ran on"][f"{HERE} devices"]
+    assert {1.0} == {
+        row["tried"] for row in found["laws"] if row["law"] == "a call returns its values in the layout"
+    }
+    assert SUBJECTS[A_LIBRARY].title in {row["tried on"] for row in found["laws"]}
+    assert [] == found["failures"]
+    assert found["says"] in (tmp_path / "found.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--mesh", "batch=3,model=3"), "it has 9 devices"),
+        (("--only", "nothing"), "of what is installed, these can: arrays-"),
+        (("--minutes", "0"), "nothing could be tried within 0 minutes"),
+    ],
+)
+def test_what_cannot_be_tried(run, options, words):
+    """A mesh that does not fit, an unknown kind of models, or no time: exit code 2, and the error says why."""
+    code, said, found = run(*options)
+
+    assert 2 == code
+    assert words in said
+    assert {} == found
+
+
+def test_a_mesh_is_that_of_all_cases(run):
+    """With `--mesh` arrays are on that mesh, and a failure of a swapped spec on it is found."""
+    code, said, found = run("--only", f"arrays-{HERE}", "--mesh", "data=4,model=2", "--count", "4")
+
+    assert (0, "data=4,model=2") == (code, found["ran on"]["mesh"]), said
+
+
+SWAPPED = {
+    "jax": (
+        "engines/jax/devices.py",
+        "for spec in layout.sharding_specs]",
+        "for spec in layout.sharding_specs[::-1]]",
+    ),
+    "torch": (
+        "engines/torch/devices.py",
+        "placements[number] = Shard(axis)",
+        "placements[number] = Shard(layout.rank - 1 - axis)",
+    ),
+    "tensorflow": None,
+}
+OFF_BY_ONE = (
+    "core/layout.py",
+    "slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True)",
+    "slice(min(i, 1) + i * n, (i + 1) * n + min(i, 1)) for i, n in zip(offset, shape, strict=True)",
+)
+
+
+@pytest.mark.parametrize(
+    "fault", [SWAPPED[HERE], OFF_BY_ONE], ids=["a spec is swapped", "a shard is off by one"]
+)
+def test_a_fault_of_layouts_is_found(run, tmp_path, fault):
+    """A spec that is swapped in an engine, and a shard that begins one late, are found; the program shows it, too."""
+    if fault is None:
+        pytest.skip("TensorFlow's layouts are text, which other tests compare")
+    source = with_fault(tmp_path, *fault)
+    code, said, found = run("--only", f"arrays-{HERE}", "--count", "4", source=source)
+    first = found["failures"][0]
+
+    assert 1 == code
+    assert "WRONG: " in said
+    assert "a relayout keeps every bit, and each device has its shard" in {
+        each["law"] for each in found["failures"]
+    }
+    program = [sys.executable, "-c", first["program"]]
+    for path, is_right in ((source, False), (SOURCE, True)):
+        environment = os.environ | {"PYTHONPATH": str(path)}
+        done = subprocess.run(program, env=environment, capture_output=True, text=True)
+        assert is_right == (done.returncode == 0), done.stderr
+
+
+def test_a_full_disk_is_named(run):
+    """Where a checkpoint cannot be written, the law that saves one fails, and says so."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+
+    code, said, _ = run("--only", A_LIBRARY, "--count", "1", kept=(), preexec_fn=limit)
+
+    assert 1 == code, said
+    assert f"{A_LIBRARY}: it is loaded on another mesh" in said
+    assert "File too large" in said
+
+
+def test_an_interrupt_keeps_what_is_known(tmp_path):
+    """After Ctrl-C what was tried is printed and written, and neither processes nor files are left."""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command("--only", f"arrays-{HERE}", "--minutes", "4", *KEPT),
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        until = time.monotonic() + 120
+        while not (folder := list(tmp_path.glob("layoutmap-selftest-*"))) and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(20)  # a framework starts, and some cases are tried
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+
+    assert 130 == process.returncode, errors
+    assert "interrupted; what is known so far is above" in errors
+    assert not json.loads((tmp_path / "found.json").read_text())["complete"]
+    assert said.startswith("well: ")
+    assert folder
+    assert not folder[0].exists()
+    assert 0 != subprocess.run(["pgrep", "-f", f"testing.trying {HERE} 8"], capture_output=True).returncode
+
+
+def test_names_are_left_out(tmp_path):
+    """A page and a JSON have no name of the host, the user and folders, unless they shall."""
+    import getpass
+    import socket
+
+    from layoutmap.testing.laws import Outcome
+    from layoutmap.testing.schedule import Tried
+
+    why = f'File "{tmp_path}/net.py", line 3, of {getpass.getuser()} on {socket.gethostname()}'
+    report = Report(
+        {"host": socket.gethostname()}, [Tried("torch", 1, Outcome("a law", "failed", why, 0.0), "x = 1")]
+    )
+    for text in (report.to_json(), report.to_html()):
+        assert "net.py" in text
+        assert not any(name in text for name in (str(tmp_path), f"of {getpass.getuser()} on"))
+    for text in (report.to_json(with_names=True), report.to_html(with_names=True)):
+        assert str(tmp_path) in text
