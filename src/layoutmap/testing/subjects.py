@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from layoutmap.core.launchers import launcher
+from layoutmap.engines.launchers import launcher
 
 QUICK_XLA = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
