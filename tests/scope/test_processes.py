@@ -7,15 +7,10 @@ from threads_as_processes import everywhere
 import layoutmap as lm
 from layoutmap.core.checksums import checksum
 from layoutmap.core.variables import VariableSpec
+from layoutmap.engines.agreement import check_batch, check_values
 from layoutmap.plan.problems import Problem
 from layoutmap.scope.plan import make_plan
-from layoutmap.scope.processes import (
-    check_batch,
-    check_options,
-    check_plans,
-    check_recipes,
-    check_values,
-)
+from layoutmap.scope.processes import check_options, check_plans, check_recipes
 
 
 def plan_of(specs, devices=None):

@@ -21,7 +21,7 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
 
 if TYPE_CHECKING:
-    from layoutmap.engines.agreement import Part
+    from layoutmap.core.blocks import NumpyArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,36 +106,12 @@ class ScopeContext(Protocol):
         """Return initial values, each in its layout, by the keys given; all processes of the mesh must ask."""
         ...
 
-    def check_alike(self, text: str, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-        """Return the texts of all processes of the mesh if they are not all the same, else none; and their checksums.
-
-        They must all ask.
-        """
-        ...
-
-    def check_program(self, call: str, parts: Iterable[Part]) -> None:
-        """Raise if the processes of the mesh would run different programs.
-
-        They must all ask, each with what makes its program; `call` is what runs it, as in `"fit"`.
-        """
-        ...
-
     def begin(self) -> None:
         """Note that a computation begins that all processes of the mesh take part in; raises if one has ended."""
         ...
 
-    def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Raise if values that each process of the mesh has for itself are not the same in all of them.
-
-        They must all ask, each with the paths and checksums of its values.
-        """
-        ...
-
-    def check_batch(self, arrays: Sequence[Any]) -> None:
-        """Raise if the processes of the mesh bring different batches, where each of them brings all of it.
-
-        They must all ask, each with its arrays of numpy.
-        """
+    def gather(self, values: NumpyArray) -> NumpyArray:
+        """Return the values of each process of the mesh, one row each; they must all ask, with values of one shape."""
         ...
 
 

@@ -10,11 +10,13 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from layoutmap.core.blocks import NumpyArray
+from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
 
 _MAX_SHOWN = 200  # characters of a process's text in a message
@@ -154,3 +156,60 @@ def _different(call: str, parts: Sequence[Part]) -> ScopeError:
         why="each process computes its part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
+
+
+def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
+    """Raise a `ScopeError` if values that each process has for itself are not the same in all of them.
+
+    Args:
+        checksums: A path, and the checksum of the value there, for each value in order.
+        gather: Gathers from all processes.
+    """
+    check_equal(
+        [(path, f"checksum {each:08x}") for path, each in checksums],
+        gather,
+        "the processes have different values of it",
+        why="it was made in each process for itself, and the shards of one variable would be of different values",
+        fix="give all processes the same seed before it is made, or load the same file in all of them",
+    )
+
+
+def check_batch(arrays: Sequence[Any], gather: Gather) -> None:
+    """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it."""
+    described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+    texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)
+    if texts:
+        raise ScopeError(
+            "the processes pass different batches",
+            facts=of_processes(texts),
+            why="every process passes the global batch here, and computes its part of it",
+            fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
+            "sampler that gives each process its own rows",
+        )
+
+
+def check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:
+    """Raise a `ScopeError` if named texts differ between the processes; `what` is said of the first name."""
+    found = differing_name(named_texts, gather)
+    if found is not None:
+        path, texts = found
+        raise ScopeError(f"{path}: {what}", facts=of_processes(texts), **parts)
+
+
+def differing_name(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
+    """Return the first name whose texts differ between processes, and the first line of each that differs.
+
+    Where the processes have different names it is one that some do not have.
+    """
+    texts, _ = check_alike(json.dumps(list(named_texts)), gather)
+    lists: list[list[tuple[str, str]]] = [[(name, of) for name, of in json.loads(text)] for text in texts]
+    known = [{name for name, _ in each} for each in lists]
+    nothing = ("", "nothing")
+    for each in zip_longest(*lists, fillvalue=nothing):
+        if len(set(each)) > 1:
+            names = [name for name, _ in each if name]
+            name = next((n for n in names if not all(n in each for each in known)), names[0])
+            texts = [text if of == name else nothing[1] for of, text in each]
+            lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
+            return name, [short(line) for line in next(line for line in lines if len(set(line)) > 1)]
+    return None

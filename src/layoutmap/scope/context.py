@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +30,6 @@ from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
     from layoutmap.core.blocks import Index, NumpyArray
-    from layoutmap.engines.agreement import Part
     from layoutmap.engines.peers import Peers
 
 
@@ -184,21 +183,6 @@ class Scope:
         """The numpy values of each process of the mesh, one row each; they must all ask."""
         return self.engine.all_gather(values, self.mesh)
 
-    def check_alike(self, text: str, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-        """What the processes of the mesh say if they do not all say the same, else nothing; and all their checksums.
-
-        They must all ask.
-        """
-        from layoutmap.engines.agreement import check_alike
-
-        return check_alike(text, self.gather, checksum)
-
-    def check_program(self, call: str, parts: Iterable[Part]) -> None:
-        """Raise if the processes of the mesh would run different programs."""
-        from layoutmap.engines.agreement import check_program
-
-        check_program(call, parts, self.gather)
-
     def _all_peers(self) -> Peers:
         """The other processes of the mesh, of which any that dies ends this one from now on; all of them must ask."""
         from layoutmap.engines.agreement import gather_texts
@@ -210,18 +194,6 @@ class Scope:
         """Note that a computation begins that all processes of the mesh take part in; raises if one has ended."""
         if self._peers is not None:
             self._peers.begin()
-
-    def check_values(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Raise if values that each process of the mesh has for itself are not the same in all of them."""
-        from layoutmap.scope.processes import check_values
-
-        check_values(checksums, self.gather)
-
-    def check_batch(self, arrays: Sequence[Any]) -> None:
-        """Raise if the processes of the mesh bring different batches, where each of them brings all of it."""
-        from layoutmap.scope.processes import check_batch
-
-        check_batch(arrays, self.gather)
 
     def _not_held(self, plan: Plan) -> Iterator[Problem]:
         """A problem for each variable whose layout or element type the engine cannot hold; no device is asked for."""

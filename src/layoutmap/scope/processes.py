@@ -10,15 +10,18 @@ differ, it raises in all of them.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from layoutmap.core.blocks import NumpyArray
-from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import CheckpointError, PlanError, ScopeError
-from layoutmap.engines.agreement import Gather, check_alike, gather_texts, of_processes, short
+from layoutmap.engines.agreement import (
+    Gather,
+    check_alike,
+    check_equal,
+    differing_name,
+    gather_texts,
+    of_processes,
+)
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
@@ -112,29 +115,13 @@ def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
         recipes: A variable's path, and the text that determines its first value, for each variable in order.
         gather: Gathers from all processes.
     """
-    _check_equal(
+    check_equal(
         recipes,
         gather,
         "the processes initialize it in different ways",
         why="each process initializes its own shards, which would then not fit together",
         fix="make the same model in all processes, with the same arguments of initializers, and seed them alike "
         "before it is made",
-    )
-
-
-def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
-    """Raise a `ScopeError` if values that each process has for itself are not the same in all of them.
-
-    Args:
-        checksums: A path, and the checksum of the value there, for each value in order.
-        gather: Gathers from all processes.
-    """
-    _check_equal(
-        [(path, f"checksum {each:08x}") for path, each in checksums],
-        gather,
-        "the processes have different values of it",
-        why="it was made in each process for itself, and the shards of one variable would be of different values",
-        fix="give all processes the same seed before it is made, or load the same file in all of them",
     )
 
 
@@ -145,50 +132,10 @@ def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
         named_texts: What decides what is saved and where: its name, or a variable's path, and a text, in order.
         gather: Gathers from all processes.
     """
-    if (found := _first_difference(named_texts, gather)) is not None:
+    if (found := differing_name(named_texts, gather)) is not None:
         raise CheckpointError(
             f"{found[0]}: the processes save with different arguments",
             facts=of_processes(found[1]),
             why="each process writes its part of one step",
             fix="pass the same directory, step, metadata, model and optimizer in all processes",
         )
-
-
-def _check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:
-    found = _first_difference(named_texts, gather)
-    if found is not None:
-        path, texts = found
-        raise ScopeError(f"{path}: {what}", facts=of_processes(texts), **parts)
-
-
-def check_batch(arrays: Sequence[NumpyArray], gather: Gather) -> None:
-    """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it."""
-    described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)
-    if texts:
-        raise ScopeError(
-            "the processes pass different batches",
-            facts=of_processes(texts),
-            why="every process passes the global batch here, and computes its part of it",
-            fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
-            "sampler that gives each process its own rows",
-        )
-
-
-def _first_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """Return the first name whose texts differ between processes, and the first line of each that differs.
-
-    Where the processes have different names it is one that some do not have.
-    """
-    texts, _ = check_alike(json.dumps(list(named_texts)), gather)
-    lists: list[list[tuple[str, str]]] = [[(name, of) for name, of in json.loads(text)] for text in texts]
-    known = [{name for name, _ in each} for each in lists]
-    nothing = ("", "nothing")
-    for each in zip_longest(*lists, fillvalue=nothing):
-        if len(set(each)) > 1:
-            names = [name for name, _ in each if name]
-            name = next((n for n in names if not all(n in each for each in known)), names[0])
-            texts = [text if of == name else nothing[1] for of, text in each]
-            lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
-            return name, [short(line) for line in next(line for line in lines if len(set(line)) > 1)]
-    return None

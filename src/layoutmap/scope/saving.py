@@ -27,11 +27,12 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
+from layoutmap.engines.agreement import check_values
 from layoutmap.engines.peers import Peers
 from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.group import Group
-from layoutmap.scope.processes import check_saves, check_values
+from layoutmap.scope.processes import check_saves
 from layoutmap.scope.progress import Progress
 
 T = TypeVar("T")

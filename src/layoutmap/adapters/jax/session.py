@@ -22,6 +22,7 @@ from layoutmap.core.paths import path_pattern
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines.agreement import check_values
 
 
 class JaxSession:
@@ -150,11 +151,12 @@ class JaxSession:
         }
         if context.across:
             # The others exist in each process: they are moved from there, and must be the same.
-            context.check_values(
+            sums = (
                 (a.variable.path, checksum(context.engine.to_numpy(_data(array))))
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))
                 if str(number) not in todo
             )
+            check_values(sums, context.gather)
         made = context.create(
             {key: assignment for key, (assignment, _) in todo.items()},
             {key: array.initializer() for key, (_, array) in todo.items()},

@@ -46,6 +46,7 @@ from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
+from layoutmap.engines.agreement import check_values
 from layoutmap.engines.protocol import Engine
 
 _MOST_ZEROS = 2**28  # elements: of the zeros that a plan returns to whoever reads a weight
@@ -248,7 +249,9 @@ class Session(KerasSession):
         if self.context.across:
             named = zip(full_names([e.spec for e in entries]), entries, strict=True)
             new = [(name, e.variable) for name, e in named if self.registry.layout_of(e.variable) is None]
-            self.context.check_values((name, checksum(self.engine.to_numpy(v._value))) for name, v in new)
+            check_values(
+                ((name, checksum(self.engine.to_numpy(v._value))) for name, v in new), self.context.gather
+            )
         for entry, assignment in pairs:
             if self.registry.layout_of(entry.variable) != assignment.layout:
                 self._materializer.place(entry.variable, assignment)

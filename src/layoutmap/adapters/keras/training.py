@@ -18,6 +18,7 @@ from layoutmap.adapters.keras.programs import program_of
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutMapError, ScopeError, brief
+from layoutmap.engines.agreement import check_batch, check_program
 
 
 def complete(model: Any, inputs: Any) -> None:
@@ -133,7 +134,7 @@ def step_wraps(
 
 def _compared(step: Callable[..., Any], model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     """A step of which the processes have compared the program, and which counts how often it is begun."""
-    session.context.check_program(f"the {name} step", program_of(model, name))
+    check_program(f"the {name} step", program_of(model, name), session.context.gather)
 
     @functools.wraps(step)
     def compared(*args: Any) -> Any:
@@ -176,7 +177,7 @@ def check_same_batch(batch: Any, session: KerasSession) -> None:
     """
     if session.context.across and session.context.options.check_batches:
         leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
-        session.context.check_batch(list(map(keras.ops.convert_to_numpy, leaves)))
+        check_batch(list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather)
 
 
 def has_own_step(model: Any) -> bool:

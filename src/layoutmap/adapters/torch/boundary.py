@@ -46,16 +46,16 @@ def map_tensors(change: Callable[[Any], Any], values: Any, kind: type = torch.Te
     return tree_map(of_leaf, values)
 
 
-def on_mesh(values: Any, home: ScopeContext) -> Any:
+def on_mesh(values: Any, context: ScopeContext) -> Any:
     """Plain tensors on the mesh: sharded along their first axis as the batch is where that divides, or replicated."""
 
     def place(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):
             return tensor
-        layout = home.policy.batch_layout(tuple(tensor.shape))
+        layout = context.policy.batch_layout(tuple(tensor.shape))
         if not tensor.requires_grad or not torch.is_grad_enabled():
-            return home.engine.relayout(tensor, layout)
-        mesh, placements = home.engine.native(layout, tensor.ndim)
+            return context.engine.relayout(tensor, layout)
+        mesh, placements = context.engine.native(layout, tensor.ndim)
         return plainly(_sharded)(tensor, mesh, placements)
 
     return map_tensors(place, values)

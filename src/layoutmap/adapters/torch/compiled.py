@@ -248,7 +248,7 @@ class _Call:
         self.results: Any = None
         self.was_recorded = False
         form = self._form(self._args)
-        self.key = (*structure.parts, form, self._is_odd, id(forward.home))
+        self.key = (*structure.parts, form, self._is_odd, id(forward.context))
         self.tensors = structure.tensors
         given = tensors_in(self._args)
         self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in given))
@@ -295,11 +295,11 @@ class _Call:
         """While open, on the mesh, the modules hold tensors in the place of their own, which come by id."""
         given = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         held = [(members, name, members[name]) for members, name in self._structure.places]
-        home = self._forward.home
+        context = self._forward.context
         try:
             for members, name, tensor in held:
                 members[name] = given[id(tensor)]
-            with without_function_modes(), recording(), running(home), summing_up(self._is_odd):
+            with without_function_modes(), recording(), running(context), summing_up(self._is_odd):
                 yield given
         finally:
             for members, name, tensor in held:

@@ -25,7 +25,7 @@ _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there a
 
 
 @dataclass(slots=True)
-class _Home:
+class _Context:
     """What a session needs to have a module compute in layouts."""
 
     policy: LayoutPolicy
@@ -87,7 +87,7 @@ class _Step:
         for entry in self._entries:
             value = values[entry.spec.key]
             placed.append((entry, value, tracer.engine.layout_of(value)))
-        self._install(_Home(tracer.policy, tracer.engine), placed)
+        self._install(_Context(tracer.policy, tracer.engine), placed)
         paths = layer_paths(self._model)
         for module in self._model.modules():
             _tell(module, paths.get(id(module), ""), tracer)

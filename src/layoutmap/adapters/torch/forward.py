@@ -29,6 +29,7 @@ from layoutmap.adapters.torch.programs import program_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, PlanError
 from layoutmap.core.layout import Layout
+from layoutmap.engines.agreement import check_batch, check_program, check_values
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
 from layoutmap.engines.torch.private import (
@@ -50,7 +51,7 @@ class Forward:
     Args:
         module: The module.
         path: Its path in the model; empty for the model itself.
-        home: The scope.
+        context: The scope.
         gather: What is gathered while it computes.
         valueless: Why the model has no values and cannot be called; empty if it can.
         graphs: What was compiled for modules of the scope.
@@ -61,7 +62,7 @@ class Forward:
         self,
         module: torch.nn.Module,
         path: str,
-        home: ScopeContext,
+        context: ScopeContext,
         *,
         gather: Gathering | None = None,
         valueless: str = "",
@@ -71,13 +72,13 @@ class Forward:
         self._module = weakref.ref(module)
         buffers = module.named_buffers(recurse=False) if layouts else ()
         self._buffers = {name: layouts[id(each)] for name, each in buffers if layouts and id(each) in layouts}
-        self._placements = {name: home.engine.native(of, of.rank)[1] for name, of in self._buffers.items()}
+        self._placements = {name: context.engine.native(of, of.rank)[1] for name, of in self._buffers.items()}
         self._before = _before(module)
         self.path = path
-        self.home = home
+        self.context = context
         self.gather = gather
         self.valueless = valueless
-        self._output = home.policy.activation_layout(path) if path else None
+        self._output = context.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
         self._num_checked = 0
         self._compared: set[Any] = set()  # modes in which the processes have compared their programs
@@ -126,7 +127,7 @@ class Forward:
 
     def structure(self) -> Any:
         """What of it decides about the graph that its module is compiled to."""
-        return id(self._before), self._output, id(self.home)
+        return id(self._before), self._output, id(self.context)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; plain tensors give plain tensors, and `DTensor`s give `DTensor`s.
@@ -166,15 +167,15 @@ class Forward:
 
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         self._refuse_transforms()
-        if self.home.across:
+        if self.context.across:
             self._compare()
-            self.home.begin()
+            self.context.begin()
         if torch.is_grad_enabled():
             self._watch = self._watch or self._first_watch()
             self._watch.look()
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
-        with self._checked(args, kwargs), running(self.home):
-            args, kwargs = on_mesh((args, kwargs), self.home)
+        with self._checked(args, kwargs), running(self.context):
+            args, kwargs = on_mesh((args, kwargs), self.context)
             with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
                 result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
@@ -195,28 +196,30 @@ class Forward:
         mode = module.training, torch.is_grad_enabled()
         if mode not in self._compared:
             parts = program_of(module, (each._before for each in self._inside()))
-            self.home.check_program(f"{type(module).__name__}.forward", parts)
+            check_program(f"{type(module).__name__}.forward", parts, self.context.gather)
             self._compared.add(mode)
 
     def _first_watch(self) -> Watch:
         """The watch of a model that begins to train, after a look at what else it trains: adapters, for example."""
-        module, home = self._the_module(), self.home
-        if home.across:
+        module, context = self._the_module(), self.context
+        if context.across:
             others = ((n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor))
-            home.check_values((n, checksum(home.engine.to_numpy(p.detach()))) for n, p in others)
+            check_values(
+                ((n, checksum(context.engine.to_numpy(p.detach()))) for n, p in others), context.gather
+            )
         return Watch(module)
 
     @contextmanager
     def _checked(self, args: Any, kwargs: Any) -> Generator[None]:
         """In the first calls, refuse data and random numbers that are not the same in all processes."""
-        home = self.home
-        if not (home.across and home.options.check_batches) or self._num_checked == _CHECKED_CALLS:
+        context = self.context
+        if not (context.across and context.options.check_batches) or self._num_checked == _CHECKED_CALLS:
             yield
             return
         self._num_checked += 1
         given = tensors_in((args, kwargs))
-        home.check_batch([home.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)])
-        with same_draws(home.engine.native(home.policy.replicated(0), 0)[0], home.check_alike):
+        check_batch([context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)], context.gather)
+        with same_draws(context.engine.native(context.policy.replicated(0), 0)[0], context.gather):
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -225,8 +228,8 @@ class Forward:
         if gather is None:
             return self._computed(compiled, args, kwargs)
         args, kwargs = gather.given(args, kwargs)
-        with gathered(gather, self.home, tensors_in((args, kwargs))):
-            return gather.returned(self._computed(compiled, args, kwargs), self.home)
+        with gathered(gather, self.context, tensors_in((args, kwargs))):
+            return gather.returned(self._computed(compiled, args, kwargs), self.context)
 
     def _computed(self, compiled: Compiled | None, args: Any, kwargs: Any) -> Any:
         if compiled is not None:
@@ -250,19 +253,19 @@ class Forward:
             if not isinstance(buffer, DTensor) or buffer.ndim != layout.rank:
                 continue
             if buffer.placements != self._placements[name]:
-                setattr(module, name, self.home.engine.relayout(buffer, layout))
+                setattr(module, name, self.context.engine.relayout(buffer, layout))
 
     @plainly
     def _laid_out(self, result: Any, layout: Layout) -> Any:
         """What the layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
         found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
-        layouts = self.home.policy.output_layouts(
+        layouts = self.context.policy.output_layouts(
             layout, [tuple(tensor.shape) for tensor in found], self.path
         )
         chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
         # Also what is placed right already: backwards, its gradient comes to the same layout.
         return map_tensors(
-            lambda t: self.home.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
+            lambda t: self.context.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
         )
 
     def _the_module(self) -> torch.nn.Module:

@@ -80,51 +80,51 @@ class Order:
             self.is_open = False
             self.drop()
 
-    def take(self, own: Own, held: Sequence[tuple[Weight, Any]], home: ScopeContext) -> _Asked:
+    def take(self, own: Own, held: Sequence[tuple[Weight, Any]], context: ScopeContext) -> _Asked:
         """What was asked for already, if it is what is held now; else it is asked for."""
         asked = self._asked.pop(own, None)
         if asked is not None and asked.is_of(held):
             return asked
         if asked is not None:
             asked.drop()
-        return _Asked(own, held, home, is_ahead=False)
+        return _Asked(own, held, context, is_ahead=False)
 
-    def go_on(self, own: Own, home: ScopeContext, *, is_freed: bool) -> None:
+    def go_on(self, own: Own, context: ScopeContext, *, is_freed: bool) -> None:
         """Ask for what comes behind what was just gathered, in the pass that runs now.
 
         Args:
             own: What was gathered.
-            home: The scope.
+            context: The scope.
             is_freed: Whether a backward pass has to gather it once more.
         """
-        if not home.across:
+        if not context.across:
             return
         if backward_pass() >= 0:
-            self._ask(self._preceding.get(own), home)
+            self._ask(self._preceding.get(own), context)
         elif self.is_open:
             if self._last is not None:
                 self._following[self._last] = own
             self._last = own
             if is_freed:
                 self._preceding[own], self._last_freed = self._last_freed, own
-            self._ask(self._following.get(own), home)
+            self._ask(self._following.get(own), context)
 
-    def watch(self, results: Sequence[Any], home: ScopeContext) -> None:
+    def watch(self, results: Sequence[Any], context: ScopeContext) -> None:
         """Have a backward pass that begins with what the model returns ask for what it needs first."""
         last = self._last_freed
         if last is not None and torch.is_grad_enabled():
 
             @plainly
             def begin(_: Any) -> None:
-                self._ask(last, home)
+                self._ask(last, context)
 
             for each in results:
                 if each.grad_fn is not None:
                     each.register_hook(begin)
 
-    def _ask(self, own: Own | None, home: ScopeContext) -> None:
+    def _ask(self, own: Own | None, context: ScopeContext) -> None:
         if own is not None and own not in self._asked:
-            self._asked[own] = _Asked(own, own.held(), home, is_ahead=True)
+            self._asked[own] = _Asked(own, own.held(), context, is_ahead=True)
             if backward_pass() >= 0:
                 at_end_of_backward(self.drop)
 
@@ -154,9 +154,9 @@ class Own:
         return [(weight, held) for weight in self._weights if (held := weight.held) is not None]
 
     @contextmanager
-    def gathered(self, home: ScopeContext) -> Generator[None]:
+    def gathered(self, context: ScopeContext) -> Generator[None]:
         """While open, modules hold the weights as they compute."""
-        asked, together = self._gather(home)
+        asked, together = self._gather(context)
         if not together:  # the model's own call has gathered them
             yield
             return
@@ -168,8 +168,8 @@ class Own:
             for weight, tensor in asked.held:
                 if version_of(tensor) != versions[id(tensor)]:
                     raise RuntimeError(changed_too_early(weight.name, tuple(tensor.shape)))  # as torch does
-            anew = self._order.take(self, asked.held, home).tensors()
-            self._order.go_on(self, home, is_freed=True)
+            anew = self._order.take(self, asked.held, context).tensors()
+            self._order.go_on(self, context, is_freed=True)
             return [anew[key] for key in keys]
 
         is_again = not torch.is_grad_enabled() or is_checkpoint(saver())
@@ -177,12 +177,12 @@ class Own:
             held_in_place(computing),
             regathered([together[key] for key in keys], again) as is_freed,
         ):
-            plainly(self._order.go_on)(self, home, is_freed=bool(keys) and (is_freed or is_again))
+            plainly(self._order.go_on)(self, context, is_freed=bool(keys) and (is_freed or is_again))
             yield
 
     @plainly
-    def _gather(self, home: ScopeContext) -> tuple[_Asked, dict[int, Any]]:
-        asked = self._order.take(self, self.held(), home)
+    def _gather(self, context: ScopeContext) -> tuple[_Asked, dict[int, Any]]:
+        asked = self._order.take(self, self.held(), context)
         return asked, asked.tensors()
 
 
@@ -190,9 +190,9 @@ class _Asked:
     """Weights that are on their way to the layouts in which they compute: by one collective for all of one kind."""
 
     def __init__(
-        self, own: Own, held: Sequence[tuple[Weight, Any]], home: ScopeContext, *, is_ahead: bool
+        self, own: Own, held: Sequence[tuple[Weight, Any]], context: ScopeContext, *, is_ahead: bool
     ) -> None:
-        self.held, self._home, self._dtype = held, home, own.dtype
+        self.held, self._home, self._dtype = held, context, own.dtype
         self._versions: dict[int, int] = {}
         self._gathers: list[Gather] = []
         self._relaid: list[tuple[Any, Layout]] = []
@@ -202,7 +202,7 @@ class _Asked:
             if not isinstance(tensor, DTensor) or id(tensor) in self._versions:
                 continue
             self._versions[id(tensor)] = version_of(tensor)
-            mesh, placements = home.engine.native(weight.layout, tensor.ndim)
+            mesh, placements = context.engine.native(weight.layout, tensor.ndim)
             if tensor.device_mesh != mesh:
                 continue  # it was laid out anew, and computes as it is
             differ = [i for i, (a, b) in enumerate(zip(tensor.placements, placements, strict=True)) if a != b]
@@ -219,7 +219,7 @@ class _Asked:
         for (mesh_dim, is_number, *_), tensors in groups.items():
             dtype, reduce_dtype = (own.dtype, own.reduce_dtype) if is_number else (None, None)
             self._gathers.append(
-                Gather(tensors, mesh_dim, dtype, reduce_dtype, is_asynchronous=is_ahead and home.across)
+                Gather(tensors, mesh_dim, dtype, reduce_dtype, is_asynchronous=is_ahead and context.across)
             )
 
     def is_of(self, held: Sequence[tuple[Weight, Any]]) -> bool:

@@ -72,11 +72,11 @@ class Gathering:
         is_inner = not self.is_part and self.order.is_open
         return (args, kwargs) if is_inner else _converted((args, kwargs), policy.param_dtype)
 
-    def returned(self, result: Any, home: ScopeContext) -> Any:
+    def returned(self, result: Any, context: ScopeContext) -> Any:
         """What the module returns; what the model does, in the element type that a policy says."""
         if not self.is_outermost:
             return result
-        self.order.watch(tensors_in(result), home)
+        self.order.watch(tensors_in(result), context)
         dtype = None if self.policy is None else self.policy.output_dtype
         return result if dtype is None else _converted(result, dtype)
 
@@ -91,7 +91,7 @@ def _converted(values: Any, dtype: torch.dtype) -> Any:
 
 
 def weights_to_gather(
-    root: torch.nn.Module, layouts: Mapping[int, Layout], home: ScopeContext
+    root: torch.nn.Module, layouts: Mapping[int, Layout], context: ScopeContext
 ) -> dict[int, Gathering]:
     """What each module of a model gathers when it is called, by the module's id.
 
@@ -100,18 +100,18 @@ def weights_to_gather(
     Args:
         root: The model.
         layouts: The layouts of its parameters, by id.
-        home: The scope.
+        context: The scope.
     """
     gather: dict[int, list[Weight]] = {}
     outside: list[Weight] = []
     modules = _blocks(root)
     paths = layer_paths(root)
-    policy = home.options.own.fully_shard.get("mp_policy")
+    policy = context.options.own.fully_shard.get("mp_policy")
     converts = policy is not None and policy.param_dtype is not None
     for module, block in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             layout = layouts.get(id(parameter))
-            computing = None if layout is None else home.policy.computing_layout(layout)
+            computing = None if layout is None else context.policy.computing_layout(layout)
             if computing is not None and (converts or computing != layout):
                 path = ".".join(filter(None, (paths.get(id(module)), name)))
                 weight = Weight(Place(module, name), computing, path)
@@ -119,7 +119,7 @@ def weights_to_gather(
                 if block is None:
                     outside.append(weight)
     blocks = {id(block) for _, block in modules if block is not None}
-    order, frees = Order(), home.options.own.fully_shard.get("reshard_after_forward")
+    order, frees = Order(), context.options.own.fully_shard.get("reshard_after_forward")
     made = {
         key: Gathering(weights, order, policy, frees is False, is_part=key in blocks or not blocks)
         for key, weights in gather.items()
@@ -128,17 +128,21 @@ def weights_to_gather(
         return {}
     of_root = outside if blocks else gather.get(id(root), [])
     outermost = made[id(root)] = Gathering(of_root, order, policy, frees is not True, is_outermost=True)
-    if home.options.own.gather == "fully_shard" and home.across:
+    if context.options.own.gather == "fully_shard" and context.across:
         below = [each for each in made.values() if each.is_part and each is not outermost]
-        _fully_shard(outermost, below, home)
+        _fully_shard(outermost, below, context)
     else:
         held = {id(w.held): w for each in gather.values() for w in each}
-        here = "all devices are of this process" if not home.across else f"gather={home.options.own.gather!r}"
-        home.note(here, _sentence("layoutmap", home, [w.path for w in held.values()], here))
+        here = (
+            "all devices are of this process"
+            if not context.across
+            else f"gather={context.options.own.gather!r}"
+        )
+        context.note(here, _sentence("layoutmap", context, [w.path for w in held.values()], here))
     return made
 
 
-def _sentence(by: str, home: ScopeContext, paths: Sequence[str], why: str = "") -> str:
+def _sentence(by: str, context: ScopeContext, paths: Sequence[str], why: str = "") -> str:
     """A note on which weights are gathered by what, and why."""
     groups: dict[Any, list[str]] = {}
     for path in paths:
@@ -146,14 +150,14 @@ def _sentence(by: str, home: ScopeContext, paths: Sequence[str], why: str = "") 
     names = listed([merge_paths(each) for each in groups.values()])
     what = "1 weight is" if len(paths) == 1 else f"{len(paths)} weights are"
     reason = f", as {why}" if why else ""
-    return f"{what} gathered over {home.policy.batch_dim!r} by {by}{reason}: {names}"
+    return f"{what} gathered over {context.policy.batch_dim!r} by {by}{reason}: {names}"
 
 
-def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeContext) -> None:
+def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: ScopeContext) -> None:
     """Have torch's `fully_shard` gather what it can of the weights of a model, and note what it cannot."""
-    batch_dim = home.policy.batch_dim
+    batch_dim = context.policy.batch_dim
     assert batch_dim is not None, "or nothing would be gathered"
-    mesh = home.engine.native(home.policy.replicated(0), 0)[0]
+    mesh = context.engine.native(context.policy.replicated(0), 0)[0]
     mesh_dim = mesh.mesh_dim_names.index(batch_dim)
     users = Counter(key for each in (outermost, *below) for key in {id(w.held) for w in each.weights})
     reasons: dict[str, list[str]] = {}
@@ -186,15 +190,15 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], home: ScopeCo
         if chosen or below:
             named = [(places[0].name, tensor) for tensor, places in chosen]
             gathering.unit = Unit(
-                named, mesh, mesh_dim, home.options.own.fully_shard, is_kept=gathering.is_kept, below=below
+                named, mesh, mesh_dim, context.options.own.fully_shard, is_kept=gathering.is_kept, below=below
             )
         return gathering.unit
 
     unit(outermost, [made for each in below if (made := unit(each)) is not None])
     if paths:
-        home.note(batch_dim, _sentence("torch's fully_shard", home, paths))
+        context.note(batch_dim, _sentence("torch's fully_shard", context, paths))
     for reason, those in reasons.items():
-        home.note(reason, _sentence("layoutmap", home, those, reason))
+        context.note(reason, _sentence("layoutmap", context, those, reason))
 
 
 def _why_not(tensor: Any, mesh_dim: int) -> str:
@@ -229,12 +233,12 @@ def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Modul
 
 
 @contextmanager
-def gathered(gathering: Gathering, home: ScopeContext, inputs: Sequence[torch.Tensor]) -> Generator[None]:
+def gathered(gathering: Gathering, context: ScopeContext, inputs: Sequence[torch.Tensor]) -> Generator[None]:
     """While open, some weights are in the layouts in which they compute.
 
     Args:
         gathering: The weights.
-        home: The scope.
+        context: The scope.
         inputs: The tensors that the module is called with.
     """
     unit = gathering.unit
@@ -253,5 +257,5 @@ def gathered(gathering: Gathering, home: ScopeContext, inputs: Sequence[torch.Te
             )
             own = gathering.others
         if own:
-            stack.enter_context(gathering.own(own).gathered(home))
+            stack.enter_context(gathering.own(own).gathered(context))
         yield

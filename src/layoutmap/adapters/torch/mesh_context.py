@@ -25,14 +25,14 @@ class _Here(threading.local):
     """What is open on a thread.
 
     Attributes:
-        home: The scope of the model that is called.
+        context: The scope of the model that is called.
         is_odd: Whether its batch does not divide.
         is_recording: Whether a graph is recorded.
         call: Of which call.
         compiled: What is compiled where Dynamo came to a model, by the `Forward` of its module.
     """
 
-    home: ScopeContext | None = None
+    context: ScopeContext | None = None
     is_odd = False
     is_recording = False
     call: Any = None
@@ -44,17 +44,17 @@ here = _Here()
 
 def is_running() -> bool:
     """Whether a call of a laid out model is open on this thread."""
-    return here.home is not None
+    return here.context is not None
 
 
 @contextmanager
-def running(home: ScopeContext) -> Generator[None]:
+def running(context: ScopeContext) -> Generator[None]:
     """While open, this thread computes on the mesh of a scope."""
     with (
-        temporarily(here, "home", home),
+        temporarily(here, "context", context),
         _CHECKPOINTS.used(),
         _with_versions(),
-        home.engine.run_on(home.policy.mesh, home.options.own.draws),
+        context.engine.run_on(context.policy.mesh, context.options.own.draws),
     ):
         yield
 
@@ -92,15 +92,15 @@ def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
         raise RuntimeError(
             "an activation checkpoint in it computes once more when the graph is recorded already"
         )
-    home, is_odd = here.home, here.is_odd
-    if home is None:
+    context, is_odd = here.context, here.is_odd
+    if context is None:
         return function
 
     @functools.wraps(function)
     def on_mesh(*args: Any, **kwargs: Any) -> Any:
         if is_running():
             return function(*args, **kwargs)
-        with running(home), summing_up(is_odd):
+        with running(context), summing_up(is_odd):
             return function(*args, **kwargs)
 
     return on_mesh

@@ -50,6 +50,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.engines.agreement import check_values
 from layoutmap.engines.patches import Closing
 from layoutmap.engines.torch.deferred_init.tape import Tape
 from layoutmap.engines.torch.element_types import dtype_name
@@ -107,13 +108,13 @@ class TorchSession:
     """One scope's work in torch.
 
     Args:
-        home: The scope, which knows rules, meshes and arrays.
+        context: The scope, which knows rules, meshes and arrays.
     """
 
     library = "torch"
 
-    def __init__(self, home: ScopeContext):
-        self.home = home
+    def __init__(self, context: ScopeContext):
+        self.context = context
         self._tape = self._new_tape()
         self._recording: Any = None
         # By id, in the order in which they were made.
@@ -125,8 +126,8 @@ class TorchSession:
 
     def _new_tape(self) -> Tape:
         return Tape(
-            dry=self.home.plan_only,
-            tiles=self.home.options.own.draws == "tiles",
+            dry=self.context.plan_only,
+            tiles=self.context.options.own.draws == "tiles",
             is_here=lambda: is_entered(self),
         )
 
@@ -212,20 +213,20 @@ class TorchSession:
 
     def _materialize(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
         self._unbuilt = [path for root in roots for path in lazy_layers(root)]
-        if self._unbuilt and not self.home.plan_only:
+        if self._unbuilt and not self.context.plan_only:
             self._refuse_lazy(roots)
         entries = list(entries_of(roots, is_new=is_new))
         recipes = {e.spec.key: self._tape.recipe(t) for e in entries if self._tape.holds(t := e.found.tensor)}
         layers = [path for root in roots for path in layer_paths(root).values()]
         try:
-            assignments = self.home.assign(
+            assignments = self.context.assign(
                 [e.spec for e in entries],
                 {key: recipe.why_global for key, recipe in recipes.items() if recipe.why_global},
                 unsupported_of([(e.found, e.spec.model) for e in entries]),
                 not self._unbuilt,
                 layers,
             )
-            if self.home.plan_only:
+            if self.context.plan_only:
                 self._planned = entries
                 self._mark_valueless(roots, _ONLY_A_PLAN)
             else:
@@ -256,14 +257,14 @@ class TorchSession:
             for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
         }
         deferred = {key: pair for key, pair in pairs.items() if self._tape.holds(pair[0].found.tensor)}
-        if self.home.across:
+        if self.context.across:
             self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
-        made = self.home.create(
+        made = self.context.create(
             {key: assignment for key, (_, assignment) in deferred.items()},
             {key: self._initializer(entry.found.tensor) for key, (entry, _) in deferred.items()},
         )
         arrays = (
-            made[key] if key in deferred else self.home.engine.relayout(e.found.tensor.detach(), a.layout)
+            made[key] if key in deferred else self.context.engine.relayout(e.found.tensor.detach(), a.layout)
             for key, (e, a) in pairs.items()
         )
         self.install(
@@ -298,7 +299,8 @@ class TorchSession:
             if tensor in paths and isinstance(value, torch.Tensor)
         ]
         plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
-        self.home.check_values((path, checksum(self.home.engine.to_numpy(tensor))) for path, tensor in plain)
+        sums = ((path, checksum(self.context.engine.to_numpy(tensor))) for path, tensor in plain)
+        check_values(sums, self.context.gather)
 
     def _initializer(self, tensor: Any) -> Initializer:
         recipe = self._tape.recipe(tensor)
@@ -311,10 +313,10 @@ class TorchSession:
         old = entry.found.tensor
         new = array
         if isinstance(old, torch.nn.Parameter):
-            new = self.home.engine.variable(array, name=entry.spec.path, trainable=old.requires_grad)
+            new = self.context.engine.variable(array, name=entry.spec.path, trainable=old.requires_grad)
         carry_over(old, new)
         if not isinstance(old, FakeTensor) and old.is_leaf and old.grad is not None:
-            new.grad = self.home.engine.relayout(old.grad, layout)
+            new.grad = self.context.engine.relayout(old.grad, layout)
         return new
 
     def _replace_references(
@@ -343,9 +345,9 @@ class TorchSession:
 
     def _in_layout(self, tensor: Any, layout: Layout) -> Any:
         if not self._tape.holds(tensor):
-            return self.home.engine.relayout(tensor, layout)
+            return self.context.engine.relayout(tensor, layout)
         spec = VariableSpec("slot", tuple(tensor.shape), dtype_name(tensor.dtype), Kind.SLOT)
-        return self.home.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[
+        return self.context.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[
             "slot"
         ]
 
@@ -353,19 +355,19 @@ class TorchSession:
         look_after_tools()
         for root in roots:
             paths = layer_paths(root)
-            gather = weights_to_gather(root, layouts, self.home)
+            gather = weights_to_gather(root, layouts, self.context)
             graphs: dict[Any, Any] = {}
             for module in (root, *below(root)):
                 if forward_of(module) is None:
                     accept_any_layout(module)
                 path = paths.get(id(module), "")
                 gathers = gather.get(id(module))
-                Forward(module, path, self.home, gather=gathers, graphs=graphs, layouts=layouts).attach()
+                Forward(module, path, self.context, gather=gathers, graphs=graphs, layouts=layouts).attach()
 
     def _mark_valueless(self, roots: Sequence[torch.nn.Module], why: str) -> None:
         for root in roots:
             for module in (root, *below(root)):
-                Forward(module, "", self.home, valueless=why).attach()
+                Forward(module, "", self.context, valueless=why).attach()
 
     # -- models that exist, and models to be
 
@@ -388,8 +390,8 @@ class TorchSession:
     ) -> TrainingStep:
         """Return a training step of a module that was made in a dry run; see `Session`."""
 
-        def install(home: Any, placed: Sequence[tuple[Entry, Any, Layout]]) -> None:
-            TorchSession(home).install([model], placed)
+        def install(context: Any, placed: Sequence[tuple[Entry, Any, Layout]]) -> None:
+            TorchSession(context).install([model], placed)
 
         return training_step(self._planned, model, inputs, loss, install)
 

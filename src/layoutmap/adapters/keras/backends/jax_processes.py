@@ -24,6 +24,7 @@ from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.agreement import check_alike
 
 GATHERED = "_layoutmap_gathered"
 """Where a variable has its value on the host while its model is saved."""
@@ -88,7 +89,7 @@ class Rows:
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
     def _compare(self, brought: str, own: int) -> None:
-        texts, checksums = self._context.check_alike(f"{self._verb}: {brought}", own)
+        texts, checksums = check_alike(f"{self._verb}: {brought}", self._context.gather, own)
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
@@ -236,7 +237,7 @@ def reporting(plain: Callable[..., Any], session: KerasSession, name: str) -> Ca
             if not hasattr(error, _REPORTED):  # by all, or by an `evaluate` inside of `fit`
                 setattr(error, _REPORTED, True)
                 with suppress(EngineError):  # nobody is there to read it
-                    session.context.check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}")
+                    check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}", session.context.gather)
             raise
 
     return reported
@@ -253,7 +254,9 @@ def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = os.path.abspath(os.fspath(filepath))
         numbers = _processes(session)
-        paths = session.context.check_alike(f"{name}: {path}")[0] or [f"{name}: {path}"] * len(numbers)
+        paths = check_alike(f"{name}: {path}", session.context.gather)[0] or [f"{name}: {path}"] * len(
+            numbers
+        )
         writes = numbers[paths.index(f"{name}: {path}")] == jax.process_index()
         result = error = None
         variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
@@ -270,7 +273,9 @@ def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
         finally:
             for variable in variables:
                 variable.__dict__.pop(GATHERED, None)
-        errors, _ = session.context.check_alike("" if error is None else f"{type(error).__name__}: {error}")
+        errors, _ = check_alike(
+            "" if error is None else f"{type(error).__name__}: {error}", session.context.gather
+        )
         if error is not None:
             raise error
         if any(errors):

@@ -25,6 +25,7 @@ from layoutmap.adapters.keras.backends.jax_processes import Rows, reporting
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import step_wraps
 from layoutmap.adapters.programs import lowered_lines
+from layoutmap.engines.agreement import check_program
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 _STEPS = ("train", "test", "predict")
@@ -205,7 +206,7 @@ def _compared(step: Any, session: KerasSession) -> Callable[..., Any]:
         signature = tuple((np.shape(each), jax.numpy.result_type(each)) for each in jax.tree.leaves(data))
         if signature not in known:
             lowered = lowered_lines(step.__name__, step.lower(state, data))
-            session.context.check_program(f"the {step.__name__}", lowered)
+            check_program(f"the {step.__name__}", lowered, session.context.gather)
             known.add(signature)
         return step(state, data)
 

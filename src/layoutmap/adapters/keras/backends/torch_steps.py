@@ -58,7 +58,7 @@ class _Step:
         if not (session.context.across and session.context.options.check_batches):
             return nullcontext()
         native = session.engine.native(session.policy.replicated(0), 0)
-        return same_draws(native[0], session.context.check_alike)
+        return same_draws(native[0], session.context.gather)
 
 
 def _refuse_compiling(model: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.agreement import Gather, check_alike
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
 from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed, reduced
@@ -26,19 +27,21 @@ from layoutmap.engines.torch.private import tree_map
 
 
 @contextmanager
-def same_draws(mesh: Any, check_alike: Callable[[str], tuple[Sequence[str], Any]]) -> Generator[None]:
+def same_draws(mesh: Any, gather: Gather) -> Generator[None]:
     """Refuse random numbers that are drawn in here, if those of another process are different.
 
     Args:
         mesh: The `DeviceMesh`.
-        check_alike: Gives what all processes say if they do not all say the same; all of them ask.
+        gather: Gathers from all processes of the mesh, which all ask.
 
     Raises:
         ScopeError: A process draws other numbers than another, or none; in all of them.
     """
     state = _state(mesh.device_type)
     yield
-    said, _ = check_alike(f"from state {state:08x}" if _state(mesh.device_type) != state else "no numbers")
+    said, _ = check_alike(
+        f"from state {state:08x}" if _state(mesh.device_type) != state else "no numbers", gather
+    )
     if said:
         raise ScopeError(
             "the processes draw different random numbers",
