@@ -71,6 +71,9 @@ def test_arrays_that_jax_alone_has_placed_have_the_layouts_that_they_were_given(
     assert {a.variable for a in plan.assignments} == {a.variable for a in found.assignments}
     assert plan.device_bytes == found.device_bytes
     assert found == lm.Plan.from_json(found.to_json())
+    again = case.plan(lm.LayoutMap.from_model(model))
+    assert {a.variable.path: a.layout for a in found.assignments} == {p: a.layout for p, a in again.items()}
+    assert set() == {p.kind for p in again.problems} - {"global init", "no activations", "unsupported"}
 
 
 def make_state():
@@ -274,6 +277,22 @@ def test_a_plan_that_was_read_off_is_a_plan():
     assert re.search(r"the map says  rule 1 .*: \(model, unsharded\)\n +another layout", kernel)
     assert re.search(r"the map says  rule 2 .*: \(unsharded,\)\n +the same", scale)
     assert "it is as it was found" in plan.explain("up.kernel")
+
+
+def test_what_rules_cannot_say_is_told_when_they_are_read_off():
+    """Slots that lie otherwise than their weights, and arrays without a layout; a plan from JSON has rules, too."""
+    params = by_columns({"up": {"kernel": jnp.ones((8, 16))}})
+    state = optax.sgd(0.1, momentum=0.9).init(params)
+    elsewhere = jax.tree.map(lambda x: put(x, "data"), state)
+    pinned = {**params, "pinned": jax.device_put(jnp.ones(4), jax.devices()[3])}
+
+    plain = lm.LayoutMap.from_model(params, state)
+    assert plain == lm.LayoutMap.from_model(lm.Plan.from_json(lm.inspect(params).to_json()))
+    assert {r"(.*\.)?up\.kernel$": "(unsharded, model)"} == {r.pattern: str(r.layout) for r in plain.rules}
+    with pytest.warns(lm.LayoutMapWarning, match="as its weight it would be in"):
+        assert plain == lm.LayoutMap.from_model(params, elsewhere)
+    with pytest.warns(lm.LayoutMapWarning, match="on CPU:3 alone"):
+        assert plain == lm.LayoutMap.from_model(pinned)
 
 
 def test_nothing_is_made_or_moved():

@@ -16,15 +16,18 @@ from layoutmap.core.match import layout_text
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.text_table import html_table
 from layoutmap.core.users_line import level_of_user
+from layoutmap.plan.table import PlanTable
 from layoutmap.rules.keras_rules import rules_of
 from layoutmap.rules.logical_axes import Semantics, logical_specs
 from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shapes_of, specs_of_tree
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
+from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, plan, scope
+from layoutmap.searching.read_off import rules_of_plan
 
 
 class LayoutMap(RuleSet):
@@ -77,6 +80,53 @@ class LayoutMap(RuleSet):
     def get_default_mesh(self) -> Mesh | None:
         """The mesh of the map; `None` while it has neither a mesh nor a rule."""
         return self.mesh
+
+    @classmethod
+    def from_model(cls, model: Any, optimizer: Any = None) -> LayoutMap:
+        """Make the map that says where the variables of a model are, whoever has put them there, in the fewest rules.
+
+        A plan with them is compared with what was found. So a model from elsewhere can be planned on another mesh,
+        searched from, or built here: `lm.build` of the same model gives the same layouts.
+
+        Args:
+            model: A model that exists, see `layoutmap.inspect`; or a plan, such as one that was read from JSON.
+            optimizer: Its optimizer; rules are not for slots, but one in another layout than its weight is told.
+
+        Returns:
+            The map, on the mesh of the model. What no rule matches is replicated there, and the map says so. Of a model
+            that this library has laid out it has the rules for activations that are in use.
+
+        Raises:
+            RuleError: No rules give a variable its layout.
+            ScopeError: It is no model of a supported library.
+
+        Warns:
+            LayoutMapWarning: Something that was found is not in the map: what no layout says, or the layouts of slots.
+
+        Example:
+            >>> import jax, layoutmap as lm
+            >>> sharding = jax.NamedSharding(jax.make_mesh((2, 4), ("data", "model")), jax.P(None, "model"))
+            >>> kernel = jax.device_put(jax.numpy.ones((64, 256)), sharding)
+            >>> print(LayoutMap.from_model({"h": [{"up": kernel, "norm": jax.numpy.ones(64)} for _ in range(4)]}))
+            LayoutMap on data=2, model=4, 1 rule
+               1  .*\\.\\d+\\.up$  (unsharded, model)
+            the rest is replicated
+        """
+        found = model if isinstance(model, PlanTable) else inspect(model, optimizer)
+        rules = rules_of_plan(found)
+        if lost := _not_in_rules(found, rules):
+            _warn(
+                f"from_model: {counted(len(lost), 'thing')} of the model {'is' if len(lost) == 1 else 'are'} not in "
+                "the map",
+                lost,
+                "rules say layouts of variables, and slots follow their weights",
+                "print(lm.inspect(model)) shows all of it",
+            )
+        outputs = sorted({m.rule for m in found.activations if m.rule}, key=lambda rule: rule.number)
+        activations = {rule.pattern: rule.layout for rule in outputs}
+        return cls(
+            rules.mesh, {rule.pattern: rule.layout for rule in rules.rules}, activations, rest="replicated"
+        )
 
     @classmethod
     def from_tp_plan(
@@ -483,6 +533,20 @@ def _mesh(mesh: Mesh | str) -> Mesh:
             fix='pass one, as in lm.create_mesh("batch=2,model=4"), or that text',
         )
     return found
+
+
+def _not_in_rules(found: PlanTable, rules: RuleSet) -> dict[str, object]:
+    """What a plan that was read off has besides layouts that the rules give: by path, what it is."""
+    planned = make_plan([a.variable for a in found.assignments], rules, complete=False)
+    lost: dict[str, object] = {
+        problem.subject: problem.what.removeprefix(f"{problem.subject}: ")
+        for problem in found.problems
+        if problem.kind in ("no layout", "another mesh", "uneven") and problem.severity == "warning"
+    }
+    for here, there in zip(found.assignments, planned.assignments, strict=True):
+        if here.layout != there.layout:
+            lost[here.variable.path] = f"in {here.layout}, and as its weight it would be in {there.layout}"
+    return lost
 
 
 def _warn(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:

@@ -33,6 +33,7 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     training.it_computes_the_same_without_a_compiler,
     planning.the_plan_is_what_is_built,
     inspecting.what_is_inspected_is_what_was_planned,
+    inspecting.rules_read_off_a_model_build_it_again,
     keeping.it_is_loaded_on_another_mesh,
     keeping.it_is_loaded_by_another_engine,
     keeping.a_model_that_exists_is_laid_out,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutmap.scope.inspecting import inspect
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.scope import build
 from layoutmap.testing.laws.trial import Trial
 
 
@@ -29,3 +31,19 @@ def what_is_inspected_is_what_was_planned(trial: Trial) -> Iterator[str]:
         for each in found.problems
         if each.severity != "note" and (each.kind, each.subject) not in of_plan
     )
+
+
+def rules_read_off_a_model_build_it_again(trial: Trial) -> Iterator[str]:
+    """A map of a built model has no more rules than variables, and with it the model has the same layouts."""
+    layout_map = LayoutMap.from_model(trial.pair[1])
+    case = trial.case
+    again = build(case.make_model, layout_map, inputs=case.inputs, library=case.library, progress=False)
+    expected = {a.variable.path: a.layout for a in inspect(trial.pair[1]).assignments}
+    if len(layout_map) > len(expected):
+        yield f"{len(layout_map)} rules for {len(expected)} variables"
+    for a in inspect(again).assignments:
+        if a.layout != expected[a.variable.path]:
+            yield f"{a.variable.path}: found {expected[a.variable.path]}, built in {a.layout}:\n{layout_map}"
+    for problem in case.plan(layout_map).problems:
+        if problem.severity != "note" and problem not in trial.plan.problems:
+            yield f"{problem.what}:\n{layout_map}"
