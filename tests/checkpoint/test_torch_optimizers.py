@@ -577,3 +577,17 @@ def test_state_that_is_no_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'look'"):
         lm.save(model, tmp_path, optimizer=optimizer)
     assert [] == [*tmp_path.iterdir()]
+
+
+def test_a_mesh_whose_devices_are_named_elsewhere(tmp_path):
+    """A model on a mesh without names of devices is saved with its slots, though another part named the same devices."""
+    mesh = lm.create_mesh("named=4", engine="torch")
+    lm.dtensor.relayout(torch.zeros(4), lm.Layout(["named"], mesh))
+    layout_map = lm.LayoutMap("named=4", {"weight": ("named", None)}, rest="replicated")
+    model = layout_map.build(lambda: nn.Linear(8, 8), library="torch")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    lm.save(model, tmp_path, optimizer=optimizer, progress=False)
+
+    assert "optimizer.weight.momentum_buffer" in lm.describe(tmp_path)

@@ -130,7 +130,7 @@ def begin_save(
     engine = get_engine(adapter.engine_name)
     kept = list(adapter.stored(model, optimizer))
     layouts = {each.variable.path: engine.layout_of(each.array) for each in kept}
-    mesh = _one_mesh(layouts)
+    mesh = _one_mesh(engine, layouts)
     group = Group(engine, mesh)
     storage = storage_of(directory)
     variables = [_saved(each.variable, layouts[each.variable.path]) for each in kept]
@@ -245,9 +245,8 @@ def group_of(model: Any) -> Group:
     """The processes that a model is on."""
     adapter = adapter_of_model(model)
     engine = get_engine(adapter.engine_name)
-    return Group(
-        engine, _one_mesh({e.variable.path: engine.layout_of(e.array) for e in adapter.stored(model)})
-    )
+    layouts = {each.variable.path: engine.layout_of(each.array) for each in adapter.stored(model)}
+    return Group(engine, _one_mesh(engine, layouts))
 
 
 def _saved(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
@@ -266,10 +265,12 @@ def _table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], mesh: M
     return PlanTable(mesh, tuple(Assignment(v, layout) for v, layout in found if layout is not None))
 
 
-def _one_mesh(layouts: Mapping[str, Layout | None]) -> Mesh | None:
+def _one_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
-    if len(meshes) > 1:
-        (one, path), (other, other_path) = list(meshes.items())[:2]
+    # A slot that torch makes knows the devices of its mesh, and not whether a program has named them.
+    bound = {engine.bind(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
+    if len(bound) > 1:
+        (one, path), (other, other_path) = list(bound.values())[:2]
         raise CheckpointError(
             f"{path} and {other_path} are on different meshes",
             facts={path: str(one), other_path: str(other)},
