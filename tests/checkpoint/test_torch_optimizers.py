@@ -580,7 +580,7 @@ def test_state_that_is_no_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_mesh_whose_devices_are_named_elsewhere(tmp_path):
-    """A model on a mesh without names of devices is saved with its slots, though another part named the same devices."""
+    """A model on a mesh without names of devices is saved with its slots, though another mesh names the same ones."""
     mesh = lm.create_mesh("named=4", engine="torch")
     lm.dtensor.relayout(torch.zeros(4), lm.Layout(["named"], mesh))
     layout_map = lm.LayoutMap("named=4", {"weight": ("named", None)}, rest="replicated")
