@@ -6,10 +6,10 @@ import importlib.util
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from layoutmap.adapters.missing_backend import missing_backend
-from layoutmap.adapters.protocol import Adapter
+from layoutmap.adapters.protocol import Adapter, Building, Inspecting, Keeping, Training
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.engines.tested import import_for
 
@@ -17,12 +17,19 @@ __all__ = [
     "ADAPTERS",
     "REFUSED",
     "Adapter",
+    "Building",
+    "Inspecting",
+    "Keeping",
+    "Training",
     "adapter_of_model",
+    "capable",
     "get_adapter",
     "imported_adapter",
     "others_refused",
     "refuse",
 ]
+
+Capable = TypeVar("Capable", bound=Building)
 
 ADAPTERS = {
     "keras": "layoutmap.adapters.keras",
@@ -69,7 +76,7 @@ _MEANT = {
 """What a library is called, too."""
 
 
-def get_adapter(name: str) -> Adapter:
+def get_adapter(name: str) -> Building:
     """The adapter of a model library.
 
     Args:
@@ -102,7 +109,30 @@ def get_adapter(name: str) -> Adapter:
         raise
 
 
-def imported_adapter() -> Adapter:
+def capable(adapter: Building, capability: type[Capable], function: str) -> Capable:
+    """Return an adapter as one that knows more than to build models.
+
+    Args:
+        adapter: The adapter.
+        capability: `Training`, `Keeping`, `Inspecting`, or `Adapter` for all of them.
+        function: Who asks, as in `"save"`.
+
+    Raises:
+        ScopeError: It does not.
+    """
+    if isinstance(adapter, capability):
+        return adapter
+    known = {name for name in dir(capability) if not name.startswith("_")}
+    missing = sorted(name for name in known if not hasattr(adapter, name))
+    raise ScopeError(
+        f"{function}: the adapter of {adapter.name} models cannot do it",
+        facts={"missing": ", ".join(missing)},
+        why=f"it is no {capability.__name__} adapter, which {function} needs",
+        fix="write these methods of layoutmap.adapters.protocol",
+    )
+
+
+def imported_adapter() -> Building:
     """The adapter of the model library that the program has imported.
 
     Raises:
@@ -122,7 +152,7 @@ def imported_adapter() -> Adapter:
 
 
 @contextmanager
-def others_refused(adapter: Adapter) -> Generator[None]:
+def others_refused(adapter: Building) -> Generator[None]:
     """While open, models of the other libraries that are imported are refused, where they would pass unseen."""
     with ExitStack() as stack:
         for name in ADAPTERS:
@@ -133,7 +163,7 @@ def others_refused(adapter: Adapter) -> Generator[None]:
         yield
 
 
-def find_adapter(model: Any) -> Adapter | None:
+def find_adapter(model: Any) -> Building | None:
     """The adapter of the library that made a model; `None`: no adapter knows the object."""
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     names = [name for name in ADAPTERS if name in packages]
@@ -143,7 +173,7 @@ def find_adapter(model: Any) -> Adapter | None:
     return next((adapter for adapter in adapters if adapter.owns(model)), None)
 
 
-def adapter_of_model(model: Any) -> Adapter:
+def adapter_of_model(model: Any) -> Building:
     """The adapter of the library that made a model.
 
     Raises:

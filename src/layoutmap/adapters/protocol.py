@@ -8,11 +8,11 @@ gets its value, and how the library trains. It knows no rule, no mesh and no dev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from layoutmap.adapters.options import ScopeOptions
+from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
@@ -44,7 +44,7 @@ class Saved:
 
     Args:
         slots: Its slots.
-        settings: What `Adapter.settings` returned.
+        settings: What `Keeping.settings` returned.
     """
 
     slots: Sequence[VariableSpec]
@@ -161,8 +161,13 @@ class Session(Protocol):
         ...
 
 
-class Adapter(Protocol):
-    """Knows one model library."""
+@runtime_checkable
+class Building(Protocol):
+    """Models of one library are planned, built and laid out.
+
+    Nine methods are to be written; two have a default, which is for a library whose models cannot be built unseen and
+    that has no options of its own. `Training`, `Keeping` and `Inspecting` are more that an adapter may know.
+    """
 
     name: str
 
@@ -183,27 +188,6 @@ class Adapter(Protocol):
         """Whether a model is of this library."""
         ...
 
-    def refused(self, library: str) -> AbstractContextManager[None]:
-        """While open, models of this library that are built here are refused, where they would pass unseen.
-
-        Args:
-            library: The library that the scope was opened for.
-        """
-        ...
-
-    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
-        """Return the library's own options of a scope, as one value for `ScopeOptions.own`.
-
-        Args:
-            given: Values by name.
-            options: The options of every scope.
-            across: Whether the mesh has devices of other processes.
-
-        Raises:
-            ScopeError: The library has no such option, or a value cannot be used.
-        """
-        ...
-
     def begin(self, context: ScopeContext) -> Session:
         """Return a session for one scope."""
         ...
@@ -220,29 +204,8 @@ class Adapter(Protocol):
         """Have a model make what it would make at its first call and training step; computes nothing."""
         ...
 
-    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
-        """Return a model with an optimizer in place of its own, where models of the library carry one.
-
-        Raises:
-            ScopeError: The library has no optimizer of that name.
-        """
-        ...
-
     def variables(self, model: Any) -> dict[str, Any]:
         """Return a model's variables by path, in a fixed order: weights, states, and slots of its optimizer."""
-        ...
-
-    def described(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
-        """Return the variables of a model that any program has made, as a plan would have them, and their arrays.
-
-        Args:
-            model: The model; its arrays may be shapes without values.
-            optimizer: Its optimizer, whose slots are returned too, where the model does not have it.
-        """
-        ...
-
-    def context_of(self, model: Any) -> ScopeContext | None:
-        """Return the scope that a model was laid out in; `None`: in none, or the library cannot tell."""
         ...
 
     def read(self, variable: Any) -> Any:
@@ -251,6 +214,40 @@ class Adapter(Protocol):
 
     def write(self, variable: Any, value: Any) -> None:
         """Give a variable a value, of the engine or of numpy; it keeps its layout."""
+        ...
+
+    def refused(self, library: str) -> AbstractContextManager[None]:
+        """While open, models of this library that are built here are refused, where they would pass unseen.
+
+        Args:
+            library: The library that the scope was opened for.
+        """
+        return nullcontext()
+
+    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
+        """Return the library's own options of a scope, as one value for `ScopeOptions.own`.
+
+        Args:
+            given: Values by name.
+            options: The options of every scope.
+            across: Whether the mesh has devices of other processes.
+
+        Raises:
+            ScopeError: The library has no such option, or a value cannot be used.
+        """
+        check_names(given, self.name)
+
+
+@runtime_checkable
+class Training(Building, Protocol):
+    """Models are trained and compared: `check_parity`, and plans with an optimizer."""
+
+    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+        """Return a model with an optimizer in place of its own, where models of the library carry one.
+
+        Raises:
+            ScopeError: The library has no optimizer of that name.
+        """
         ...
 
     def forward(self, model: Any, batch: Any) -> Any:
@@ -267,6 +264,11 @@ class Adapter(Protocol):
     def train_step(self, model: Any, batch: Any) -> dict[str, float]:
         """One optimizer step of a compiled model on a batch; returns the numbers that it logs, the loss before it."""
         ...
+
+
+@runtime_checkable
+class Keeping(Building, Protocol):
+    """Models are saved, loaded and exported."""
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> Sequence[Stored]:
         """Return what a checkpoint keeps of a model: weights, states and random states, and slots of its optimizer.
@@ -303,3 +305,26 @@ class Adapter(Protocol):
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
         """Put back what `settings` returned, here or of another library; `"random"` has those of this process."""
         ...
+
+
+@runtime_checkable
+class Inspecting(Building, Protocol):
+    """A plan is read off a model that exists: `inspect`."""
+
+    def described(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
+        """Return the variables of a model that any program has made, as a plan would have them, and their arrays.
+
+        Args:
+            model: The model; its arrays may be shapes without values.
+            optimizer: Its optimizer, whose slots are returned too, where the model does not have it.
+        """
+        ...
+
+    def context_of(self, model: Any) -> ScopeContext | None:
+        """Return the scope that a model was laid out in; `None`: in none, or the library cannot tell."""
+        ...
+
+
+@runtime_checkable
+class Adapter(Training, Keeping, Inspecting, Protocol):
+    """All that this library can do with models."""

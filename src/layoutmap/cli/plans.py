@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters import ADAPTERS, find_adapter, imported_adapter
+from layoutmap.adapters import ADAPTERS, Training, capable, find_adapter, imported_adapter
 from layoutmap.cli.models import add_preset_options, known_model, make_of, preset_of
 from layoutmap.cli.output import add_wide_option, say
 from layoutmap.cli.users_code import function_named, names_of, users_code
@@ -253,7 +253,7 @@ def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[
                 fix="leave --optimizer out",
             )
         try:
-            return adapter.with_optimizer(model, optimizer)
+            return capable(adapter, Training, "--optimizer").with_optimizer(model, optimizer)
         except ScopeError as error:
             raise LayoutMapError(
                 f"--optimizer {optimizer}", why=error.why, fix="use adamw, sgd, ..."

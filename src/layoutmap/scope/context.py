@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from layoutmap.adapters import REFUSED, Adapter
+from layoutmap.adapters import REFUSED, Building
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Session
 from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, listed
@@ -60,7 +60,7 @@ class Scope:
     def __init__(
         self,
         layout_map: RuleSet,
-        adapter: Adapter,
+        adapter: Building,
         engine: Engine | None = None,
         options: ScopeOptions | None = None,
         *,

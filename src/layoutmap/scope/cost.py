@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layoutmap.adapters import get_adapter, imported_adapter
+from layoutmap.adapters import Training, capable, get_adapter, imported_adapter
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import check_dim
 from layoutmap.core.policy import LayoutPolicy
@@ -182,6 +182,7 @@ def lower_step(
     check_maker(make_model, layout_map, "lower_step")
     check_remat(remat)
     adapter = get_adapter(library) if library else imported_adapter()
+    training = capable(adapter, Training, "lower_step")
     if adapter.engine_name != "jax":
         raise ScopeError(
             f"the step of a model of {adapter.name} on {adapter.engine_name} cannot be counted",
@@ -193,7 +194,7 @@ def lower_step(
     dry = Scope(layout_map, adapter)
     check_dim("batch_dim", batch_dim, dry.mesh, "the batch is sharded over it")
     with adapter.undisturbed():
-        model = make_in(dry, lambda: adapter.with_optimizer(make_model(), optimizer), inputs)
+        model = make_in(dry, lambda: training.with_optimizer(make_model(), optimizer), inputs)
         step = dry.session.step(model, inputs, optimizer, loss)
     unbuilt = dry.session.unbuilt()
     missing = problem_of_unbuilt(type(model).__name__, unbuilt, called=True) if unbuilt else None

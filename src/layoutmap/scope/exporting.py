@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from layoutmap.adapters import adapter_of_model
+from layoutmap.adapters import Keeping, adapter_of_model, capable
 from layoutmap.checkpoint.export import MOST_BYTES, export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -68,7 +68,7 @@ class _Values(Source):
     """The values of a model; the last one that was read is kept, since it is read in blocks."""
 
     def __init__(self, model: Any):
-        adapter = adapter_of_model(model)
+        adapter = capable(adapter_of_model(model), Keeping, "export")
         self._engine = get_engine(adapter.engine_name)
         self._arrays: dict[str, Any] = {}
         self._last: tuple[str, NumpyArray] | None = None

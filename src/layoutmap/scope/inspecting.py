@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.adapters import adapter_of_model
+from layoutmap.adapters import Inspecting, adapter_of_model, capable
 from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_FOUND, Match
@@ -58,7 +58,7 @@ def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None) 
           because     it is as it was found: no map was asked
           to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
     """
-    adapter = adapter_of_model(model)
+    adapter = capable(adapter_of_model(model), Inspecting, "inspect")
     stored = adapter.described(model, optimizer)
     places = _places([each.array for each in stored], get_engine(adapter.engine_name))
     mesh = _mesh_of(places)

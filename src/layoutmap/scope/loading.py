@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
-from layoutmap.adapters import Adapter, adapter_of_model, find_adapter, get_adapter, imported_adapter
+from layoutmap.adapters import Keeping, adapter_of_model, capable, find_adapter, get_adapter, imported_adapter
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
@@ -108,11 +108,11 @@ def load(
     _check_arguments(model, layout_map, options, missing, extra, verify)
     if layout_map is not None:
         library = options.get("library")
-        adapter = get_adapter(library) if library else imported_adapter()
+        adapter = capable(get_adapter(library) if library else imported_adapter(), Keeping, "load")
         found, mesh = None, layout_map.mesh
     else:
         found = _existing(model)
-        adapter = adapter_of_model(found)
+        adapter = capable(adapter_of_model(found), Keeping, "load")
         if inputs is not None:
             adapter.complete(found, (inputs,))
         mesh = _mesh_of(adapter, found)
@@ -241,7 +241,7 @@ class _Loading:
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: Keeping,
         values: Values,
         processes: Group,
         progress: bool | None,
@@ -393,7 +393,7 @@ def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def _mesh_of(adapter: Adapter, model: Any) -> Mesh | None:
+def _mesh_of(adapter: Keeping, model: Any) -> Mesh | None:
     """The mesh of a model that exists; `None`: it is on none."""
     engine = get_engine(adapter.engine_name)
     layouts = (engine.layout_of(each.array) for each in adapter.stored(model))

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from layoutmap.adapters import Adapter, get_adapter, imported_adapter
+from layoutmap.adapters import Training, capable, get_adapter, imported_adapter
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
 from layoutmap.scope.arguments import check_maker
@@ -161,7 +161,8 @@ def check_parity(
         <ParityReport: agrees>
     """
     check_maker(make_model, layout_map, "check_parity")
-    adapter = get_adapter(library) if library else imported_adapter()
+    found = get_adapter(library) if library else imported_adapter()
+    adapter = capable(found, Training, "check_parity")
     with adapter.undisturbed():
         adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
@@ -187,7 +188,7 @@ def check_parity(
 
 
 def compared(
-    adapter: Adapter, plain: Any, sharded: Any, batch: Any, *, steps: int = 3, tolerance: float = 1e-5
+    adapter: Training, plain: Any, sharded: Any, batch: Any, *, steps: int = 3, tolerance: float = 1e-5
 ) -> ParityReport:
     """Return all comparisons of two models that exist, which take the steps.
 
@@ -205,7 +206,7 @@ def compared(
     return ParityReport(rows, tuple(losses), tuple(missing))
 
 
-def _check_apart(adapter: Adapter, plain: Any, sharded: Any) -> None:
+def _check_apart(adapter: Training, plain: Any, sharded: Any) -> None:
     """Raise if the plain model has variables of the sharded one, and would be compared with itself."""
     ours, theirs = (
         adapter.variables(sharded),
@@ -223,7 +224,7 @@ def _check_apart(adapter: Adapter, plain: Any, sharded: Any) -> None:
 
 
 def _compare(
-    adapter: Adapter,
+    adapter: Training,
     plain: Any,
     sharded: Any,
     batch: Any,
@@ -286,7 +287,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def compared_variables(
-    adapter: Adapter,
+    adapter: Training,
     stage: str,
     plain: Any,
     sharded: Any,

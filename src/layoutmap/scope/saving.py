@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from layoutmap.adapters import adapter_of_model
+from layoutmap.adapters import Keeping, adapter_of_model, capable
 from layoutmap.adapters.data_states import state_of
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.lineage import History, SavedStep, facts_of, following
@@ -126,7 +126,7 @@ def begin_save(
         CheckpointError: The step exists already, something cannot be saved, there is not enough space, or the processes
             differ; in all of them.
     """
-    adapter = adapter_of_model(model)
+    adapter = capable(adapter_of_model(model), Keeping, "save")
     engine = get_engine(adapter.engine_name)
     kept = list(adapter.stored(model, optimizer))
     layouts = {each.variable.path: engine.layout_of(each.array) for each in kept}
@@ -243,7 +243,7 @@ def _shards(
 
 def group_of(model: Any) -> Group:
     """The processes that a model is on."""
-    adapter = adapter_of_model(model)
+    adapter = capable(adapter_of_model(model), Keeping, "save")
     engine = get_engine(adapter.engine_name)
     layouts = {each.variable.path: engine.layout_of(each.array) for each in adapter.stored(model)}
     return Group(engine, _one_mesh(engine, layouts))

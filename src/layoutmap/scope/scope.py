@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.adapters import Adapter, adapter_of_model, get_adapter, imported_adapter, others_refused
+from layoutmap.adapters import (
+    Building,
+    Training,
+    adapter_of_model,
+    capable,
+    get_adapter,
+    imported_adapter,
+    others_refused,
+)
 from layoutmap.adapters.options import NEUTRAL, ScopeOptions
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, listed
 from layoutmap.core.garbage import garbage_kept
@@ -206,7 +214,10 @@ def plan(
     of_step = verify, adapter.engine_name, remat, fuse_attention
     asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, *of_step)
     with adapter.undisturbed(), garbage_kept():
-        make = make_model if optimizer is None else lambda: adapter.with_optimizer(make_model(), optimizer)
+        make = make_model
+        if optimizer is not None:
+            training = capable(adapter, Training, "plan: optimizer")
+            make = lambda: training.with_optimizer(make_model(), optimizer)  # noqa: E731
         model = make_in(dry, make, inputs)
         unbuilt = dry.session.unbuilt()
         found = dry.plan
@@ -263,11 +274,11 @@ def apply(model: Any, layout_map: RuleSet, **options: Any) -> Any:
     return laid_out
 
 
-def _adapter(library: str | None) -> Adapter:
+def _adapter(library: str | None) -> Building:
     return get_adapter(library) if library else imported_adapter()
 
 
-def _open(layout_map: RuleSet, adapter: Adapter, given: Mapping[str, Any]) -> Scope:
+def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
     """Return a scope with the options that were given, and the devices of its mesh at hand."""
     adapter.check()
     engine, mesh = get_engine(adapter.engine_name), mesh_of(layout_map)
@@ -304,7 +315,7 @@ def _open(layout_map: RuleSet, adapter: Adapter, given: Mapping[str, Any]) -> Sc
     return opened
 
 
-def _options(adapter: Adapter, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
+def _options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
     """Return the options that were given by name, checked."""
     options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})
     check_dim("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")

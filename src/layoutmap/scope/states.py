@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from layoutmap.adapters import Adapter
+from layoutmap.adapters import Keeping
 from layoutmap.adapters.data_states import restore_state, taker, undo_of
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.scope.group import Group
@@ -80,7 +80,7 @@ def random_states_of(states: Sequence[Mapping[str, Any]], number: int, count: in
 
 @contextmanager
 def taken_up(
-    adapter: Adapter,
+    adapter: Keeping,
     processes: Group,
     where: str,
     model: Any,

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters import get_adapter
-from layoutmap.adapters.protocol import Adapter
+from layoutmap.adapters import capable, get_adapter
+from layoutmap.adapters.protocol import Building, Inspecting, Training
 from layoutmap.engines import get_engine
 
 __all__ = ["AdapterContract", "ScopeContract"]
@@ -75,7 +75,7 @@ class AdapterContract:
     # -- words of the laws
 
     @property
-    def adapter(self) -> Adapter:
+    def adapter(self) -> Building:
         """The adapter under test."""
         return get_adapter(self.library)
 
@@ -191,8 +191,9 @@ class AdapterContract:
         actual = self.values(model)
         assert list(expected) == list(actual)
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
-        self.adapter.complete(model, self.batch(name))
-        assert np.isfinite([*self.adapter.train_step(model, self.batch(name)).values()]).all()
+        trained = capable(self.adapter, Training, "train_step")
+        trained.complete(model, self.batch(name))
+        assert np.isfinite([*trained.train_step(model, self.batch(name)).values()]).all()
 
     def test_it_trains_like_one_device(self, name: str):
         """Forward pass, gradients and optimizer steps agree with the plain model."""
@@ -306,10 +307,11 @@ class AdapterContract:
         planned = {a.variable.path: a for a in plan.assignments}
         found = {a.variable.path: a for a in lm.inspect(built).assignments}
 
+        inspecting = capable(self.adapter, Inspecting, "inspect")
         assert planned == {path: a for path, a in found.items() if path in planned}
-        assert planned.keys() <= {each.variable.path for each in self.adapter.described(plain)}
-        assert self.adapter.context_of(built) is not None
-        assert self.adapter.context_of(plain) is None
+        assert planned.keys() <= {each.variable.path for each in inspecting.described(plain)}
+        assert inspecting.context_of(built) is not None
+        assert inspecting.context_of(plain) is None
 
 
 class ScopeContract(AdapterContract):

@@ -6,7 +6,7 @@ The layout of an array is `layoutmap.dtensor.fetch_layout(array)`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
 from layoutmap.adapters.jax.variables import Variable
-from layoutmap.adapters.options import ScopeOptions, check_names
-from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
+from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief
 from layoutmap.engines import get_engine
@@ -28,11 +27,15 @@ from layoutmap.engines import get_engine
 __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
 
 
-class JaxAdapter:
+class JaxAdapter(Adapter):
     """Knows flax.nnx and pytrees; see `layoutmap.adapters.protocol`."""
 
     name = "jax"
-    engine_name = "jax"
+
+    @property
+    def engine_name(self) -> str:
+        """`"jax"`."""
+        return "jax"
 
     def check(self) -> None:
         """Nothing: what is traced is made in functions, which work anywhere."""
@@ -42,14 +45,6 @@ class JaxAdapter:
         if isinstance(model, TrainState) or is_nnx(model):
             return True
         return any(map(is_array, jax.tree.leaves(model)))
-
-    def refused(self, library: str) -> AbstractContextManager[None]:
-        """Nothing: arrays of JAX that are made while a scope of another library is open are no model yet."""
-        return nullcontext()
-
-    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> None:
-        """Refuse options that only scopes for other libraries have."""
-        check_names(given, self.name)
 
     def begin(self, context: ScopeContext) -> JaxSession:
         """Return a session for one scope."""

@@ -20,12 +20,11 @@ from layoutmap.adapters.keras.protocol import backend_name, backend_of
 from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.keras.wraps import session_of
-from layoutmap.adapters.options import ScopeOptions, check_names
-from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
+from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
 from layoutmap.core.errors import ScopeError
 
 
-class KerasAdapter:
+class KerasAdapter(Adapter):
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""
 
     name = "keras"
@@ -57,10 +56,6 @@ class KerasAdapter:
     def refused(self, library: str) -> AbstractContextManager[None]:
         """While open, Keras layers that are built here are refused: the scope is one for another library."""
         return installed()
-
-    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> None:
-        """Refuse options that only scopes for other libraries have."""
-        check_names(given, self.name)
 
     def begin(self, context: ScopeContext) -> Session:
         """A session for one scope."""

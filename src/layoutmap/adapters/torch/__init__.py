@@ -14,7 +14,7 @@ import torch
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.options import ScopeOptions
-from layoutmap.adapters.protocol import Saved, ScopeContext, Stored
+from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, slots_of, stored
 from layoutmap.adapters.torch.forward import forward_of, is_planned
@@ -37,11 +37,15 @@ from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes, unco
 __all__ = ["TorchAdapter", "adapter", "train_with"]
 
 
-class TorchAdapter:
+class TorchAdapter(Adapter):
     """Knows `torch.nn`; see `layoutmap.adapters.protocol`."""
 
     name = "torch"
-    engine_name = "torch"
+
+    @property
+    def engine_name(self) -> str:
+        """`"torch"`."""
+        return "torch"
 
     def check(self) -> None:
         """Refuse a place in which a scope cannot work.
@@ -127,7 +131,7 @@ class TorchAdapter:
     def context_of(self, model: Any) -> ScopeContext | None:
         """Return the scope that a model, or any module in it, was laid out in."""
         forwards = (forward_of(module) for module in model.modules())
-        return next((forward.home for forward in forwards if forward is not None), None)
+        return next((forward.context for forward in forwards if forward is not None), None)
 
     def read(self, variable: Any) -> Any:
         """The global value of a variable, as a numpy array."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.adapters import Adapter, get_adapter
+from layoutmap.adapters import Adapter, capable, get_adapter
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.scope.parity import ParityRow, compared, compared_numbers, compared_variables
 from layoutmap.scope.plan import Plan
@@ -38,7 +38,7 @@ class Trial:
 
     def __init__(self, case: Case):
         self.case = case
-        self.adapter: Adapter = get_adapter(case.library)
+        self.adapter: Adapter = capable(get_adapter(case.library), Adapter, "a law")
 
     @cached_property
     def plan(self) -> Plan:

@@ -1,0 +1,46 @@
+"""What an adapter must know, and what it may: the protocols of `layoutmap.adapters.protocol`."""
+
+import inspect
+
+import pytest
+
+from layoutmap.adapters import capable, protocol
+from layoutmap.adapters.options import ScopeOptions
+from layoutmap.core.errors import ScopeError
+
+
+class Least(protocol.Building):
+    """An adapter that builds models and does nothing else: each method that has no default, and no other one."""
+
+    name = "least"
+    engine_name = "jax"
+    check = owns = begin = undisturbed = set_seed = complete = variables = read = write = None
+
+
+def test_nine_methods_are_enough_to_build():
+    """All else of the protocol has a default; and an adapter with these alone is one that builds."""
+    written = {name for name, value in vars(Least).items() if value is None and not name.startswith("_")}
+    methods = {
+        name for name, _ in inspect.getmembers(protocol.Building, inspect.isfunction) if name[0] != "_"
+    }
+
+    assert 9 == len(written)
+    assert {"refused", "own_options"} == methods - written
+    assert None is Least().own_options({}, ScopeOptions(), across=False)
+    with Least().refused("keras"):
+        assert isinstance(Least(), protocol.Building)
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing"),
+    [
+        (protocol.Training, "forward, gradients, train_step, with_optimizer"),
+        (protocol.Keeping, "restore_settings, restored, settings, stored"),
+        (protocol.Inspecting, "context_of, described"),
+    ],
+)
+def test_what_an_adapter_does_not_know_is_refused_by_name(capability, missing):
+    """With the methods that are missing, and not by an error of Python's in the middle of the work."""
+    with pytest.raises(ScopeError, match="save: the adapter of least models cannot do it") as caught:
+        capable(Least(), capability, "save")
+    assert missing == caught.value.facts["missing"]
