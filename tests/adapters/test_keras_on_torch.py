@@ -8,7 +8,6 @@ from keras_models import assert_held, batch, compiled
 from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
-from layoutmap.adapters import get_adapter
 from layoutmap.engines import get_engine
 
 PROCESSES = ("torch",)
@@ -154,57 +153,6 @@ def test_losses_of_layers_are_plain_outside_of_calls():
         totals.append(float(loss.detach()))
 
     assert totals[0] == pytest.approx(totals[1], rel=1e-5)
-
-
-LAYERS = {
-    "convolutions": lambda: [L.Conv2D(8, 3, padding="same"), L.BatchNormalization(), L.DepthwiseConv2D(3)],
-    "groups": lambda: [L.Conv2D(8, 3, groups=4), L.AveragePooling2D(2), L.Conv2DTranspose(8, 2)],
-    "recurrent": lambda: [L.Reshape((2, 64)), L.LSTM(16, return_sequences=True), L.GRU(8)],
-    "attention": lambda: [L.Reshape((16, 8)), Attention(), L.LayerNormalization(), L.Dropout(0.5)],
-    "norms": lambda: [L.GroupNormalization(4), L.Dense(8), L.RMSNormalization(), L.UnitNormalization()],
-}
-
-
-class Attention(L.Layer):
-    """Attention of a sequence to itself, with queries that share their keys."""
-
-    def __init__(self):
-        super().__init__()
-        self.grouped = L.GroupQueryAttention(4, 4, 2)
-
-    def call(self, x):
-        return self.grouped(x, x, use_causal_mask=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"), [*((name, 7) for name in LAYERS), ("convolutions", 8), ("norms", 8)]
-)
-def test_layers_compute_as_on_one_device(name, rows):
-    """Outputs, gradients and a step agree, whatever is sharded, also for a batch that does not divide."""
-
-    def make_model():
-        model = keras.Sequential([keras.Input((4, 4, 8)), *LAYERS[name]()])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    rules = {}
-    for assignment in lm.plan(make_model, lm.LayoutMap(lm.create_mesh(MESH))).assignments:
-        shape = assignment.variable.shape
-        if shape and shape[-1] % 4 == 0:
-            rules[assignment.variable.path + "$"] = (None,) * (len(shape) - 1) + ("model",)
-    x = np.random.default_rng(1).normal(size=(rows, 4, 4, 8)).astype("float32")
-    plain, model = both(make_model, rules)
-    y = np.ones_like(plain(x).detach())
-    adapter, results = get_adapter("keras"), []
-    for each in (plain, model):
-        torch.manual_seed(0)
-        outputs = adapter.forward(each, x)
-        losses, gradients = adapter.gradients(each, (x, y))
-        results.append([outputs, losses["loss"], *gradients.values(), each.train_on_batch(x, y)])
-
-    for expected, actual in zip(*results, strict=True):
-        assert_equal(expected, actual, 1e-4)
-    assert_same_weights(plain, model)
 
 
 def test_a_dropout_without_a_seed():

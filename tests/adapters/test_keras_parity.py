@@ -1,27 +1,19 @@
-"""Keras on TensorFlow and torch trains in layouts as on one device: some of the cases of `benchmarks/parity.py`.
+"""Keras on TensorFlow trains in layouts as on one device: some of the cases of `benchmarks/parity.py`.
 
-TensorFlow's DTensor compiles slowly, and torch's simulated devices take turns, so each optimizer meets a model once or
-twice here; the benchmark runs all of them on all meshes.
+That drawn models train is a law of the other backends alone: DTensor refuses some layouts only in the step. It compiles
+slowly, so each optimizer meets a model once or twice here; the benchmark runs all of them on all meshes.
 """
 
-import keras
 import parity
 import pytest
 from cases import few
 
-PROCESSES = ("tensorflow", "torch")
-pytestmark = pytest.mark.filterwarnings(
-    # Torch 2.13's own tensors know only the older form of __array__.
-    "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-)
+PROCESSES = ("tensorflow",)
 MESHES = ("model=8", "batch=2,model=4", "batch=4,model=2")
 OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adafactor", "lion", "muon")
 CASES = [("embedding", optimizer, MESHES[i % 3]) for i, optimizer in enumerate(OPTIMIZERS)]
-if keras.backend.backend() == "torch":
-    CASES += [("mlp", "adamw", "batch=4,model=2")]
-else:
-    CASES += [("mlp", optimizer, MESHES[(i + 1) % 3]) for i, optimizer in enumerate(OPTIMIZERS)]
-    CASES += [("transformer", "adamw", "model=8"), ("transformer", "muon", "batch=2,model=4")]
+CASES += [("mlp", optimizer, MESHES[(i + 1) % 3]) for i, optimizer in enumerate(OPTIMIZERS)]
+CASES += [("transformer", "adamw", "model=8"), ("transformer", "muon", "batch=2,model=4")]
 
 
 @pytest.mark.parametrize(("model", "optimizer", "mesh"), few(CASES, ("embedding", "adam", "batch=2,model=4")))

@@ -16,7 +16,6 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
-from layoutmap.adapters.jax import train_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 WIDTH = 8
@@ -137,54 +136,6 @@ PATHS = {
 }
 
 
-class Drawn(nnx.Module):
-    """A module that a seed has chosen: layers, Variables and arrays in containers of all kinds, some of them shared."""
-
-    def __init__(self, seed):
-        draw, rngs, made = random.Random(seed), nnx.Rngs(seed), []
-
-        def layer():
-            kind = draw.choice(["linear", "norm", "batch norm", "spectral", "weight", "again"])
-            if kind == "again" and made:
-                return draw.choice(made)
-            if kind in ("norm", "batch norm"):
-                norm = nnx.BatchNorm if kind == "batch norm" else draw.choice([nnx.LayerNorm, nnx.RMSNorm])
-                made.append(norm(WIDTH, rngs=rngs))
-            else:
-                made.append(nnx.Linear(WIDTH, WIDTH, rngs=rngs))
-            if kind in ("spectral", "weight"):
-                norm = nnx.SpectralNorm if kind == "spectral" else nnx.WeightNorm
-                return norm(made.pop(), rngs=rngs)
-            return made[-1]
-
-        def leaf():
-            shape = draw.choice([(WIDTH,), (WIDTH, WIDTH)])
-            return draw.choice([nnx.Param, nnx.Variable, lambda array: array])(normal(rngs, *shape))
-
-        def part(depth=2):
-            kind = draw.choice(
-                ["layer", "leaf", "list", "tuple", "dict", "pair", "List", "Dict"][: 8 if depth else 2]
-            )
-            if kind in ("layer", "leaf"):
-                return layer() if kind == "layer" else leaf()
-            parts = [part(depth - 1) for _ in range(draw.randrange(1, 4))]
-            names = draw.sample(["a", "b", "c", "ten", "B"], len(parts))
-            if kind in ("List", "Dict"):  # what is in them is an attribute, and marked as one
-                parts = [nnx.data(each) if isinstance(each, (list, tuple, dict)) else each for each in parts]
-                return nnx.List(parts) if kind == "List" else nnx.Dict(dict(zip(names, parts, strict=True)))
-            if kind == "pair":
-                return Pair(parts[0], parts[-1])
-            of_kind = {"list": list, "tuple": tuple, "dict": lambda each: dict(zip(names, each, strict=True))}
-            return of_kind[kind](parts)
-
-        self.first = nnx.data(part())
-        self.second = nnx.data([part(), part()])
-        self.table = normal(rngs, WIDTH, WIDTH)
-
-    def __call__(self, x):
-        return called([self.first, self.second, self.table], x)
-
-
 def layout_map(make, seed=0, mesh="batch=2,model=4"):
     """A map with a rule for each variable of a model, which shards most of them."""
     draw = random.Random(seed)
@@ -221,15 +172,6 @@ def check_built(make, on):
     return model
 
 
-def check_trained(make, on):
-    def trained():
-        return train_with(
-            make(), loss=lambda y, target: ((y - target) ** 2).mean(), optimizer=optax.sgd(0.05)
-        )
-
-    lm.check_parity(trained, on, BATCH, steps=3, batch_dim="batch", library="jax")
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_and_model_have_the_same_paths_and_first_values(name):
     """Each array has its path, and the built model the plain model's values, bit for bit, in the planned layouts."""
@@ -238,12 +180,6 @@ def test_plan_and_model_have_the_same_paths_and_first_values(name):
 
     assert PATHS[name] == [a.variable.path for a in lm.plan(MODELS[name], on, library="jax").assignments]
     assert name != "shared" or model.parts["a"][0] is model.parts["b"]["again"]
-
-
-@pytest.mark.parametrize("name", few(MODELS, "arrays", "SpectralNorm"))
-def test_three_steps_are_those_of_one_device(name):
-    """A model trains in layouts as it does on one device."""
-    check_trained(MODELS[name], layout_map(MODELS[name]))
 
 
 @pytest.mark.parametrize("name", few(MODELS, "tuples", "WeightNorm", "counting"))
@@ -294,15 +230,6 @@ def test_a_step_changes_what_a_module_holds(name, donated):
         np.testing.assert_allclose(expected[path].read(), variable.read(), rtol=1e-4, atol=1e-6, err_msg=path)
         assert layouts[path] == variable.layout
     assert name != "counting" or 3 == int(model.calls)
-
-
-@pytest.mark.parametrize("seed", few(range(63), 0))
-def test_drawn_modules(seed):
-    """A module that a seed has chosen is built as planned, with the plain values, and trains as on one device."""
-    make = functools.partial(Drawn, seed)
-    on = layout_map(make, seed)
-    check_built(make, on)
-    check_trained(make, on)
 
 
 # -- what is refused

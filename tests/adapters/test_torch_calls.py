@@ -4,16 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch_models import MODELS, RULES, Perceptron, Transformer, batch, token_loss
-from torch_pairs import Layers, X, Y, assert_close, make_map, pair, seeded
+from torch_models import Perceptron
+from torch_pairs import X, Y, assert_close, make_map, pair, seeded
 
 import layoutmap as lm
-from layoutmap.testing.engine_contract import all_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
@@ -52,32 +49,6 @@ class TestCalls:
 
         assert isinstance(output, DTensor)
         assert_close(plain(X), output)
-
-    @pytest.mark.parametrize("rows", [1, 3, 8])
-    def test_a_batch_that_does_not_divide(self, rows):
-        """The outputs are those of one device, whether the batch can be sharded or not."""
-        plain, model = pair()
-        for each in (plain, model):
-            each.eval()
-
-        assert_close(plain(X[:rows]), model(X[:rows]))
-
-    @pytest.mark.parametrize("rows", [1, 3])
-    @pytest.mark.parametrize("activations", [{}, {r"blocks\.\d+\.(out|down)$": ("batch", None, None)}])
-    def test_training_with_a_batch_that_does_not_divide(self, rows, activations):
-        """Nor is the last batch of an epoch any other: its gradients are those of one device, for any weight."""
-        layout_map = make_map(RULES["transformer"])
-        for pattern, specs in activations.items():
-            layout_map.activations[pattern] = specs
-        tokens, targets = map(torch.from_numpy, batch("transformer", rows))
-        plain = seeded(Transformer)
-        model = layout_map.build(lambda: seeded(Transformer), batch_dim="batch", library="torch")
-        for each in (plain, model):
-            torch.manual_seed(5)
-            token_loss(each(tokens), targets).backward()
-
-        for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
-            assert_close(expected.grad, parameter.grad)
 
     def test_nested_outputs(self):
         """Tuples, mappings and dataclasses keep their form."""
@@ -124,31 +95,6 @@ class TestCalls:
                 assert not model(X).requires_grad
 
 
-SPECS = all_specs(lm.Mesh(None, "batch=2,model=4"), 2)
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    first=st.sampled_from(SPECS),
-    second=st.sampled_from(SPECS),
-    activation=st.none() | st.sampled_from(SPECS),
-    batch_dim=st.sampled_from(["batch", "model", None]),
-)
-def test_gradients_in_any_layout(first, second, activation, batch_dim):
-    """Whatever the layouts of weights, of a layer's output and of the batch, gradients are those of one device."""
-    layout_map = make_map({r"body\.0\.weight": first, r"body\.3\.weight": second})
-    if activation is not None:
-        layout_map.activations[r"body\.2"] = activation
-    plain = seeded(Layers)
-    model = layout_map.build(lambda: seeded(Layers), batch_dim=batch_dim, library="torch")
-    for each in (plain, model):
-        F.mse_loss(each(X), Y).backward()
-
-    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
-        assert_close(expected.grad, parameter.grad)
-        assert lm.dtensor.fetch_layout(parameter) == lm.dtensor.fetch_layout(parameter.grad)
-
-
 class TestActivations:
     """Layouts for layers' outputs."""
 
@@ -189,13 +135,3 @@ class TestActivations:
         F.mse_loss(model(X), Y).backward()
 
         assert [("batch", "unsharded")] == [layout and layout.sharding_specs for layout in seen]
-
-    def test_they_train_as_on_one_device(self):
-        """Gradients pass through them."""
-        layout_map = make_map()
-        layout_map.activations[r"body\..*"] = ("batch", None)
-        report = lm.check_parity(
-            MODELS["perceptron"], layout_map, batch("perceptron"), batch_dim="batch", library="torch"
-        )
-
-        assert report.agrees

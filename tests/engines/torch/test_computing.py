@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import few
 from engines.torch.beside_plain import (
     LAYOUTS,
     assert_as_plain,
 )
 from engines.torch.dtensors import MESH, place, run_on, summands, whole
-from engines.torch.function_cases import CASES, WRONG_ONCE
+from engines.torch.function_cases import CASES
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.debug import CommDebugMode
@@ -31,7 +30,7 @@ PROCESSES = ("torch",)
 
 
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-@pytest.mark.parametrize("name", few(CASES, *list(CASES)[::12], *WRONG_ONCE))
+@pytest.mark.parametrize("name", CASES)
 def test_functions_give_plain_numbers(name):
     """A function of DTensors gives the value and the gradients of plain tensors, in whatever layout they are."""
     function, tensors = CASES[name]
@@ -255,65 +254,6 @@ def test_memory_that_is_not_there():
         summands(x)[::2].as_strided((3, 2), (1, 12))
     with run_on():
         assert (3, 2) == tuple(place(x, None, None)[::2].as_strided((3, 2), (1, 12)).shape)
-
-
-# -- layers
-
-
-def make_layers():
-    return {
-        "transformer": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True), (8, 6, 8)),
-        "convolutions": (
-            nn.Sequential(
-                nn.Conv2d(4, 6, 3),
-                nn.BatchNorm2d(6),
-                nn.Hardswish(),
-                nn.Dropout2d(0.3),
-                nn.AvgPool2d(2),
-                nn.Flatten(),
-            ),
-            (8, 4, 6, 6),
-        ),
-        "recurrent": (nn.GRU(8, 4, 2, dropout=0.3, batch_first=True, bidirectional=True), (8, 6, 8)),
-    }
-
-
-@pytest.mark.parametrize("name", ["transformer", "convolutions", "recurrent"])
-def test_layers_train_as_on_one_device(name):
-    """Layers of torch.nn with dropout give the outputs, gradients and buffers of one device."""
-    outcomes = []
-    for on_mesh in (False, True):
-        torch.manual_seed(0)
-        layer, shape = make_layers()[name]
-        layer.double()
-        x = torch.randn(*shape, dtype=torch.float64)
-        if on_mesh:
-            x = place(x, "batch", *[None] * (x.ndim - 1))
-            for module in layer.modules():
-                for key, each in [
-                    *module.named_parameters(recurse=False),
-                    *module.named_buffers(recurse=False),
-                ]:
-                    cut = place(
-                        each,
-                        *["model" if each.ndim and each.shape[0] % 2 == 0 else None, None, None, None][
-                            : each.ndim
-                        ],
-                    )
-                    setattr(module, key, nn.Parameter(cut) if isinstance(each, nn.Parameter) else cut)
-        with run_on() if on_mesh else contextlib.nullcontext():
-            output = layer(x)
-            output = output[0] if isinstance(output, tuple) else output
-            output.square().mean().backward()
-        outcomes.append(
-            [
-                whole(output),
-                *(whole(each.grad) for each in layer.parameters()),
-                *(whole(each) for each in layer.buffers()),
-            ]
-        )
-
-    torch.testing.assert_close(outcomes[1], outcomes[0])
 
 
 # -- errors
