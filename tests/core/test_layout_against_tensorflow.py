@@ -181,25 +181,6 @@ def test_layouts_are_equal_as_in_tensorflow(one: Layout, other: Layout):
     assert their_layout(one) == their_layout(one)
 
 
-def test_np_arange_of_6_over_a_mesh_of_3_by_2():
-    """The documents' example: the values that TensorFlow puts on each device are those that `shard_slices` names."""
-    mesh = cpu_mesh("x=3,y=2")
-    values = np.arange(6).reshape(3, 2)
-    for specs in (
-        ["x", UNSHARDED],
-        [UNSHARDED, "y"],
-        ["x", "y"],
-        ["y", UNSHARDED][::-1],
-        [UNSHARDED, UNSHARDED],
-    ):
-        layout = Layout(specs, mesh)
-
-        components = dtensor.unpack(dtensor.relayout(values, their_layout(layout)))
-
-        for i, component in enumerate(components):
-            np.testing.assert_array_equal(component.numpy(), values[layout.shard_slices((3, 2), i)])
-
-
 @given(
     layouts_of(st.sampled_from([GRID, cpu_mesh("x=2,y=2,z=2"), cpu_mesh("x=8,y=1"), cpu_mesh("x=3")])),
     st.data(),

@@ -38,33 +38,8 @@ def only_problem(plan):
     return problem
 
 
+# Those of a rank, an uneven axis and a shadowed rule are in `report/test_golden`.
 KINDS = {
-    "rank": (
-        [weight("d1.bias", (64,))],
-        {r"d1\.": (None, "model")},
-        "error",
-        r"""
-        d1.bias: a layout of rank 2 for a tensor of rank 1
-          shape   (64,)
-          layout  (unsharded, model)     rule 1  d1\.
-          mesh    batch=2, model=4
-          why     a layout has one sharding spec for each axis
-          fix     use (unsharded,), or a rule that does not match this one
-        """,
-    ),
-    "uneven": (
-        [weight("d1.kernel", (16, 6))],
-        {r"d1\.": (None, "model")},
-        "error",
-        r"""
-        d1.kernel: axis 1 cannot be split evenly
-          shape   (16, 6)
-          layout  (unsharded, model)     rule 1  d1\.
-          mesh    batch=2, model=4
-          why     6 is not a multiple of 4
-          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
-        """,
-    ),
     "no rule": (
         [weight("d1.kernel"), weight("d2.kernel")],
         {r"d1\.kernel": (None, "model")},
@@ -86,17 +61,6 @@ KINDS = {
           near misses  d1.kernel
           why          rules match from the start of a path, and none of the model's 1 path starts like this
           fix          did you mean r"d1\.kernel$"? else delete it
-        """,
-    ),
-    "shadowed rule": (
-        [weight("d1.kernel")],
-        {r"d1\..*": (None, "model"), r"d1\.kern": (None, None)},
-        "warning",
-        r"""
-        rule 2  d1\.kern: never used, since earlier rules match all its variables
-          first lost  d1.kernel to rule 1  d1\..*
-          why         the first rule that matches wins
-          fix         put it before rule 1, or delete it
         """,
     ),
     "global init": (
@@ -130,13 +94,6 @@ def test_rules_that_disagree_on_one_variable():
 
     assert ("model", "unsharded") == plan["out.table"].layout.sharding_specs
     assert ["tied", "shadowed rule"] == [p.kind for p in plan.problems]
-    assert str(plan.problems[0]) == text(r"""
-        embed.table: its paths get different layouts
-          embed.table  (unsharded, model)  rule 2  embed\.
-          out.table    (model, unsharded)  rule 1  out\.
-          why          it is one variable with 2 paths, and rule 1  out\. comes first
-          fix          make the rules agree, or leave out one of them
-        """)
 
 
 def test_a_rule_for_slots_is_refused_by_name():
@@ -434,21 +391,11 @@ def test_activation_rules_without_a_layer_are_found():
     assert [("blocks", 2), ("blocks.0", 1), ("blocks.1", 1)] == [
         (match.path, match.rule.number) for match in plan.activations
     ]
-    assert text(r"""
-        activation rule 3  blokcs.1: matches no layer
-          near misses  blocks.1
-          why          rules match from the start of a path, and none of the model's 3 paths starts like this
-          fix          did you mean r"blocks\.1$"? else delete it
-        """) == str(only_problem(plan))
+    assert "activation rule 3  blokcs.1: matches no layer" == only_problem(plan).what
 
     layout_map.activations.pop("blokcs.1")
     shadowed = make_plan([weight("d1")], layout_map, layers=layers[1:])
-    assert text(r"""
-        activation rule 2  blocks.*: never used, since earlier rules match all its layers
-          first lost  blocks.0 to rule 1  blocks\.\d+$
-          why         the first rule that matches wins
-          fix         put it before rule 1, or delete it
-        """) == str(only_problem(shadowed))
+    assert only_problem(shadowed).what.startswith("activation rule 2  blocks.*: never used")
 
 
 def test_what_is_not_known_of_layers_is_no_problem():

@@ -1,7 +1,9 @@
-"""Plans as people read them: golden texts, and HTML that holds whatever is in a path."""
+"""Plans as people read them, beside the texts of `test_golden`; HTML holds whatever is in a path."""
 
 import textwrap
 from html.parser import HTMLParser
+
+from report.test_golden import one_of_each
 
 import layoutmap as lm
 from layoutmap.core.text_table import html_table, size
@@ -11,73 +13,6 @@ from layoutmap.report.text import warning_text
 from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")
-
-
-def transformer():
-    """Three blocks, a head that does not fit, what no rule matches, and slots."""
-    variables = []
-    for i in range(3):
-        variables.append(VariableSpec(f"blocks.{i}.up.kernel", (16, 64), "float32"))
-        variables.append(VariableSpec(f"blocks.{i}.up.bias", (64,), "float32"))
-    variables += [
-        VariableSpec("head.kernel", (16, 6), "bfloat16"),
-        VariableSpec("norm.moving_mean", (16,), "float32", Kind.STATE),
-        VariableSpec("drop.seed", (2,), "uint32", Kind.RNG),
-    ]
-    variables += [
-        VariableSpec(f"optimizer.{v.path}.momentum", v.shape, "float32", Kind.SLOT, parent=v.path)
-        for v in variables[:6:2]
-    ]
-    variables += [
-        VariableSpec("adam.blocks.0.up.kernel.row", (16,), "float32", Kind.SLOT, parent="blocks.0.up.kernel"),
-        VariableSpec("optimizer.iterations", (), "int32", Kind.SLOT),
-    ]
-    rules = {r".*\.up\.kernel": (None, "model"), r"head\.": ("batch", "model"), r"norm\.moving_meen": (None,)}
-    global_init = {("", "head.kernel"): "the QR decomposition of an orthogonal matrix needs all of it"}
-    return make_plan(variables, lm.LayoutMap(MESH, rules), global_init=global_init)
-
-
-GOLDEN = r"""
-Verdict: cannot be built: 1 error; 10.6 KiB per device so far, before activations; 5 warnings
-
-variable                     times  shape    dtype     layout              shard            bytes  per device  rule
----------------------------  -----  -------  --------  ------------------  ------------  --------  ----------  -------
-blocks.{0..2}.up.kernel          3  16 x 64  float32   (unsharded, model)  16 x 16       12.0 KiB     3.0 KiB  1
-blocks.{0..2}.up.bias            3  64       float32   replicated          64               768 B       768 B  no rule
-head.kernel                         16 x 6   bfloat16  (batch, model)      does not fit     192 B              2
-norm.moving_mean                    16       float32   replicated          16                64 B        64 B  no rule
-drop.seed                           2        uint32    replicated          2                  8 B         8 B  (rng)
-optimizer.*.momentum             3           float32   as its weight                     12.0 KiB     3.0 KiB  (slot)
-adam.blocks.0.up.kernel.row         16       float32   replicated          16                64 B        64 B  (slot)
-optimizer.iterations                scalar   int32     replicated          scalar             4 B         4 B  (slot)
-
-rule 1  .*\.up\.kernel
-rule 2  head\.
-
-Plan: 14 variables on batch=2, model=4, 25.1 KiB, 6.9 KiB per device; 1 error, 5 warnings
-largest variable initialized on one device: head.kernel, 192 B
-
-error: head.kernel: axis 1 cannot be split evenly
-  shape   (16, 6)
-  layout  (batch, model)     rule 2  head\.
-  mesh    batch=2, model=4
-  why     6 is not a multiple of 4
-  fix     pad axis 1 to 8, or leave it unsharded: (batch, unsharded), or set uneven="shrink"
-
-warning: rule 3  norm\.moving_meen: matches no variable
-  near misses  norm.moving_mean
-  why          rules match from the start of a path, and none of the model's 9 paths starts like this
-  fix          did you mean r"norm\.moving_mean$"? else delete it
-
-warning: no rule matches these 4, so they are replicated; add rules, or set layout_map.rest = "replicated"
-  blocks.{0..2}.up.bias  add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)
-  norm.moving_mean       correct rule 3  norm\.moving_meen to r"norm\.moving_mean$", or add a rule
-""".strip()
-
-
-def test_a_plan_is_a_table_with_its_totals_and_its_problems():
-    """Repeated blocks are one row, slots one for each kind; errors come before warnings, each with its fix."""
-    assert str(transformer()) == GOLDEN
 
 
 def test_a_plan_in_one_line():
@@ -106,7 +41,7 @@ def test_what_a_scope_warns_of():
 
 def test_every_variable_is_in_exactly_one_row():
     """Folding loses nothing and counts nothing twice."""
-    plan = transformer()
+    plan = one_of_each()
     rows = plan_rows(plan)
 
     assert sorted(a.variable.path for a in plan.assignments) == sorted(
@@ -150,17 +85,6 @@ def read(html):
     return parser
 
 
-def test_html_says_what_the_text_says():
-    """The table in a notebook has the cells of the text, and its problems below."""
-    plan = transformer()
-    found = read(plan._repr_html_())
-
-    assert "blocks.{0..2}.up.kernel" in found.text
-    assert 1 + len(plan_rows(plan)) == found.tags.count("tr")
-    assert f"error: {plan.errors[0]}" in found.text
-    assert "script" not in found.tags
-
-
 def test_html_escapes_whatever_is_in_a_path():
     """A path, a pattern or a cell with markup in it is shown, not run."""
     evil = "<script>alert('&')</script>"
@@ -170,32 +94,6 @@ def test_html_escapes_whatever_is_in_a_path():
     assert "script" not in found.tags
     assert f"{evil}.k" in found.text
     assert 3 == found.text.count(evil)
-
-
-def test_layers_whose_output_is_laid_out_are_a_table():
-    """Below the variables stand the layers whose output a rule lays out, repeated blocks in one row."""
-    layout_map = lm.LayoutMap(
-        MESH, {"d1": (None, "model")}, {r"blocks\.\d+$": ("batch", None), "head": (None,)}
-    )
-    layers = ["blocks.0", "blocks.1", "blocks.1.mlp", "head"]
-    plan = make_plan([VariableSpec("d1", (16, 64), "float32")], layout_map, layers=layers)
-
-    assert """\
-Verdict: no problems; 2.0 KiB per device, before activations
-
-variable  times  shape    dtype    layout              shard      bytes  per device  rule
---------  -----  -------  -------  ------------------  -------  -------  ----------  ----
-d1               16 x 64  float32  (unsharded, model)  16 x 16  4.0 KiB     1.0 KiB  1
-
-rule 1  d1
-
-layer's output  times  layout              rule
---------------  -----  ------------------  ----
-blocks.{0..1}       2  (batch, unsharded)  1
-head                   (unsharded,)        2
-
-Plan: 1 variable on batch=2, model=4, 4.0 KiB, 1.0 KiB per device; no problems""" == str(plan)
-    assert "blocks.{0..1}" in plan._repr_html_()
 
 
 def test_a_derived_variable_is_shown_with_its_parent():

@@ -52,48 +52,6 @@ def test_a_path_gets_what_the_plain_loop_gives(given_: tuple[LayoutMap, str]):
     assert [r.number for r in layout_map.rules] == list(range(1, len(layout_map) + 1))
 
 
-def test_the_map_of_the_keras_documentation():
-    """The example of `tf.keras.dtensor.experimental.LayoutMap`'s documentation, as written there."""
-    layout_map = LayoutMap(mesh=MESH)
-    layout_2d, layout_1d = COLUMN, Layout(["model"], MESH)
-    layout_map["d1.kernel"] = layout_2d
-    layout_map["d1.bias"] = layout_1d
-    layout_map["d2.kernel"] = WHOLE
-    layout_map["d2.bias"] = Layout([None], MESH)
-
-    assert layout_2d == layout_map["d1.kernel"]
-    assert layout_1d == layout_map["d1.bias"]
-    assert WHOLE == layout_map["d2.kernel"]
-    assert layout_map["d3.kernel"] is None
-
-
-def test_the_dense_and_conv2d_map_of_the_keras_documentation():
-    """`map['.*dense.*kernel']` and its like: a regex answers for all paths that it matches, in order."""
-    layout_2d, layout_1d = COLUMN, Layout(["model"], MESH)
-    layout_4d = Layout([None, None, None, "model"], MESH)
-    layout_map = LayoutMap(mesh=None)
-    layout_map[".*dense.*kernel"] = layout_2d
-    layout_map[".*dense.*bias"] = layout_1d
-    layout_map[".*conv2d.*kernel"] = layout_4d
-    layout_map[".*conv2d.*bias"] = layout_1d
-
-    assert layout_2d == layout_map["dense_1.kernel"]
-    assert layout_1d == layout_map["dense_1.bias"]
-    assert layout_4d == layout_map["conv2d_1.kernel"]
-    assert layout_1d == layout_map["conv2d_1.bias"]
-    assert layout_map["my_other_layer.kernel"] is None
-
-
-def test_the_exact_key_wins_and_then_the_first_rule():
-    """An exact key answers before an earlier regex; among regexes the first one added answers."""
-    layout_map = LayoutMap(MESH, {".*kernel": ROW, "d1.*": COLUMN, "d1.kernel": WHOLE})
-
-    assert WHOLE == layout_map["d1.kernel"]
-    assert ROW == layout_map["d1_kernel"]
-    assert COLUMN == layout_map["d1.bias"]
-    assert [3, 1, 2] == [rule.number for rule in layout_map.matching_rules("d1.kernel")]
-
-
 def test_a_key_that_does_not_match_itself_is_found_exactly():
     """`a[0]` as a regex means `a0`; as a path it is still an exact key."""
     layout_map = LayoutMap(MESH, {"a[0]": ROW})
@@ -105,15 +63,6 @@ a[0]: rule 1  a[0] -> (model, unsharded)
   change it  a rule that is the path itself wins over all others: change rule 1""" == str(
         layout_map.match("a[0]")
     )
-
-
-def test_a_rule_matches_from_the_start_and_not_to_the_end():
-    """As `re.match` does: the start is anchored, the end is open unless the pattern ends in `$`."""
-    layout_map = LayoutMap(MESH, {r"d1\.kernel": ROW, r"d2\.kernel$": ROW})
-
-    assert layout_map["d1.kernel_scale"] == ROW
-    assert layout_map["d2.kernel_scale"] is None
-    assert layout_map["model.d1.kernel"] is None
 
 
 def test_a_tuple_of_specs_is_bound_to_the_mesh_of_the_map():
@@ -263,17 +212,6 @@ class DictOfRules(RuleBasedStateMachine):
 
 
 TestDictOfRules = DictOfRules.TestCase
-
-
-def test_asking_for_a_rule_is_not_looking_up_a_path():
-    """`in`, `setdefault` and `pop` mean the exact key, also where a regex matches."""
-    layout_map = LayoutMap(MESH, {"d.*": ROW})
-
-    assert "d1" not in layout_map
-    assert "nope" not in layout_map
-    assert 7 == layout_map.pop("d1", 7)
-    assert COLUMN == layout_map.setdefault("d1", COLUMN)
-    assert ["d.*", "d1"] == list(layout_map)
 
 
 def test_an_empty_map_has_nothing_to_pop():
