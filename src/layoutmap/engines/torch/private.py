@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from types import FunctionType, MethodWrapperType
@@ -59,6 +59,7 @@ try:
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.optim import _muon as _of_muon
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode, _push_mode
@@ -86,6 +87,7 @@ _NAMES: list[tuple[Any, str]] = [
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (LocalTensor, "_local_tensors _ranks"),
     (LocalIntNode, "_local_ints"),
+    (StridedShard, "_to_replicate_tensor"),
     (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _old_device_mesh_methods"),
     (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
     (torch.nn.Module, "_apply _parameters _buffers _non_persistent_buffers_set"),
@@ -163,6 +165,19 @@ def set_pieces(array: Any, local: torch.Tensor, spec: Any) -> None:
 def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
     """The local tensor of each simulated rank."""
     return dict(local._local_tensors)
+
+
+def sizes_by_rank(sizes: Sequence[Any], ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """A shape on each simulated rank, of which some sizes differ from rank to rank."""
+
+    def on(rank: int, size: Any) -> int:
+        return (
+            size.node._local_ints[rank]
+            if isinstance(getattr(size, "node", None), LocalIntNode)
+            else int(size)
+        )
+
+    return {rank: tuple(on(rank, size) for size in sizes) for rank in ranks}
 
 
 def ranks_around(mesh: DeviceMesh) -> list[int]:
