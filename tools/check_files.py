@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -43,6 +44,17 @@ def check_links(page: Path, text: str) -> list[str]:
     return [f"dead link: {t}" for t in targets if not (page.parent / t).exists()]
 
 
+def check_first_words(text: str) -> list[str]:
+    """A docstring begins with the thing that is returned or done; a test's is a law, which may be of anything."""
+    return [
+        f"{getattr(node, 'lineno', 1)}: a docstring begins with {found[0]!r}, which names no thing"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and not getattr(node, "name", "").startswith("test_")
+        and (found := re.match(r"(What|Those|Its?)\b", ast.get_docstring(node) or ""))
+    ]
+
+
 def main() -> int:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -69,6 +81,8 @@ def main() -> int:
             other = numbers.setdefault(path.name[:4], name)
             if other != name:
                 problems.append(f"{name}: {other} has this number")
+        if name.startswith("src/") and path.suffix == ".py":
+            problems += [f"{name}:{p}" for p in check_first_words(text)]
         problems += [
             f"{name}:{number}: a path of one machine: {line.strip()}"
             for number, line in enumerate(text.splitlines(), 1)

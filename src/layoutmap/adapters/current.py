@@ -102,7 +102,7 @@ def _sessions() -> Iterator[Any]:
 
 
 def _links() -> Iterator[_Link]:
-    """What is open in this thread and task, the innermost first."""
+    """The scopes that are open in this thread and task, the innermost first."""
     link = _current.get()
     while link is not None:
         entry = link.entry()

@@ -12,7 +12,7 @@ from layoutmap.core.errors import ScopeError
 
 @dataclass(frozen=True, slots=True)
 class ScopeOptions:
-    """What `scope`, `build` and `apply` take by name, whatever the model library.
+    """Options of `scope`, `build` and `apply` by name, whatever the model library.
 
     Args:
         strict: Whether what is only worth a warning (a variable without a rule, a rule without a variable) is an error.

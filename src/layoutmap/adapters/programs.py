@@ -1,4 +1,4 @@
-"""What makes a program, in the words of who wrote it: settings, and what functions do.
+"""The program of a model as texts that processes compare: settings, and the code of functions.
 
 Processes compare it: see `layoutmap.engines.agreement`. A function is its instructions, line by line, with the plain
 values that it closes over and the numbers in constants of its module; not its address, and not the file, the line or
@@ -136,7 +136,7 @@ class Program:
 
 
 def _held(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function closes over, and what its arguments are if they are not passed."""
+    """The values that a function closes over, and the defaults of its arguments."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # nothing was assigned to the name yet
             yield name, cell.cell_contents

@@ -1,4 +1,4 @@
-"""What an adapter must do, and what it is given to do it with.
+"""The protocols of adapters, and of the scope that an adapter works in.
 
 An adapter knows one model library: how to build a model without its values, what its variables are called, how each
 gets its value, and how the library trains. It knows no rule, no mesh and no device: those are behind its
@@ -40,7 +40,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint has for an optimizer.
+    """The slots and settings that a checkpoint has for an optimizer.
 
     Args:
         slots: Its slots.
@@ -52,7 +52,7 @@ class Saved:
 
 
 class ScopeContext(Protocol):
-    """What a scope offers to its adapter: the engine, a policy for layouts, and the checks that need the plan."""
+    """A scope as its adapter sees it: the engine, a policy for layouts, and the checks that need the plan."""
 
     plan_only: bool
     """Whether this is a dry run: no variable may get a value, and there is no engine."""
@@ -68,7 +68,7 @@ class ScopeContext(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """What holds the arrays; a plan has none."""
+        """The engine that holds the arrays; a plan has none."""
         ...
 
     def assign(

@@ -64,7 +64,7 @@ def numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
 
 
 def header_dtype(name: str, itemsize: int) -> tuple[str, int]:
-    """What the header of a file says of elements: the name of a type, and how many of it an element is.
+    """The name of an element type in a file's header, and how many of that type an element is.
 
     Example:
         >>> header_dtype("bfloat16", 2), header_dtype("int4", 1), header_dtype("complex128", 16)

@@ -59,7 +59,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process has written.
+    """The part of a step that one process has written.
 
     Args:
         files: Its files; chunks count from the first of them.
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is in one step of a checkpoint.
+    """The content of one step of a checkpoint.
 
     Args:
         step: The step.
@@ -173,7 +173,7 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
 
 
 def part_to_bytes(part: Part) -> bytes:
-    """What a process hands to the one that writes the manifest."""
+    """The bytes of a process's part, for the process that writes the manifest."""
     chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
     return _line(
         {"files": list(map(file_to_json, part.files)), "chunks": chunks, "states": part.states}

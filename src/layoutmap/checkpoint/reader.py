@@ -93,7 +93,7 @@ class Step(Source):
 
     @property
     def metadata(self) -> Any:
-        """What the user has saved along."""
+        """The metadata that the user has saved along."""
         return decode(self.manifest.metadata)
 
     @property

@@ -142,7 +142,7 @@ class Renamed(Source):
         return result
 
     def _is_all_of(self, path: str) -> str | None:
-        """What a variable is in the source, with the same axes; `None`: it is joined from others, or moved."""
+        """The one variable of the source that a variable is, with the same axes; `None`: it is joined or moved."""
         own = self._from.get(path)
         if own is None:
             return path

@@ -1,4 +1,4 @@
-"""What values can be read from: a step of a checkpoint, or files that others have written."""
+"""Sources of values: a step of a checkpoint, or files of other libraries."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str
 
 
 class StepWriter:
-    """What one process does for a step. As a context manager it gives up if what is inside raises.
+    """The writer of one process's part of a step. As a context manager it gives up if the block raises.
 
     Args:
         storage: Where to.

@@ -159,7 +159,7 @@ def data_name(number: int) -> str:
 
 
 def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
-    """What the header of a file calls a chunk.
+    """The name of a chunk in the header of a file.
 
     Example:
         >>> tensor_name("d1.kernel", (slice(0, 4),), (8,)), tensor_name("d1.kernel", (slice(0, 8),), (8,))

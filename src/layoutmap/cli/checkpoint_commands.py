@@ -1,4 +1,4 @@
-"""What `layoutmap checkpoint` does: without a model, and without a framework."""
+"""The subcommands of `layoutmap checkpoint`: without a model, and without a framework."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ exit codes:
 
 
 def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
-    """What can be done with a checkpoint."""
+    """Add the subcommands for checkpoints."""
     parser.epilog = _EXAMPLES
     commands = parser.add_subparsers(required=True, metavar="describe | history | verify | relayout | export")
 

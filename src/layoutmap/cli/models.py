@@ -1,4 +1,4 @@
-"""What the command line knows of models by itself: those that were published, and presets of rules for their families.
+"""Models that the command line knows by itself: published ones, and presets of rules for their families.
 
 `keras_hub:llama3_405b` names a published model. No values of it are loaded, and without other rules it has the preset
 of its family.
@@ -20,7 +20,7 @@ from layoutmap.scope.layout_map import LayoutMap
 
 
 def add_preset_options(parser: argparse.ArgumentParser) -> None:
-    """What says which preset, over which dims, and in which type a published model is planned."""
+    """Add the options for a preset, its dims, and the type in which a published model is planned."""
     parser.add_argument(
         "--preset",
         choices=presets.names(),

@@ -1,4 +1,4 @@
-"""What the command line writes: text for people, escaped, and files that are written all or not at all."""
+"""Output of the command line: text for people, escaped, and files that are written all or not at all."""
 
 from __future__ import annotations
 

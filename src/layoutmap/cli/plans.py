@@ -36,14 +36,14 @@ _DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class _Shaped:
-    """What a model is called with: a shape and a type, and no values."""
+    """The shape and type of a model's input, without values."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What says how a model is planned."""
+    """Add the options for how a model is planned."""
     parser.add_argument("--rules", metavar="FILE", help="the rules file, as LayoutMap.to_yaml writes it")
     add_preset_options(parser)
     parser.add_argument(
@@ -275,7 +275,7 @@ def imported_library() -> str:
 
 
 def inputs_of(texts: Sequence[str] | None) -> Any:
-    """What a model is called with: one for the first place, a list, or a dict by name."""
+    """The inputs of a model: one for the first place, a list, or a dict by name."""
     if not texts:
         return None
     read = [_input(text) for text in texts]

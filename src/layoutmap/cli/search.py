@@ -26,7 +26,7 @@ from layoutmap.core.mesh import Mesh
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """What says how a map is searched."""
+    """Add the options for how a map is searched."""
     parser.add_argument(
         "model", metavar="MODULE:FUNCTION", help="a function that makes a model, or a published one"
     )

@@ -27,7 +27,7 @@ _TESTING = "layoutmap.testing.selftest"
 
 
 def add_selftest_options(parser: argparse.ArgumentParser) -> None:
-    """What says where and for how long laws are tried."""
+    """Add the options for where and for how long laws are tried."""
     parser.add_argument(
         "--engine", choices=tuple(ENGINES), help="the engine; default: all that are installed"
     )

@@ -13,7 +13,7 @@ _HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 def kind_of(value: Any) -> str:
-    """What a wrong argument is, with its module where that is not this library."""
+    """The type of a wrong argument in words, with its module where that is not this library."""
     if value is None:
         return "None"
     module = type(value).__module__.partition(".")[0]

@@ -126,7 +126,7 @@ def within(part: Index, index: Index) -> Index:
 
 
 def intersect(a: Index, b: Index) -> Index | None:
-    """What two blocks share, or `None`.
+    """The block that two blocks share, or `None`.
 
     Example:
         >>> intersect((slice(0, 4),), (slice(2, 6),))
@@ -220,7 +220,7 @@ def not_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index
 
 
 def _clipped(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
-    """What blocks have of another, without those that have nothing of it."""
+    """Blocks clipped to another one, without those that share nothing with it."""
     begins = np.maximum(begins, np.array([part.start for part in wanted], np.int64))
     ends = np.minimum(ends, np.array([part.stop for part in wanted], np.int64))
     some = (begins < ends).all(axis=1)

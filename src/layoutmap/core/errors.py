@@ -1,4 +1,4 @@
-"""What goes wrong, said in full: what, where, why, and the fix.
+"""Errors and warnings, each in full: what, where, why, and the fix.
 
 Every error of this library is a `LayoutMapError`, which is a `ValueError`. Its text has one form:
 
@@ -81,7 +81,7 @@ def aligned(head: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 class _Message(Exception):
-    """What errors and warnings have in common: their parts, and the text made of them."""
+    """The parts of an error or a warning, and the text made of them."""
 
     def __init__(self, what: str, *, facts: Mapping[str, object] | None = None, why: str = "", fix: str = ""):
         self.what = what

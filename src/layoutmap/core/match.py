@@ -22,7 +22,7 @@ AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
 def as_rest(value: object, where: str) -> Rest | None:
-    """What a map says of the rest, checked; `None`: nothing.
+    """The layout map's word for variables without a rule, checked; `None`: there is none.
 
     Raises:
         RuleError: It is something else.
@@ -58,7 +58,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a layout map says of one path.
+    """The rules of a layout map for one path.
 
     Args:
         path: The path.
@@ -99,7 +99,7 @@ class Match:
 
 
 def how_to_change(rule: Rule, paths: Sequence[str]) -> str:
-    """What to do about a rule that won, to have what has these paths elsewhere."""
+    """The advice for a rule that won, to have variables of these paths elsewhere."""
     if rule.pattern in paths:
         return f"a rule that is the path itself wins over all others: change rule {rule.number}"
     return f"the first rule that matches wins: put one before rule {rule.number}, or change that"

@@ -14,7 +14,7 @@ _MOST_DIGITS = 15  # of what is taken for a number: JavaScript is exact to there
 
 
 def path_shape(path: str) -> tuple[str, ...]:
-    """What a path has between its numbers; equal for the paths of one group.
+    """The parts of a path between its numbers; equal for the paths of one group.
 
     Example:
         >>> path_shape("blocks.12.mlp.kernel")

@@ -11,7 +11,7 @@ from layoutmap.core.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class LayoutPolicy:
-    """What a scope's mesh, its batch dim and its rules for activations say of layouts. Knows no array and no device.
+    """Layouts that follow from a scope's mesh, its batch dim and its rules for activations. Knows no array.
 
     Args:
         mesh: The mesh.

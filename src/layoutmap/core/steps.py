@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 
 class Tracer(Protocol):
-    """What a step tells while it is traced.
+    """The listener of a step while it is traced.
 
     Attributes:
         unread: The values of variables of blocks that are left out: a model has them, and nothing should read them.

@@ -22,7 +22,7 @@ _KNOWN = "such a file holds text, whole numbers and null, in mappings and lists"
 
 
 def read_yaml(text: str, where: str = "rules file") -> Any:
-    """What one YAML document says; `None` if it is empty.
+    """The data of one YAML document; `None` if it is empty.
 
     Args:
         text: The document.

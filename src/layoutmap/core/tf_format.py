@@ -32,7 +32,7 @@ _FIX_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_strin
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """What a mesh is made of, unchecked.
+    """The fields of a mesh, unchecked.
 
     An unknown device of another process has the name `""`. Without devices `local_device_ids` says nothing.
     """
@@ -45,7 +45,7 @@ class MeshFields:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFields:
-    """What a layout is made of, unchecked: for each axis a tuple of mesh dims or `("unsharded",)`, and the mesh."""
+    """The fields of a layout, unchecked: for each axis a tuple of mesh dims or `("unsharded",)`, and the mesh."""
 
     specs: tuple[tuple[str, ...], ...]
     mesh: MeshFields

@@ -1,4 +1,4 @@
-"""What a backend cannot do with a layer or a weight, said before the first step.
+"""Layers and weights that a backend cannot compute with, reported before the first step.
 
 An adapter knows its library's layers and what the backend's operations are short of; the plan reports it, with the fix.
 """

@@ -1,4 +1,4 @@
-"""What the core knows of a variable: its path, shape, dtype and kind; never its value."""
+"""Variables as the core knows them: path, shape, dtype and kind; never a value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layoutmap.core.uneven import Axes
 
 
 class Kind(StrEnum):
-    """What a variable is for, which decides how it gets its layout.
+    """The purpose of a variable, which decides how it gets its layout.
 
     `WEIGHT` (trained or not) and `STATE` (moving statistics) are matched by the rules; a `SLOT` of an optimizer follows
     its variable; `RNG` states, `METRIC`s and other small things that no rule matches are replicated.
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a layer does with the axes of a weight when it is called.
+    """The roles of the axes of a weight in its layer's call.
 
     Args:
         roles: For each axis `"in.0"`, `"in.1"`, ...: it is summed over; `"out.0"`, ...: it is an axis of the
@@ -98,7 +98,7 @@ class VariableSpec:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What is unique to it in its scope: its model and its path."""
+        """The key of the variable in its scope: its model and its path."""
         return self.model, self.path
 
     @property
@@ -180,7 +180,7 @@ def has_several_models(variables: Iterable[VariableSpec]) -> bool:
 
 
 def full_names(variables: Sequence[VariableSpec]) -> list[str]:
-    """What variables are called where they stand side by side: their paths, and their models' names if these differ.
+    """Names of variables that stand side by side: their paths, and their models' names if these differ.
 
     Example:
         >>> full_names([VariableSpec("d1.kernel", (8, 8), "float32", model=name) for name in ("teacher", "student")])

@@ -1,4 +1,4 @@
-"""What a training step costs: collectives, arithmetic, memory and time; values, and no framework.
+"""Costs of a training step: collectives, arithmetic, memory and time; values, and no framework.
 
 An engine counts (`layoutmap.engines.jax.cost`), this folder says what was counted and how long it takes on a machine.
 """

@@ -26,12 +26,12 @@ class Advice:
     step: str = ""
 
     def headline(self, available_bytes: int) -> str:
-        """What it needs, and what it is, in a line."""
+        """The advice in a line: what it needs, and what it is."""
         fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
         return f"{', '.join(filter(None, (size(self.needed_bytes), fits, self.step)))}: {self.what}"
 
     def text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
-        """It in two lines or more, the others with what to type.
+        """The advice in two lines or more, the others with what to type.
 
         Args:
             available_bytes: The memory of a device.

@@ -73,7 +73,7 @@ class CollectiveRow:
 
     @property
     def text(self) -> str:
-        """It in a sentence, without its cause."""
+        """The collective in a sentence, without its cause."""
         kind, times, over, network, tensor, sent, seconds, _, phase = self.cells
         often = "once" if times == "1" else f"{times} times"
         often += f" for all of {self.cause}" if "*" in self.cause else ""
@@ -129,7 +129,7 @@ class Cost:
 
     @property
     def device_seconds(self) -> float:
-        """What a device is busy for without the others: computing and memory overlap."""
+        """Seconds in which a device is busy without the others: computing and memory overlap."""
         return max(self.compute_seconds, self.memory_seconds)
 
     def seconds_of(self, collective: Collective) -> float:
@@ -189,7 +189,7 @@ class Cost:
 
     @property
     def activation_bytes(self) -> int:
-        """What a device holds at most beside what the step is given: activations, gradients, what is gathered."""
+        """The most that a device holds beside the step's arguments: activations, gradients, gathered weights."""
         return max(0, self.step.peak_bytes - self.step.argument_bytes)
 
     def on_memory(self, num_bytes: int) -> Cost:
@@ -250,7 +250,7 @@ class Cost:
         return found
 
     def rows_of(self, paths: Iterable[str]) -> list[str]:
-        """What some variables or layers cause, a text for each row."""
+        """The collectives that some variables or layers cause, a text for each row."""
         causes = dict.fromkeys(cause for path in paths for cause in (path, starred(path)))
         return [
             row.text for row in self._merged(c for cause in causes for c in self._by_cause.get(cause, ()))
@@ -260,13 +260,13 @@ class Cost:
 
     @property
     def line(self) -> str:
-        """It in one line."""
+        """The cost in one line."""
         sizes = f"{size(self.step.peak_bytes)} of {size(self.machine.device.memory_bytes)}"
         return f"{duration(self.step_seconds)} a step on {self.machine}; {sizes} per device at the peak"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the time assumes, and what the count does, in sentences."""
+        """The assumptions of the time and of the count, in sentences."""
         device = self.machine.device
         slowest = min(device.flops, key=lambda dtype: device.flops[dtype])
         unknown = [dtype for dtype in self.step.flops if dtype not in device.flops]
@@ -279,7 +279,7 @@ class Cost:
 
     @property
     def counts(self) -> tuple[str, str]:
-        """What each device computes, sends, moves and holds, in two sentences."""
+        """The numbers that each device computes, sends, moves and holds, in two sentences."""
         step = self.step
         flops = ", ".join(f"{count_text(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
         sent, moved = size(step.sent_bytes), size(step.traffic_bytes)
@@ -326,7 +326,7 @@ class Cost:
         return f"<Cost: {self.line}>"
 
     def to_html(self) -> str:
-        """It as two tables, for a notebook."""
+        """The cost as two tables, for a notebook."""
         parts = html_table(f"Cost: {self.line}", ("of the step", "takes", "share"), self._parts())
         return parts + html_table("Collectives", COLUMNS, (row.cells for row in self.rows))
 

@@ -15,7 +15,7 @@ from layoutmap.cost.table import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What connects devices.
+    """A network between devices.
 
     Args:
         name: What it is called.

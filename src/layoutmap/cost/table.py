@@ -1,4 +1,4 @@
-"""What one training step does on each device: what it sends, computes and holds; a value that engines make.
+"""One training step on each device: what it sends, computes and holds; a value that engines make.
 
 All sizes are in bytes and those of one device. Time is not in here: it depends on the machine.
 """
@@ -80,7 +80,7 @@ class Held:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one training step does on each device.
+    """The collectives, operations and bytes of one training step on each device.
 
     Args:
         mesh: The mesh.

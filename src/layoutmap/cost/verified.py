@@ -59,7 +59,7 @@ class Verified:
 
     @property
     def rows(self) -> list[tuple[str, int, int]]:
-        """What is compared, each with what was counted and what XLA says."""
+        """The compared figures, each with what was counted and what XLA says."""
         counted: dict[str, int] = {}
         for each in self.cost.collectives:
             counted[each.kind] = counted.get(each.kind, 0) + each.sent_bytes(self.cost.mesh)

@@ -1,4 +1,4 @@
-"""What the processes of one program compare: texts, and what makes a program.
+"""Comparisons between the processes of one program: texts, values, and the program itself.
 
 What is gathered first has the same size whatever is compared, so processes that compare different things find out. All
 must ask alike, each with its own part and a `gather` that gathers from all. Where they differ, it is said in all.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launcher:
-    """What started this process.
+    """The program that started this process.
 
     Args:
         name: `"torchrun"` or `"SLURM"`.

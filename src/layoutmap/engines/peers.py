@@ -76,7 +76,7 @@ class Peers:
 
 
 class _Hearing:
-    """What is heard of the other processes.
+    """The messages heard from the other processes.
 
     Args:
         number: The number of this process.

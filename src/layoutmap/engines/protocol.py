@@ -1,4 +1,4 @@
-"""What an engine must do. Each method has its laws in `layoutmap.testing.engine_contract`."""
+"""The protocol of engines. Each method has its laws in `layoutmap.testing.engine_contract`."""
 
 from __future__ import annotations
 

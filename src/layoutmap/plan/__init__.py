@@ -1,1 +1,1 @@
-"""What would happen: every variable with its layout, what is wrong, what it costs in memory. Pure."""
+"""Plans: every variable with its layout, its problems, and its memory. Pure."""

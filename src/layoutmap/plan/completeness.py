@@ -38,7 +38,7 @@ def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Pr
 
 
 def what_is_missing(plan: PlanTable) -> Problem | None:
-    """What a plan lacks of the variables that there will be; `None`: it is complete.
+    """The variables that a plan lacks still, in words; `None`: it is complete.
 
     A plan without weights lacks something, whatever else it says: as a gate it would let all pass.
     """

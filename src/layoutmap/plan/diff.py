@@ -1,4 +1,4 @@
-"""What moved from one plan to another: variables that came, went, or are held otherwise, and layers' outputs."""
+"""The difference of two plans: variables that came, went, or are laid out otherwise, and layers' outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanDiff:
-    """What differs between two plans; true if anything does.
+    """The difference of two plans; true if there is any.
 
     Which rule gave a layout, and what devices a mesh names, are no differences; nor is what a step costs, which follows
     from the layouts, but it is shown.
@@ -82,7 +82,7 @@ class PlanDiff:
 
     @property
     def costs(self) -> list[tuple[str, str, str]]:
-        """What a step takes, sends and holds before and after, where that differs; empty unless both plans know it."""
+        """The figures of a step before and after, where they differ; empty unless both plans have a cost."""
         before, after = self.before.cost, self.after.cost
         if before is None or after is None:
             return []
@@ -103,7 +103,7 @@ class PlanDiff:
 
     @property
     def _cells(self) -> list[tuple[str, str, str]]:
-        """What has changed, in which respect, and how."""
+        """The cells of a row for a change: in which respect, and how."""
         return [
             (each.path or "the mesh", each.what, " -> ".join(filter(None, (each.before, each.after))))
             for _, each in self.grouped
@@ -121,7 +121,7 @@ class PlanDiff:
 
 
 def _figures(cost: Cost) -> dict[str, str]:
-    """What is compared of two costs, by what it is."""
+    """The compared figures of two costs, by name."""
     sent: dict[str, list[float]] = {}
     for c in cost.step.collectives:
         of = "weights" if cost.overlaps(c) else "activations"
@@ -147,7 +147,7 @@ def _as_one(group: list[Change]) -> Change:
 
 
 def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
-    """What differs between two plans; pure."""
+    """The difference of two plans; pure."""
     changes: list[Change] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
         changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))

@@ -153,7 +153,7 @@ def fingerprint(plan: PlanTable) -> str:
 
 
 def _order(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What to sort by: specs are `None`, texts or tuples, which cannot be compared."""
+    """A key to sort by: specs are `None`, texts or tuples, which cannot be compared."""
     return *row[:-1], _line(row[-1])
 
 

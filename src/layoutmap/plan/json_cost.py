@@ -44,7 +44,7 @@ _texts = list_of(a_text)
 
 
 def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-    """What is written of a cost: the collectives, and all else."""
+    """The written fields of a cost: the collectives, and all else."""
     step, machine = cost.step, cost.machine
     written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
     if cost.batch_dim is not None:

@@ -1,4 +1,4 @@
-"""What the variables of a plan take on a device, and how much sharding the replicated ones would save."""
+"""Bytes of variables on a device, and how many sharding the replicated ones would save."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Memory:
 
     @property
     def rows(self) -> list[CouldShardRow]:
-        """What is replicated and could be sharded, repeated blocks in one row, those that would save most first."""
+        """Replicated variables that could be sharded, repeated blocks in one row, the most bytes first."""
         groups: dict[object, list[CouldShard]] = {}
         for each in self.could_be_sharded:
             v = each.assignment.variable

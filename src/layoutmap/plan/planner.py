@@ -162,7 +162,7 @@ class _Planning:
         return self._replicated[rank]
 
     def _match(self, variable: VariableSpec) -> Match:
-        """What the map says of a variable under all its paths; the first rule of the map among them wins."""
+        """The rule of the map for a variable under all its paths; the first rule of the map among them wins."""
         names = [path for path in variable.aliases if is_named(path)]
         answers = {path: self.layout_map.matching_rules(path) for path in _paths_of(variable)}
         named = [rule for name in names for rule in self.layout_map.matching_rules(name)]

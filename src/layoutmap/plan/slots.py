@@ -1,4 +1,4 @@
-"""What a plan says of an optimizer's slots: those that follow no weight, and those that are sharded further."""
+"""Problems of an optimizer's slots: those that follow no weight, and those that are sharded further."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _LEAST_SHARE = 0.01  # of what is needed: what saves less changes nothing
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What takes memory of a device at the moment that decides.
+    """A group of tensors that takes memory of a device at the moment that decides.
 
     Args:
         what: What it is, as in `"weights"` or `"gathered weights"`.
@@ -44,7 +44,7 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """It without its bytes."""
+        """The group in words, without its bytes."""
         return " ".join(filter(None, (self.what, escaped(self.path), self.shape)))
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """It in one line, the worst first."""
+        """The verdict in one line, the worst first."""
         errors = f"cannot be built: {counted(self.num_errors, 'error')}"
         warnings = counted(self.num_warnings, "warning") + self.strict * ", which strict counts as errors"
         known = [
@@ -125,7 +125,7 @@ class Verdict:
         return f"{start}{sizes}{so_far * ' so far'}, {self.moment}"
 
     def text(self, **typed: Any) -> str:
-        """It in full; `typed` says whether what to type is Python, or a command, see `Advice.text`."""
+        """The group in words, without its bytes."""
         if self.fits is not False:
             return f"Verdict: {self.headline}"
         there = self.available_bytes or 0
@@ -170,7 +170,7 @@ def verdict_of(plan: PlanTable) -> Verdict:
 
 
 def _causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
-    """What a device holds: the tensors that take most, those of one kind in repeated blocks as one, and the rest."""
+    """The groups of tensors on a device, the largest first, those of repeated blocks as one, and the rest."""
     held = plan.cost.step.held if plan.cost else ()
     found: dict[tuple[str, str, str], int] = {}
     for kind, path, shape, num_bytes in [

@@ -37,7 +37,7 @@ class Preset(NamedTuple):
     fsdp_dim: str | None
 
     def rules(self, mesh: Mesh) -> RuleSet:
-        """Its rules on a mesh."""
+        """The rules of the way on a mesh."""
         return RuleSet.preset(self.name, mesh, model_dim=self.model_dim, fsdp_dim=self.fsdp_dim)
 
 
@@ -212,7 +212,7 @@ class Typed(NamedTuple):
 
 
 def typed(before: Way, after: Way) -> tuple[str, str, str]:
-    """What to change from one way to another: in words, in Python, and on the command line, empty where it cannot."""
+    """The change from one way to another: in words, in Python, and on the command line, empty where it cannot be."""
     found = list(_differences(before, after))
     lines = [each.yaml for each in found if each.yaml]
     if options := " ".join(each.option for each in found if each.option):
@@ -304,7 +304,7 @@ def _in_yaml(specs: Specs) -> str:
 
 
 def needs_of(work_out: Callable[[], T]) -> T | None:
-    """What a function works out of a way; `None`: a model cannot be planned so."""
+    """The function that works out the needs of a way; `None`: a model cannot be planned so."""
     try:
         return work_out()
     except LayoutMapError:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its facts and a table of its variables, as text, as HTML for notebooks, as JSON."""
+"""The content of a checkpoint: facts and a table of its variables, as text, as HTML for notebooks, as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_METADATA = 400  # characters of it that are shown
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint says of itself.
+    """The facts and variables of a checkpoint.
 
     Args:
         where: Its file or folder.

@@ -16,7 +16,7 @@ from layoutmap.report.text import shape_text
 
 
 def explain_text(plan: PlanTable, path: str, asked: PlanTable | None = None) -> str:
-    """What won, what else matches, what was found wrong, and what to type.
+    """The explanation of a variable's layout: the rule that won, other rules, problems, and what to type.
 
     Args:
         plan: The plan.
@@ -79,7 +79,7 @@ def _why(assignment: Assignment) -> Iterator[tuple[str, str]]:
 
 
 def _compared(here: Assignment, asked: Assignment) -> list[tuple[str, str]]:
-    """What another map says of a variable, and whether that is where it is."""
+    """The layout of another map for a variable, and whether it is the same."""
     rule = asked.match and asked.match.rule
     agrees = here.layout.mesh.mesh_dims == asked.layout.mesh.mesh_dims and (
         here.layout.sharding_specs == asked.layout.sharding_specs
@@ -89,14 +89,14 @@ def _compared(here: Assignment, asked: Assignment) -> list[tuple[str, str]]:
 
 
 def _axes(variable: VariableSpec) -> Iterator[tuple[str, str]]:
-    """What the axes of a derived variable are made of."""
+    """The axes of its parent that each axis of a derived variable is made of."""
     if variable.axes:
         texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
         yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(texts))
 
 
 def in_a_step(plan: PlanTable, assignment: Assignment) -> Iterator[tuple[str, str]]:
-    """What travels in a step because of a variable's layout; nothing if the plan has no cost, or it takes no part."""
+    """The collectives that a variable's layout causes; none if the plan has no cost, or it takes no part."""
     cost, variable = plan.cost, assignment.variable
     if cost is None or variable.kind is not Kind.WEIGHT:
         return

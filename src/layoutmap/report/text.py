@@ -88,7 +88,7 @@ def _rules_that_won(plan: PlanTable) -> list[Rule]:
 
 
 def warning_text(plan: PlanTable) -> str:
-    """What a scope warns of by itself; empty if there is nothing.
+    """The warnings of a scope; empty if there are none.
 
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be replicated, and are in the plan.

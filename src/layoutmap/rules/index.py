@@ -99,7 +99,7 @@ class _Files:
 
 
 def _pieces(literal: str) -> Iterable[str]:
-    """What a rule may be filed under: every run of three characters of a literal, or a shorter literal itself."""
+    """The texts that a rule may be filed under: every run of three characters of a literal, or a shorter literal."""
     return _cut(literal, min(_PIECE, len(literal)))
 
 

@@ -71,7 +71,7 @@ def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def _skeleton(text: str) -> str:
-    """What is left of a path or a pattern without numbers and regex signs: its words, joined by dots."""
+    """The words of a path or a pattern, without numbers and regex signs, joined by dots."""
     text = text.replace("\\.", ".").replace("/", ".")
     text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
     return re.sub(r"\.+", ".", text).strip(".")

@@ -28,7 +28,7 @@ _ENTRIES = "an entry is None, a mesh dim, or a tuple of mesh dims"
 
 
 def leaves(tree: Any, where: str) -> dict[str, Any]:
-    """What dicts, and lists of dicts, hold, by path.
+    """The leaves of dicts, and of lists of dicts, by path.
 
     Raises:
         RuleError: It is no dict.

@@ -70,7 +70,7 @@ class RuleSet(Rules):
 
     @property
     def rest(self) -> Rest | None:
-        """What the map says of variables that no rule matches.
+        """The map's word for variables that no rule matches.
 
         `None`: nothing. They are replicated all the same, with a warning for each, which `strict` makes an error.
         `"replicated"`: that is meant, and no warning is given.

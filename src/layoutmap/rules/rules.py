@@ -81,7 +81,7 @@ class Rules(MutableMapping[str, Layout]):
         return rule.layout if rule else default
 
     def match(self, path: str) -> Match:
-        """What the map says of a path, and why: the rule that won, those that lost, near misses if none matches.
+        """The rule for a path, and why: the one that won, those that lost, near misses if none matches.
 
         Example:
             >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
@@ -216,7 +216,7 @@ class Rules(MutableMapping[str, Layout]):
 
     @property
     def uneven(self) -> Uneven:
-        """What happens to an axis that does not divide, where a rule does not say it itself."""
+        """The treatment of an axis that does not divide, where a rule does not say it itself."""
         return self._default_uneven
 
     def __delitem__(self, pattern: str) -> None:
@@ -336,11 +336,11 @@ class Rules(MutableMapping[str, Layout]):
         return "\n".join([f"{self.title()}, {counted(len(rules), 'rule')}", *rows])
 
     def name_of(self, rule: Rule) -> str:
-        """What messages call one of these rules: `rule 2  .*kernel`, `activation rule 1  blocks`."""
+        """The name of one of these rules in messages: `rule 2  .*kernel`, `activation rule 1  blocks`."""
         return f"{self._rule} {rule.number}  {rule.pattern}"
 
     def title(self) -> str:
-        """What these rules are, and on which mesh: the first line of their text."""
+        """The kind of these rules, and their mesh: the first line of their text."""
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
 
 

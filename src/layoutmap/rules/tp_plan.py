@@ -23,7 +23,7 @@ Output = Literal["as it comes", "replicated", "sequence", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a style says.
+    """The layouts of a style of torch or transformers.
 
     Args:
         sharded: The axis of a parameter that is sharded: that of output features (`"out"`: the last but

@@ -47,7 +47,7 @@ _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
 @dataclass(frozen=True, slots=True)
 class RulesFields:
-    """What a rules file holds, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
+    """The fields of a rules file, unchecked: mesh dims, mesh name, devices or `None`, and sharding specs by pattern.
 
     The specs are those of variables in `rules`, and of layers' outputs in `activations`.
     `dims` is `None` if the file names no mesh. `uneven_rules` has the rules that say it for themselves.

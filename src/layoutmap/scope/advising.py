@@ -124,7 +124,7 @@ class _Trials:
             way = way.halved()
 
     def advice(self) -> tuple[Advice, ...]:
-        """What was found, the best first."""
+        """The advice that was found, the best first."""
         return tuple(
             Advice(*typed(self._before, way), cost.step.peak_bytes, f"{duration(cost.step_seconds)} a step")
             for way, cost in sorted(self._found, key=self._rank)

@@ -87,7 +87,7 @@ class Scope:
 
     @property
     def engine(self) -> Engine:
-        """What holds the arrays."""
+        """The engine that holds the arrays."""
         assert self._engine is not None, "a plan makes no arrays"
         return self._engine
 

@@ -1,4 +1,4 @@
-"""What a training step costs, from shapes: no device, no array and no compiler.
+"""Costs of a training step, from shapes: no device, no array and no compiler.
 
 lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
 lowered.count(layout_map)                                      less than a second for each map

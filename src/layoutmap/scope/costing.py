@@ -30,7 +30,7 @@ from layoutmap.scope.progress import Waiting
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked of the cost of a step.
+    """The arguments of a plan that ask for the cost of a step.
 
     Args:
         machine: What it runs on.
@@ -181,7 +181,7 @@ class _Counting:
         return self._dry.session.step(model, inputs, optimizer, self._asked.loss)
 
     def placed(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
-        """What counts a step in a way, the layouts of its variables, and those of all else."""
+        """The counter of a step in a way, the layouts of its variables, and those of all else."""
         same = way.inputs == self.way.inputs
         step = self.step if same else self._step(_like(self._given, way.inputs))
         # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
@@ -212,7 +212,7 @@ class _Counting:
         return plan.with_cost(counted, machine, dim, verified).judged(device_memory=self._asked.device_memory)
 
     def cost(self, way: Way) -> Cost:
-        """What a step costs in a way.
+        """The cost of a step in a way.
 
         Raises:
             LayoutMapError: The model cannot be planned so.

@@ -31,7 +31,7 @@ from layoutmap.scope.plan import Plan
 
 
 class Checkpoint(Mapping[str, SavedVariable]):
-    """What is in a checkpoint: a mapping from path to what was saved there; values are read when they are asked for.
+    """The content of a checkpoint: a mapping from path to variable; values are read when they are asked for.
 
     Args:
         source: What values are read from.
@@ -66,7 +66,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def metadata(self) -> Any:
-        """What was saved along; `None` if nothing was."""
+        """The metadata that was saved along; `None` if there is none."""
         return getattr(self.source, "metadata", None)
 
     @property

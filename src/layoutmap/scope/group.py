@@ -56,7 +56,7 @@ class Group:
         return gather_texts(text, self.gather) if self.several else [text]
 
     def agreed(self, function: Callable[[], Result], verb: str = "load") -> Result:
-        """What a function returns that each calls by itself; where it raises in one it raises in all.
+        """The result of a function that each process calls by itself; where it raises in one it raises in all.
 
         Args:
             function: Exchanges nothing with other processes.

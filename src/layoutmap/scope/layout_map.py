@@ -536,7 +536,7 @@ def _mesh(mesh: Mesh | str) -> Mesh:
 
 
 def _not_in_rules(found: PlanTable, rules: RuleSet) -> dict[str, object]:
-    """What a plan that was read off has besides layouts that the rules give: by path, what it is."""
+    """The variables of a plan that was read off whose layouts no rule can say: by path, what each is."""
     planned = make_plan([a.variable for a in found.assignments], rules, complete=False)
     lost: dict[str, object] = {
         problem.subject: problem.what.removeprefix(f"{problem.subject}: ")

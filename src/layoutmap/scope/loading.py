@@ -229,7 +229,7 @@ def _loaded_in_part() -> Generator[None]:
 
 
 class _Loading:
-    """What is read into a model that exists.
+    """A load into a model that exists.
 
     Args:
         adapter: Knows the model.

@@ -308,7 +308,7 @@ class CheckpointManager:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
 
     def _make_way(self, step: int, token: str) -> SavedStep:
-        """What the first process does before a step is begun; returns which step it comes from."""
+        """Refuse a step below later ones, or remove these, in the first process; returns the step it comes from."""
         position = self._position
         last = position or self._history.last()
         there = self._history.steps()

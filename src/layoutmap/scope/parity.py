@@ -282,7 +282,7 @@ def compared_numbers(
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """What sorts names as their numbers are sorted."""
+    """A key that sorts names as their numbers are sorted."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 

@@ -57,7 +57,7 @@ class Plan(PlanTable):
 
     @property
     def memory(self) -> Memory:
-        """What each device holds: weights, gradients, slots and state; and which replicated variables could be sharded.
+        """Bytes on each device: weights, gradients, slots and state; and which replicated variables could be sharded.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec

@@ -207,7 +207,7 @@ def _shares(
     layouts: Mapping[str, Layout | None],
     variables: Sequence[SavedVariable],
 ) -> list[ToWrite]:
-    """What this process writes: of each shard that several hold, one writes it, who has the least to write."""
+    """The shards that this process writes: of each that several hold, one writes it, who has the least to write."""
     loads = [0] * group.count
     todo: list[ToWrite] = []
     for each, variable in zip(kept, variables, strict=True):

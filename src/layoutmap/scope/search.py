@@ -42,7 +42,7 @@ _BETWEEN_SECONDS = 0.2
 
 
 class SearchResult:
-    """What `search` has found; printed, it shows the rules and how they compare with those of experts.
+    """The result of `search`; printed, it shows the rules and how they compare with those of experts.
 
     Attributes:
         layout_map: The rules: a map as any other, which `to_yaml` writes to a file.
@@ -81,7 +81,7 @@ class SearchResult:
 
     @property
     def cost(self) -> Cost:
-        """What a step costs with it."""
+        """The cost of a step with the map."""
         assert self.plan.cost is not None
         return self.plan.cost
 
@@ -373,7 +373,7 @@ def _no_mesh(machine: Machine, batch: int | None, widest: int) -> PlanError:
 
 
 class _Evaluation:
-    """What a step costs with a map, on one machine."""
+    """The cost of a step with a map, on one machine."""
 
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
@@ -386,7 +386,7 @@ class _Evaluation:
         return self.batch_dims[layout_map.mesh]
 
     def verify(self, tried: Tried, target: str, progress: bool | None) -> Verified:
-        """What XLA makes of a step with a map, on such devices."""
+        """XLA's figures of a step with a map, on such devices."""
         found, batch_dim = tried.layout_map, self.batch_dim(tried.layout_map)
         return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
 

@@ -119,7 +119,7 @@ def _specs(layout_map: RuleSet, blocks: Blocks) -> Specs | None:
 
 
 def megatron_option(group: Group) -> Option:
-    """What Megatron does with a weight: layers that widen over what comes out, layers that narrow over what goes in.
+    """Megatron's option for a weight: layers that widen over what comes out, layers that narrow over what goes in.
 
     Heads stay on one device; a table is sharded over its rows.
     """

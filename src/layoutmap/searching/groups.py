@@ -55,7 +55,7 @@ class Group:
 
     @cached_property
     def alike(self) -> tuple[object, ...]:
-        """What groups have in common that are searched as one: the same use, and all that widen or all that narrow."""
+        """The properties of groups that are searched as one: the same use, and all that widen or all that narrow."""
         if not (self.axes("in") and self.axes("out")):
             return (self.shape, self.roles)
         inside, outside = (math.prod(self.shape[a] for a in self.axes(role)) for role in ("in", "out"))

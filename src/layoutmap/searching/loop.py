@@ -28,7 +28,7 @@ _OTHERS = 4
 
 @dataclass(frozen=True)
 class Figures:
-    """What a step costs with a map.
+    """The figures of a step with a map.
 
     Args:
         seconds: How long it takes.
@@ -69,19 +69,19 @@ class Tried:
 
     @property
     def missing_bytes(self) -> float:
-        """What a device lacks with it, margin included if it is only counted; not below zero."""
+        """Bytes that a device lacks with it, margin included if it is only counted; not below zero."""
         if self.compiled_bytes is not None:
             return max(0.0, self.compiled_bytes - self.limit)
         return max(0.0, self.figures.peak_bytes * MARGIN - self.limit) if self.figures else math.inf
 
     @property
     def cost(self) -> object:
-        """What is the same for maps that cost the same, whatever their rules are."""
+        """A value that is the same for maps that cost the same, whatever their rules are."""
         return self.layout_map.mesh, self.figures, self.recomputes
 
     @property
     def score(self) -> Score:
-        """What is less is better: what a device lacks, then the time with overlap, then without, to four digits."""
+        """The order of maps, less first: bytes that a device lacks, time with overlap, then without, to four digits."""
         if self.figures is None:
             return (math.inf, math.inf, math.inf)
         times = (float(f"{seconds:.3e}") for seconds in (self.figures.seconds, self.figures.serial_seconds))
@@ -95,7 +95,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search has found.
+    """The outcome of a search.
 
     Args:
         best: The best map.

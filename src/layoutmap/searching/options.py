@@ -24,7 +24,7 @@ def specs_in(layout: Layout) -> Specs:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a search may choose for a group.
+    """A layout that a search may choose for a group.
 
     Args:
         model: The axis that is sharded over `model`; `None`: none is.

@@ -1,4 +1,4 @@
-"""What a search has found, as text: the verdict, and the table that holds it against the maps of experts."""
+"""The result of a search as text: the verdict, and the table that holds it against the maps of experts."""
 
 from __future__ import annotations
 

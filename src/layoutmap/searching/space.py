@@ -70,7 +70,7 @@ def _is_below(path: str, groups: Sequence[Sequence[str]]) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """What a search knows of a model.
+    """The weights and layers of a model, for a search.
 
     Args:
         variables: Its variables.

@@ -1,4 +1,4 @@
-"""What every adapter must do, as tests: inherit them to test yours.
+"""The laws of every adapter, as tests: inherit them to test yours.
 
     class TestMyAdapter(ScopeContract):  # or AdapterContract, if the library has no `with layout_map.scope():`
         library = "mine"

@@ -1,4 +1,4 @@
-"""What every engine must do, as tests: inherit them to test yours.
+"""The laws of every engine, as tests: inherit them to test yours.
 
     class TestMyEngine(EngineContract):
         engine_name = "mine"

@@ -33,7 +33,7 @@ TURN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a law on a case of a subject.
+    """The outcome of a law on a case of a subject.
 
     Args:
         subject: One of `SUBJECTS` or `ARRAYS`.

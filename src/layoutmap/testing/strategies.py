@@ -196,7 +196,7 @@ def _pattern_for(variable: VariableSpec) -> st.SearchStrategy[str]:
 
 @st.composite
 def _like_rules(draw: st.DrawFn) -> str:
-    """What people write."""
+    """Patterns as people write them."""
     wild = st.sampled_from([r"\d+", ".*", "[^.]+", "(query|key|value)", "(up|gate)", r"[a-z]+\d?", "."])
     parts = draw(
         st.lists(st.sampled_from(_PARTS) | wild | st.integers(0, 12).map(str), min_size=1, max_size=4)

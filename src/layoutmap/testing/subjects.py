@@ -1,4 +1,4 @@
-"""What laws are tried on: model libraries on engines, and arrays of engines; and the settings of a process for that."""
+"""The subjects of laws: model libraries on engines, and arrays of engines; and a process's settings for each."""
 
 from __future__ import annotations
 

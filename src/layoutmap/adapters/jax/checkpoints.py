@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model of JAX, and of the state of an optimizer of optax; of random keys their data."""
+"""The arrays that a checkpoint keeps of a model of JAX and of an optimizer's state; of random keys their data."""
 
 from __future__ import annotations
 

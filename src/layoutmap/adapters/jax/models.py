@@ -1,4 +1,4 @@
-"""What a model of JAX consists of: a module of flax.nnx, or any pytree."""
+"""The arrays of a model of JAX: a module of flax.nnx, or any pytree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module of flax.nnx returns, in the layout of a rule of `LayoutMap.activations`.
+"""Outputs of modules of flax.nnx, in the layouts of rules of `LayoutMap.activations`.
 
 Python looks `__call__` up on the class, so a module with a rule gets a class of its own kind: a subclass of its class
 under the same name, one for each class. Its layout is a static attribute of the module, as flax's own settings are, so

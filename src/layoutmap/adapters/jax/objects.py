@@ -130,7 +130,7 @@ def _always(value: Any) -> Any:
 
 
 def _content(container: Any) -> Iterable[Any] | None:
-    """What a container holds; `None`: it is none."""
+    """The values in a container, by key; `None`: it is no container."""
     if isinstance(container, dict):
         return container.values()
     if isinstance(container, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What is not public in JAX and used here all the same, found in jax 0.10.
+"""Private names of JAX that are used here all the same, found in jax 0.10.
 
 `jax._src.interpreters.partial_eval.DynamicJaxprTracer._origin_msg`: the part of an error message that says from which
 operations a traced array comes. Flax asks each array for its sharding; a traced one has none, and JAX walks all

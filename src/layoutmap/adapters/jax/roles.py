@@ -1,4 +1,4 @@
-"""What the axes of a module's weights do when it is called, for flax.nnx's own modules.
+"""Roles of the axes of weights in a module's call, for flax.nnx's own modules.
 
 A plan is linted by it: an axis that is summed over is another thing to shard than one that is put out. What a module of
 one's own does with its weights is not known.

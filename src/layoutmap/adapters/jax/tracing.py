@@ -1,4 +1,4 @@
-"""What a function that makes a model would compute, and from it how each array gets its first value.
+"""A traced function that makes a model, and from it the program that initializes each array.
 
 JAX models are made by functions that compute arrays at once. Here such a function is traced, so that it computes none,
 and each array that it returns becomes an initializer: the operations that lead to it, and no others. Small arrays that
@@ -96,12 +96,12 @@ class Traced:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its global shape."""
+        """The global shape."""
         return tuple(self.result.aval.shape)
 
     @property
     def dtype(self) -> Any:
-        """Its element type."""
+        """The element type."""
         return self.result.aval.dtype
 
     def why_global(self) -> str:
@@ -253,7 +253,7 @@ def _key_of(closed: ClosedJaxpr) -> Hashable:
 
 
 class _Unequal:
-    """What cannot be compared with others, and so is equal to nothing but itself."""
+    """A stand-in for a value that cannot be compared: it is equal to nothing but itself."""
 
 
 def _hashable(parameter: tuple[str, Any]) -> Hashable:

@@ -48,7 +48,7 @@ class TrainState:
 
     @property
     def steps(self) -> Steps:
-        """Its compiled functions."""
+        """The compiled functions of the model, by name."""
         self._steps = self._steps or Steps(self)
         return self._steps
 

@@ -30,7 +30,7 @@ class Variable:
 
     @property
     def layout(self) -> Layout:
-        """Its layout.
+        """The layout of the array.
 
         Raises:
             AttributeError: It has none.

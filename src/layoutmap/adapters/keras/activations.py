@@ -1,4 +1,4 @@
-"""What a layer returns, in the layout of a rule of `LayoutMap.activations`."""
+"""Outputs of Keras layers, in the layouts of rules of `LayoutMap.activations`."""
 
 from __future__ import annotations
 

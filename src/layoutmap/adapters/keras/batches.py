@@ -1,4 +1,4 @@
-"""What `fit` is given: callbacks that cannot read weights in layouts, and batches of which none divides."""
+"""Arguments of `fit`: callbacks that cannot read weights in layouts, and batches of which none divides."""
 
 from __future__ import annotations
 

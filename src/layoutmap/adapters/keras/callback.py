@@ -11,7 +11,7 @@ from layoutmap.adapters.data_states import restore_state, state_of
 
 
 class Manager(Protocol):
-    """What the callback asks of a `layoutmap.CheckpointManager`."""
+    """The methods of `layoutmap.CheckpointManager` that the callback calls."""
 
     @property
     def is_preempted(self) -> bool:

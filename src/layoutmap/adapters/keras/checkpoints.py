@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a Keras model: its variables under the paths that a plan shows, and random states.
+"""Variables that a checkpoint keeps of a Keras model, under the paths that a plan shows, and random states.
 
 A plain model is described as if it had been made in a scope, but that nothing is known of its layers' names: those that
 look as if Keras had made them up, as `dense_7`, are numbered anew, as a scope does.

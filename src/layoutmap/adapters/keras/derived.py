@@ -48,7 +48,7 @@ class Derivation:
 
 
 def derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
-    """What is known to be derived in some layers, by the id of the variable."""
+    """The known derivations of variables in some layers, by the id of the variable."""
     found: dict[int, Derivation] = {}
     for layer in layers:
         if not layer.built:
@@ -79,7 +79,7 @@ class ReducedSlot:
 
 
 def reduced_slots(optimizer: Any) -> Iterator[ReducedSlot]:
-    """Those of an optimizer."""
+    """Yield the slots of an optimizer that have fewer axes than their weight."""
     inner = getattr(optimizer, "inner_optimizer", None) or optimizer
     if not isinstance(inner, keras.optimizers.Adafactor) or not inner.built:
         return
@@ -180,7 +180,7 @@ def _of_einsum_dense(layer: Any) -> _Derived:
 
 
 def _axes_of_scale(layer: Any, rank: int) -> Axes:
-    """What the axes of a kernel's scale are made of: Keras tells the scale's shape for a kernel of any shape."""
+    """The axes of a kernel that each axis of its scale is made of: Keras tells the scale's shape for any kernel."""
     sizes = _PRIMES[:rank]
     return tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
 

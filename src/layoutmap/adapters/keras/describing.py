@@ -1,4 +1,4 @@
-"""What the core knows of a scope's layers and optimizers: every variable, by its object path, and every layer."""
+"""Descriptions of a scope's layers and optimizers for the core: each variable and layer by its object path."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def describe(registry: Registry) -> list[Entry]:
 
 
 def _outermost(optimizers: Sequence[Any]) -> list[Any]:
-    """Those that are not inside of others, which have their variables, too."""
+    """Optimizers of a list that are not inside of others, which have their variables, too."""
     inner = {
         id(each)
         for optimizer in optimizers
@@ -90,7 +90,7 @@ def _in_order(registry: Registry, layers: Sequence[Any], optimizers: Sequence[An
 
 
 def _with_slots(optimizers: Sequence[Any]) -> list[Any]:
-    """What optimizers have slots for, in the order of the slots: some of it may be frozen by now."""
+    """Variables that optimizers have slots for, in the order of the slots: some may be frozen by now."""
     every = [(each, getattr(each, "inner_optimizer", None)) for each in optimizers]
     return [v for pair in every for o in pair for v in getattr(o, "_trainable_variables", ())]
 
@@ -119,7 +119,7 @@ def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def unsupported_of(backend: Backend, layers: Sequence[Any], entries: Sequence[Entry]) -> list[Unsupported]:
-    """What a backend cannot do with the layers that have weights."""
+    """The operations of layers with weights that a backend cannot compute."""
     specs = {id(e.variable): e.spec for e in entries}
     found: list[Unsupported] = []
     for layer in layers:
@@ -171,7 +171,7 @@ def _of_layer(
 def _held(
     layers: Sequence[Any], known: Sequence[Any], described: set[int], kind_of: Callable[[Any], Kind]
 ) -> Iterator[Entry]:
-    """Those that other objects than layers hold, by attribute; a metric that a model has goes by its own name."""
+    """Variables that other objects than layers hold, by attribute; a metric that a model has goes by its own name."""
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     others = described | {id(variable) for model in models for variable in model.metrics_variables}
     wanted = {id(variable) for variable in known if not is_global_seed(variable)} - others

@@ -1,4 +1,4 @@
-"""What a scope made that no layer, metric or optimizer of a model has.
+"""Variables of a scope that no layer, metric or optimizer of a model has.
 
 Some of it is held by other objects, such as the generator of a sampler, and goes by their attributes. Some is what a
 model was made from and nobody holds any more: a layer that was copied, a smaller model with the same layers. It stays

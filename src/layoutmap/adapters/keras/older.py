@@ -1,4 +1,4 @@
-"""What existed before a scope: refused where it would get variables in it, for which there would be no path."""
+"""Layers older than a scope: refused where they would get variables in it, for which there is no path."""
 
 from __future__ import annotations
 

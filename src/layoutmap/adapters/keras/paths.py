@@ -124,7 +124,7 @@ def find_layers(root: Any) -> list[tuple[str, Any]]:
 
 
 def names_below(layer: Any) -> dict[int, str]:
-    """What the layers directly below a layer are called in it, by the id of the layer."""
+    """The names that the layers directly below a layer have in it, by the id of the layer."""
     names: dict[int, str] = {}
 
     def look(owner: Any, prefix: str) -> None:
@@ -187,7 +187,7 @@ class _Walk:
 
 
 def _children(owner: Any) -> list[tuple[str, Any]]:
-    """What an object holds, under public names."""
+    """The values that an object holds, under public names."""
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items() if _is_walked(value)]
     if isinstance(owner, (list, tuple)):
@@ -204,7 +204,7 @@ def _children(owner: Any) -> list[tuple[str, Any]]:
 
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """What the attributes of an object hold, under public names; not what is only kept books of."""
+    """The values of an object's attributes, under public names; not Keras's own trackers."""
     values = dict(vars(owner))
     values.update(values.get("_modules") or {})  # torch keeps sublayers apart from the other attributes
     for name, value in values.items():
@@ -230,7 +230,7 @@ def _is_walked(value: Any) -> bool:
 
 
 def _unattached(layer: Any, children: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """What a layer tracks and no attribute holds: it goes by its own name."""
+    """Layers that a layer tracks and no attribute holds: each goes by its own name."""
     held: set[int] = set()
     for _, child in children:
         _ids(child, held)

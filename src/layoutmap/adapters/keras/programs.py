@@ -1,4 +1,4 @@
-"""What makes the program of a Keras model: its layers with their settings, how they are joined, and how it is trained.
+"""The program of a Keras model as texts: its layers with their settings, how they are joined, how it is trained.
 
 What is compared elsewhere is left out: first values, which initializers and seeds determine. Names that Keras numbers
 are without the number, which depends on what was made before.
@@ -25,7 +25,7 @@ _GRAPH = ("layers", "input_layers", "output_layers")
 
 
 def program_of(model: Any, step: str) -> list[Part]:
-    """What makes a step of a model.
+    """The program of a step of a model, in parts that processes compare.
 
     Args:
         model: The model.
@@ -64,7 +64,7 @@ def _add_layer(program: Program, path: str, layer: Any) -> None:
 
 
 def _config(thing: Any) -> dict[str, Any]:
-    """What Keras would make something anew from, and its kind; the kind alone of what cannot be made anew."""
+    """The configuration that Keras would make an object anew from, and its kind; else the kind alone."""
     try:
         return _unpacked(thing.get_config())
     except Exception:  # it is a user's, and need not have one

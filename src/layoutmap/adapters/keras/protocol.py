@@ -1,4 +1,4 @@
-"""What the parts of this adapter know of one another: a scope's session, and a backend of Keras.
+"""The protocols between the parts of this adapter: a scope's session, and a backend of Keras.
 
 A backend knows how Keras's variables store a value there, and how compiled steps keep layouts. Engines know the arrays;
 backends know the few places where Keras treats them each in its own way.
@@ -31,7 +31,7 @@ Wraps = Mapping[str, Callable[..., Any]]
 
 
 class OnThread(threading.local):
-    """What goes on in one scope's models on the present thread."""
+    """The state of one scope's models on the present thread."""
 
     opened_at: int = 0
     """How many frames the thread had where the scope was opened: see `reading.user_depth`."""
@@ -80,7 +80,7 @@ class KerasSession(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """What holds the arrays; a plan has none."""
+        """The engine that holds the arrays; a plan has none."""
         ...
 
     def defer(self) -> AbstractContextManager[None]:

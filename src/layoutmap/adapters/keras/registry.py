@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one variable; forgotten when the variable dies."""
+    """A record of one variable; forgotten when the variable dies."""
 
     variable: weakref.ref[Any]
     parent: weakref.ref[Any] | None = None

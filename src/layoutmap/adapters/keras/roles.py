@@ -1,4 +1,4 @@
-"""What the axes of a layer's weights do when it is called, for Keras's own layers.
+"""Roles of the axes of weights in a layer's call, for Keras's own layers.
 
 A plan is linted by it: to shard an axis that is summed over is another thing than to shard one of the output.
 
@@ -27,7 +27,7 @@ _HEAD_SIZES = ("head_dim", "key_value_dim")
 
 
 def uses(layers: Iterable[Any]) -> dict[int, Use]:
-    """What the axes of weights are for, as far as it is known, by the id of the variable."""
+    """The roles of the axes of weights, as far as they are known, by the id of the variable."""
     layers = list(layers)
     head_sizes = {
         id(child): size

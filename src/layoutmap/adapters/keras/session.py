@@ -84,7 +84,7 @@ class Session(KerasSession):
 
     @property
     def engine(self) -> Engine:
-        """What holds the arrays; a plan has none."""
+        """The engine that holds the arrays; a plan has none."""
         return self.context.engine
 
     # -- what is made in the scope

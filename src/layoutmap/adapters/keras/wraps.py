@@ -1,4 +1,4 @@
-"""What a layer that was made in a scope carries with it: a few methods wrapped on the instance.
+"""Methods that are wrapped on each layer that was made in a scope.
 
 Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
 

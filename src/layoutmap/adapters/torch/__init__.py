@@ -142,7 +142,7 @@ class TorchAdapter(Adapter):
         variable.write(value)
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """What a model returns for a batch, in inference; nested as the model nests it."""
+        """The output of a model for a batch, in inference; nested as the model nests it."""
         was_training = model.training
         model.eval()
         try:

@@ -77,7 +77,7 @@ def summed_up(values: Any) -> Any:
 
 
 def _on_its_mesh(change: Callable[[Any], Any], tensor: Any) -> Any:
-    """What becomes of a DTensor on its mesh; a plain tensor stays as it is."""
+    """A DTensor as its own mesh has it; a plain tensor stays as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     with simulation.on_mesh(tensor.device_mesh):

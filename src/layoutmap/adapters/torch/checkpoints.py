@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a torch module and of its optimizer.
+"""Tensors that a checkpoint keeps of a torch module and of its optimizer.
 
 The paths are those of `named_parameters` and `named_buffers`; a slot is `optimizer.<parameter>.<name>`. Buffers that
 torch keeps out of state dicts are kept out here. What an optimizer has beside tensors of its parameters, in its groups

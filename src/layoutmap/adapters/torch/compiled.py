@@ -69,7 +69,7 @@ def check_compilable(*, is_dynamic: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Compiler:
-    """What compiles a function.
+    """A function that compiles a function.
 
     Attributes:
         key: Equal for what compiles alike.
@@ -85,7 +85,7 @@ class Compiler:
 
 
 def by_options(options: Mapping[str, Any]) -> Compiler:
-    """What compiles as `torch.compile` does with some options.
+    """A compiler that compiles as `torch.compile` does with some options.
 
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
@@ -97,7 +97,7 @@ def by_options(options: Mapping[str, Any]) -> Compiler:
 
 
 def as_called(compiler: Any) -> Compiler:
-    """What compiles as Dynamo does with what `torch.compile` has returned, and which calls a module now.
+    """A compiler like the one that `torch.compile` has used for the function that calls a module now.
 
     Args:
         compiler: What `stop_compiling` has returned.
@@ -111,7 +111,7 @@ def as_called(compiler: Any) -> Compiler:
 
 
 class Compiled:
-    """What a module computes, compiled.
+    """The compiled computation of a module.
 
     Args:
         forward: The module's `Forward`.
@@ -188,7 +188,7 @@ class _Graph:
 
 @plainly
 def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a graph returns, which has gradients for all of it when it has one: for `DTensor`s, it needs all."""
+    """The outputs of a graph, each with a gradient if one of them has one: for `DTensor`s, autograd needs all."""
     places = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
     if len(places) < 2 or not torch.is_grad_enabled():
         return tensors

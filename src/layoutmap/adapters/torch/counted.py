@@ -26,7 +26,7 @@ _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there a
 
 @dataclass(slots=True)
 class _Context:
-    """What a session needs to have a module compute in layouts."""
+    """A scope's context for a module whose step is counted."""
 
     policy: LayoutPolicy
     engine: Engine

@@ -46,7 +46,7 @@ _CHECKED_CALLS = 8  # how often what a module is given is compared between proce
 
 
 class Forward:
-    """What a module's `forward` is while its model is laid out.
+    """The callable that takes the place of a module's `forward` while its model is laid out.
 
     Args:
         module: The module.
@@ -109,7 +109,7 @@ class Forward:
         return [each for module in self._the_module().modules() if (each := forward_of(module))]
 
     def _compiled_by(self, compiler: Any) -> Mapping[Forward, Compiled]:
-        """What is compiled where `torch.compile(module)`, or a function that it has compiled, calls the module."""
+        """The compiled modules where `torch.compile(module)`, or a function that it has compiled, calls the module."""
         inside = self._inside()
         key = (compiler, *inside)
         if key not in self._as_called:
@@ -126,7 +126,7 @@ class Forward:
         return self._as_called[key]
 
     def structure(self) -> Any:
-        """What of it decides about the graph that its module is compiled to."""
+        """The parts of this forward that decide about the graph that its module is compiled to."""
         return id(self._before), self._output, id(self.context)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class Forward:
 
     @torch.compiler.disable(recursive=False, reason=_ALONE)
     def _alone(self, args: Any, kwargs: Any) -> Any:
-        """What Dynamo finds in the place of the module where it compiles a function that calls it."""
+        """The call that Dynamo finds in the place of the module where it compiles a function that calls it."""
         return self._compiled_or_called(args, kwargs)
 
     def _compiled_or_called(self, args: Any, kwargs: Any) -> Any:
@@ -257,7 +257,7 @@ class Forward:
 
     @plainly
     def _laid_out(self, result: Any, layout: Layout) -> Any:
-        """What the layer puts out, in the layout that a rule of `LayoutMap.activations` gives."""
+        """The output of a layer, in the layout that a rule of `LayoutMap.activations` gives."""
         found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
         layouts = self.context.policy.output_layouts(
             layout, [tuple(tensor.shape) for tensor in found], self.path

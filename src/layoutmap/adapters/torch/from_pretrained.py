@@ -31,7 +31,7 @@ _REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantizat
 
 
 class Reading(Closing):
-    """What `from_pretrained` needs while a scope is open; nothing where transformers is not imported."""
+    """Patches that `from_pretrained` needs while a scope is open; none where transformers is not imported."""
 
     _used: Closing | None = None
 

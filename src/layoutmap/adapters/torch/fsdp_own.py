@@ -46,12 +46,12 @@ class Weight:
 
     @property
     def held(self) -> Any:
-        """What the module holds there now; `None`: nothing, as where the weight was parametrized or pruned."""
+        """The tensor that the module holds there now; `None`: none, as where the weight was parametrized or pruned."""
         return self.place.held
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the weight in messages."""
         return f"{type(self.place.module).__name__}.{self.place.name}"
 
 
@@ -81,7 +81,7 @@ class Order:
             self.drop()
 
     def take(self, own: Own, held: Sequence[tuple[Weight, Any]], context: ScopeContext) -> _Asked:
-        """What was asked for already, if it is what is held now; else it is asked for."""
+        """The all-gather that was begun already, if it is of the tensor that is held now; else a new one."""
         asked = self._asked.pop(own, None)
         if asked is not None and asked.is_of(held):
             return asked

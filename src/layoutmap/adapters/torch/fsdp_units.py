@@ -65,7 +65,7 @@ class Gathering:
         return self._own[id(weights)]
 
     def given(self, args: Any, kwargs: Any) -> Any:
-        """What the module is called with, in the element type of its weights, as `fully_shard` converts it."""
+        """The arguments of a module's call in the element type of its weights, as `fully_shard` converts them."""
         policy = self.policy
         if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
@@ -73,7 +73,7 @@ class Gathering:
         return (args, kwargs) if is_inner else _converted((args, kwargs), policy.param_dtype)
 
     def returned(self, result: Any, context: ScopeContext) -> Any:
-        """What the module returns; what the model does, in the element type that a policy says."""
+        """The output of a module; that of the model in the element type that a policy says."""
         if not self.is_outermost:
             return result
         self.order.watch(tensors_in(result), context)
@@ -81,7 +81,7 @@ class Gathering:
         return result if dtype is None else _converted(result, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
-        """What a copy of the model gathers; `fully_shard` does not know its parameters."""
+        """The gathering of a copy of the model; `fully_shard` does not know its parameters."""
         weights, order = copy.deepcopy((self.weights, self.order), memo)
         return Gathering(weights, order, self.policy, self.is_kept, self.is_outermost, self.is_part)
 
@@ -93,7 +93,7 @@ def _converted(values: Any, dtype: torch.dtype) -> Any:
 def weights_to_gather(
     root: torch.nn.Module, layouts: Mapping[int, Layout], context: ScopeContext
 ) -> dict[int, Gathering]:
-    """What each module of a model gathers when it is called, by the module's id.
+    """The weights that each module of a model gathers when it is called, by the module's id.
 
     A module outside of the blocks that is called by itself, and not by the model, gathers its own weights.
 

@@ -23,7 +23,7 @@ _WRAPPER = "base_model.model."
 
 
 def names_without(found: Found, root: torch.nn.Module) -> list[str]:
-    """What a tensor is called in the model as it was before PEFT wrapped it, if that is another name."""
+    """The name of a tensor in the model before PEFT wrapped it, if that is another one."""
     names: list[str] = []
     for path in (found.path, *found.aliases):
         plain = path.removeprefix(_WRAPPER) if _is_of_peft(root) else path

@@ -22,7 +22,7 @@ from layoutmap.engines.torch.private import checkpoints
 
 
 class _Here(threading.local):
-    """What is open on a thread.
+    """The state of a thread.
 
     Attributes:
         context: The scope of the model that is called.
@@ -87,7 +87,7 @@ def _with_versions() -> Generator[None]:
 
 
 def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a checkpoint keeps of a function: one that runs on the mesh whenever it is called."""
+    """A function for a checkpoint of activations to keep: it computes on the mesh whenever it is called."""
     if here.is_recording:  # with what modules hold then, which is not what the graph is given
         raise RuntimeError(
             "an activation checkpoint in it computes once more when the graph is recorded already"

@@ -19,7 +19,7 @@ Gather = Literal["fully_shard", "own"]
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """What a scope for torch modules takes beside the options of every scope.
+    """Options of a scope for torch modules, beside those of every scope.
 
     Args:
         draws: `"exact"`: first values are those of the plain model, bit for bit, and dropout drops what it drops there.

@@ -1,4 +1,4 @@
-"""What a model's tensors are called: the names that `named_parameters` and `named_buffers` give them.
+"""Names of a model's tensors: those that `named_parameters` and `named_buffers` give them.
 
 A tensor that several names lead to, a tied weight, is called by the first; the rest are its aliases. Parameters come
 before buffers, each in the order of the model.
@@ -26,7 +26,7 @@ class Place:
 
     @property
     def held(self) -> Any:
-        """What the module holds there now; `None`: nothing, as where a weight was pruned."""
+        """The tensor that the module holds there now; `None`: none, as where a weight was pruned."""
         return self._members.get(self.name)
 
     def put(self, tensor: Any) -> None:
@@ -97,7 +97,7 @@ def layer_paths(root: torch.nn.Module) -> dict[int, str]:
 
 
 def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those of some modules that are inside no other of them."""
+    """Modules of a list that are inside no other one of it."""
     inside: set[int] = set()
     for module in modules:
         inside.update(map(id, below(module, inside)))

@@ -1,4 +1,4 @@
-"""What makes the program of a torch module: the modules in it, their settings, and the code of their `forward`s."""
+"""The program of a torch module as texts: the modules in it, their settings, and the code of their `forward`s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OURS = ("compile", "forward")
 
 
 def program_of(module: torch.nn.Module, forwards: Iterator[Any]) -> list[Part]:
-    """What makes a call of a module.
+    """The program of a module's call, in parts that processes compare.
 
     Args:
         module: The module.

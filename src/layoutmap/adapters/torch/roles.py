@@ -1,4 +1,4 @@
-"""What the axes of a module's weights do when it is called, for torch's own modules and the Conv1D of transformers.
+"""Roles of the axes of weights in a module's call, for torch's own modules and the Conv1D of transformers.
 
 A plan is linted by it: an axis that is summed over is another thing to shard than one of the output. What a module of
 one's own does with its weights is not known.
@@ -26,14 +26,14 @@ def head_sizes(root: torch.nn.Module) -> dict[int, int]:
 
 
 def use_of(found: Found, sizes: dict[int, int]) -> Use | None:
-    """What a parameter's axes are for in the first module that holds it; `None` if that is not known."""
+    """The roles of a parameter's axes in the first module that holds it; `None` if they are not known."""
     place = found.places[0]
     roles = roles_of(place.module, place.name)
     return Use(roles, sizes.get(id(place.module))) if roles else None
 
 
 def roles_of(module: torch.nn.Module, name: str) -> tuple[str, ...]:
-    """What the axes of a module's parameter are for; empty if that is not known."""
+    """The roles of the axes of a module's parameter; empty if they are not known."""
     kind = type(module)
     if isinstance(module, torch.nn.Linear):
         return ("out.0", "in.0") if name == "weight" else ("out.0",)

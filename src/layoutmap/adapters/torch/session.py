@@ -309,7 +309,7 @@ class TorchSession:
         )
 
     def _held(self, entry: Entry, array: Any, layout: Layout) -> Any:
-        """What a module holds in the place of its tensor."""
+        """The value that a module holds in the place of its tensor."""
         old = entry.found.tensor
         new = array
         if isinstance(old, torch.nn.Parameter):

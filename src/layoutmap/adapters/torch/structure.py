@@ -1,4 +1,4 @@
-"""What decides, beside its tensors, about the graph that a module is compiled to.
+"""Properties of a module, beside its tensors, that decide about the graph that it is compiled to.
 
 No guard of Dynamo watches what a recorded function reads, so all of it is in a key: classes, modes, attributes, hooks,
 and which tensor is where. Equal modules have equal keys.

@@ -1,4 +1,4 @@
-"""What other libraries do with laid out models: what they would do wrongly is done right, or refused by its name.
+"""Functions of other libraries on laid out models: done right, or refused by name.
 
 From the first laid out model on, each of these is looked after once it is imported, and that stays, as laid out models
 do. The names that are replaced, and the versions on which that was tested:

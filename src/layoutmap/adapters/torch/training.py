@@ -69,7 +69,7 @@ def training_of(model: torch.nn.Module) -> Training:
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """What a model returns for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
+    """The output of a model for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
     inputs = batch if isinstance(batch, Mapping) else batch[0]
     if isinstance(inputs, Mapping):
         return model(**{name: _tensor(value) for name, value in inputs.items()})
@@ -153,7 +153,7 @@ def optimizer_named(name: str) -> MakeOptimizer:
 
 
 def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:
-    """What a model returns, nested as it nests it, as numpy arrays; what is no tensor is left out."""
+    """The output of a model as numpy arrays, nested as it nests it; without values that are no tensors."""
     if isinstance(output, torch.Tensor):
         return read(output)
     if isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""What cannot be laid out, or not as one may think, said before anything is made."""
+"""Tensors that cannot be laid out, or not as one may think, reported before anything is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KNOWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, DTensor
 
 
 def unsupported_of(tensors: Sequence[tuple[Found, str]]) -> list[Unsupported]:
-    """What the tensors of a scope cannot do.
+    """The tensors of a scope that cannot be laid out, and why.
 
     Args:
         tensors: Each once, and the name of its model.

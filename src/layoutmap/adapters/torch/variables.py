@@ -32,7 +32,7 @@ class Variable:
 
     @property
     def layout(self) -> Layout:
-        """Its layout.
+        """The layout of the tensor.
 
         Raises:
             AttributeError: It has none.

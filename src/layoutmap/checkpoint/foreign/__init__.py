@@ -1,4 +1,4 @@
-"""What others have written, as sources: values are read block by block, and only the bytes that a block needs.
+"""Files of other libraries as sources: values are read block by block, and only the bytes that a block needs.
 
 None of these formats has checksums that cover its values: a file that is too short or contradicts itself is refused,
 and a changed value cannot be seen. Nothing of a file is ever run.

@@ -45,7 +45,7 @@ class _Chunk:
 
 
 class DistributedCheckpoint(Source):
-    """What a directory of DCP has.
+    """The tensors of a directory of DCP.
 
     Paths are the names of the saved state dict, joined by dots as DCP does. What is no tensor, such as a number or a
     text, is left out: it is a pickle, which is not read.
@@ -116,7 +116,7 @@ class DistributedCheckpoint(Source):
         return found.transpose([order.index(axis) for axis in range(len(order))])
 
     def _head(self, path: str, chunk: _Chunk) -> tuple[Tensor, str, int]:
-        """What the pickle before the values says, and the byte of the file at which they begin."""
+        """The pickle before the values, read, and the byte of the file at which they begin."""
         key = chunk.file, chunk.start
         if key in self._heads:
             return self._heads[key]

@@ -64,7 +64,7 @@ _IGNORED = {
 
 
 class _Record:
-    """What an object of DCP has, and nothing that it does."""
+    """The attributes of an object of DCP, and nothing that it does."""
 
     def __setstate__(self, state: Any) -> None:
         if type(self).__name__ == "TensorProperties" and isinstance(state, tuple):
@@ -84,7 +84,7 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What a pickle says of a tensor: its storage, and which elements of it are its own."""
+    """A tensor of a pickle: its storage, and which elements of it are its own."""
 
     storage: tuple[Any, ...]
     start: int
@@ -149,7 +149,7 @@ def _tensor(storage: Any, start: Any, shape: Any, strides: Any, *_: Any) -> Tens
 
 
 def unpickled(where: str, data: bytes) -> Any:
-    """What a pickle says, in inert records; `where` is its file, for messages."""
+    """The content of a pickle, in inert records; `where` is its file, for messages."""
     try:
         return _Unpickler(where, data).load()
     except CheckpointError:

@@ -22,7 +22,7 @@ from layoutmap.core.variables import Kind
 
 
 class KerasWeights(Source):
-    """What a weight file of Keras has.
+    """The weights of a weight file of Keras.
 
     Args:
         path: The file `*.weights.h5`, or `*.weights.json` of several.

@@ -24,7 +24,7 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 
 
 class Orbax(Source):
-    """What a directory of orbax has.
+    """The arrays of a directory of orbax.
 
     Paths are the keys of the saved tree, joined by dots: a weight of an `nnx.State` that was saved as
     `d1.kernel.value` is `d1.kernel`. Of a step with several items, each path begins with the name of its item.

@@ -289,13 +289,13 @@ class _Product:
         return None
 
     def _pairs(self) -> Iterator[tuple[set[Piece], set[Piece]]]:
-        """What shards all axes of the sum in the first operand and in the second one, and what shards each of them."""
+        """The mesh dims that shard all axes of the sum in both operands, and those that shard each of them."""
         yield self._summed(0), self._summed(1)
         for label in self.labels[0]:
             yield self._summed(0, label), self._summed(1, label)
 
     def _summed(self, operand: int, only: Hashable = None) -> set[Piece]:
-        """What shards the axes of an operand that are added up over, or one of them."""
+        """The mesh dims that shard the axes of an operand that are added up over, or one of them."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
         placed = self._placed(operand).items()
         return {piece for piece, label in placed if label in summed and only in (None, label)}

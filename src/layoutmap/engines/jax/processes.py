@@ -1,4 +1,4 @@
-"""What the processes of one JAX program must agree on: seeds, and values that each computes for itself.
+"""Agreement between the processes of one JAX program: seeds, and values that each computes for itself.
 
 Only processes that have a device of the mesh take part: a mesh of some processes' devices needs no others.
 """
@@ -47,7 +47,7 @@ def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
 
 
 def _lost(error: Exception) -> EngineError:
-    """What to say where the processes could not exchange a few bytes."""
+    """The error for processes that could not exchange a few bytes."""
     lines = str(error).strip().splitlines()
     return EngineError(
         "another process of this program cannot be reached",

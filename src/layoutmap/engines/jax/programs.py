@@ -84,7 +84,7 @@ def closed_of(
 
 @functools.lru_cache(64)
 def _debug_info(num_arguments: int) -> Any:
-    """What JAX wants to know of where a program comes from: nothing, but for the number of its arguments."""
+    """The origin of a program as JAX wants it: nothing, but for the number of its arguments."""
     return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 
 
@@ -178,7 +178,7 @@ class ShardedProgram:
         return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
 
     def _values(self, seed: Sequence[Any]) -> dict[Any, Any]:
-        """What the first step may take."""
+        """The values that the first step may take."""
         jaxpr = self._closed.jaxpr
         values = dict(zip(jaxpr.invars, seed, strict=True))
         return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals
@@ -213,7 +213,7 @@ def _without_literals(eqns: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
 
 
 def _needs(group: Sequence[Any]) -> list[Any]:
-    """What a group of operations takes from outside, each once, in order."""
+    """The values that a group of operations takes from outside, each once, in order."""
     made: set[Any] = {var for eqn in group for var in eqn.outvars}
     return list(
         dict.fromkeys(

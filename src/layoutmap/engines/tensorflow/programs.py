@@ -227,7 +227,7 @@ def _result(op: Any, operands: Iterable[Any]) -> Any:
 
 
 def _names_of(op: Any) -> dict[str, str] | None:
-    """What a raw operation calls its operands and attributes, by their names in the graph; `None` if it cannot run."""
+    """The operands and attributes of a raw operation by their names in the graph; `None` if it cannot run."""
     raw, inferred = getattr(tf.raw_ops, op.type, None), set()
     for argument in op.op_def.input_arg:
         inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}

@@ -1,4 +1,4 @@
-"""What a training step of a torch module does on each device, counted with tensors that have no values.
+"""The count of a training step of a torch module on each device, with tensors that have no values.
 
 The step runs once as process 0 of a program of as many processes as the mesh has devices, in a process group whose
 other processes do not exist: each operation that DTensor carries out on this process's pieces is seen, and none is
@@ -218,7 +218,7 @@ class _Counting(TorchDispatchMode):
         self.kept, self.traffic, self.peak = self._held, 0, 0
 
     def is_gradient(self, gradient: Any, path: str) -> None:
-        """What a weight's gradient came from is because of the weight."""
+        """Note the weight that a gradient belongs to as the cause of its collectives."""
         _, cause = self._storages.get(storage_key(local_of(gradient)), (0, None))
         if cause is not None:
             cause[0] = path
@@ -255,7 +255,7 @@ class _Counting(TorchDispatchMode):
         return result
 
     def _cause_of(self, inputs: Sequence[torch.Tensor], name: str) -> list[str] | None:
-        """What a result is because of, if it is a copy of it."""
+        """The cause of a result that is a copy of an input: that of the input."""
         if name not in _COPIES and name not in _KINDS:
             return None
         for each in inputs:

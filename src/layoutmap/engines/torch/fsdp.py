@@ -81,7 +81,7 @@ class Gather:
         return list(_GatherOver.apply(self, *self.tensors))
 
     def rows(self) -> torch.Tensor:
-        """What was gathered, one row for each device; it is not kept."""
+        """The gathered weight, one row for each device; it is not kept."""
         if self._work is not None:
             self._work.wait()
         rows, self._rows, self._work = self._rows, torch.empty(0), None
@@ -208,7 +208,7 @@ def as_sum(gradient: Any, spec: Any, mesh_dim: int) -> Any:
 
 
 def changed_too_early(name: str, shape: tuple[int, ...]) -> str:
-    """What an error says about a parameter that was changed between the two passes."""
+    """The error for a parameter that was changed between the two passes."""
     return format_message(
         f"{name} was changed in place before the backward pass",
         {"shape": shape},

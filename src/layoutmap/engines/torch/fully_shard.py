@@ -222,7 +222,7 @@ class Unit(torch.nn.Module):
                 raise RuntimeError(changed_too_early(name, tuple(each.shape)))
 
     def _came(self, number: int, gradient: Any) -> Any:
-        """What of a gradient is to be summed up, for each process."""
+        """The gradients that are to be summed up, for each process."""
         self.begin_backward()
         sharded = self._sharded[number][0]
         if sharded.grad is not None and sharded.grad.placements != sharded.placements:
@@ -252,7 +252,7 @@ class _Reachable(torch.autograd.Function):
 
 
 class _Call:
-    """What autograd keeps of one call: gathered values have to be there again when they are unpacked."""
+    """The tensors of one call that autograd keeps: gathered values are gathered again when they are unpacked."""
 
     def __init__(self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: Any) -> None:
         self._unit = unit

@@ -1,4 +1,4 @@
-"""What a program of one process does with plain tensors, beside devices that are simulated in it.
+"""Operations of one process on plain tensors, beside devices that are simulated in it.
 
 The process group of simulated ranks is the default one, and torch takes it for that of the program: it would leave to
 the others their parts of a checkpoint and of the data, and none is there to do them. A checkpoint is written by this

@@ -34,7 +34,7 @@ def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
 
 
 def shard_of(tensor: Any, of_gradient: Sequence[Any]) -> torch.Tensor:
-    """What this device has of a DTensor; gradients pass, as DTensors in the placements given, in the order of axes."""
+    """This device's shard of a DTensor; its gradient is a DTensor in the placements given, in the order of axes."""
     return _Shard.of(tensor, tuple(of_gradient))
 
 
@@ -114,7 +114,7 @@ def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def attainable_placements(tensor: Any) -> tuple[Any, ...]:
-    """Those of a DTensor that another tensor can be brought to: sums are made, what only views make is gathered."""
+    """Placements to which a DTensor can be redistributed: no partial sums, and no shards that only views make."""
     spec = spec_of(tensor)
     placements = summed_placements(spec.placements)
     if is_of_view(spec):

@@ -306,7 +306,7 @@ def spec_of_tensor(mesh: Any, placements: tuple[Any, ...], shape: Any, dtype: to
 
 
 def summed_over(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
-    """What the devices along a mesh dim hold, summed up or reduced in another way, on each of them."""
+    """The shards of the devices along a mesh dim, summed up or reduced in another way, on each of them."""
     operators: Any = torch.ops._c10d_functional
     with torch._C._AutoDispatchBelowAutograd():  # which is Python for these, and has nothing to do
         made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
@@ -536,7 +536,7 @@ def _results(moved: Callable[..., Any], op: Any, args: Any, info: Any) -> Any:
 
 
 def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
-    """What `DTensor` returns of an operator that changes tensors, of which some may be plain."""
+    """The return value of `DTensor` for an operator that changes tensors, of which some may be plain."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
         changed = args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)]
@@ -682,7 +682,7 @@ _OF_GROUP = (
 
 
 class FullySharded:
-    """What `fully_shard` does with the weights of a module that it was applied to, without its hooks.
+    """The parts of `fully_shard` that work on the weights of a module, without its hooks.
 
     Args:
         module: The module.
@@ -831,7 +831,7 @@ def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str
 
 
 def hooks_of_module(module: torch.nn.Module) -> list[list[Any]]:
-    """What is called before and after a module, forward and backward."""
+    """The hooks that are called before and after a module, forward and backward."""
     kinds: Any = (
         *(module._forward_pre_hooks, module._forward_hooks),
         *(module._backward_pre_hooks, module._backward_hooks),
@@ -846,7 +846,7 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """What is called with a tensor's gradient, and what is called when it has been added to `grad`."""
+    """The hooks of a tensor's gradient, and those that are called when it has been added to `grad`."""
     return (
         list((tensor._backward_hooks or {}).values()),
         list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()),
@@ -890,7 +890,7 @@ def leave_mode(mode: Any) -> None:
 
 
 def saver() -> Any:
-    """What decides what autograd keeps for the backward pass: an object whose methods do, a function, or `None`."""
+    """The hooks that decide which tensors autograd saves: an object with these methods, a function, or `None`."""
     hooks = _SAVING._top_saved_tensors_default_hooks(True)
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 

@@ -1,4 +1,4 @@
-"""What several processes must agree on."""
+"""Agreement between several processes of torch."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def rank() -> int:
 
 
 def ranks_here(ranks: Iterable[int]) -> list[int]:
-    """Those of some ranks whose pieces this process holds."""
+    """The ranks of a list whose shards this process holds."""
     return list(ranks) if is_simulated() else [each for each in ranks if each == rank()]
 
 

@@ -38,7 +38,7 @@ _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Findings:
-    """What lint has found in a plan; true if that is anything.
+    """The problems that lint has found in a plan; true if there are any.
 
     Args:
         problems: Each finding, with its evidence in `facts` and a fix.

@@ -29,17 +29,17 @@ class Weight:
 
     @property
     def path(self) -> str:
-        """Its path."""
+        """The path of the weight."""
         return self.assignment.variable.path
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the weight."""
         return self.assignment.variable.shape
 
     @property
     def layout(self) -> Layout:
-        """Its layout."""
+        """The layout of the weight."""
         return self.assignment.layout
 
     @property
@@ -54,12 +54,12 @@ class Weight:
 
     @property
     def layer_name(self) -> str:
-        """What its layer is called there."""
+        """The name of the layer in its block."""
         return self.layer.rpartition(".")[2]
 
     @property
     def name(self) -> str:
-        """Its path from its block on, which is the same in all repeated blocks."""
+        """The path from the block on, which is the same in all repeated blocks."""
         return self.path.removeprefix(f"{self.block}.")
 
     def axes(self, role: str) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Weight:
 
     @property
     def layout_text(self) -> str:
-        """Its layout and the rule that gave it."""
+        """The layout, and the rule that gave it."""
         return f"{self.layout}{rule_of(self.assignment)}"
 
 
@@ -111,7 +111,7 @@ class Linted:
 
     @cached_property
     def kernels(self) -> list[Weight]:
-        """Those that sum over axes and put others out."""
+        """The weights of matrix products: they sum over some axes and return others."""
         return [w for w in self.weights if w.axes("in") and w.axes("out")]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the page of a plan knows, as plain lists: everything that many variables share is there once.
+"""The data of a plan's page, as plain lists: texts that many variables share are in it once.
 
 A model has some thousand variables and a few dozen forms (a shape, a type and a layout), so a variable is its path and
 a few numbers. All bytes are counted here; the page's scripts compute only where each slice is.
@@ -31,7 +31,7 @@ def page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, An
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
-    """What a page shows of a verdict: nothing of it is worked out there again."""
+    """The verdict for a page: the page works nothing out again."""
     return {
         "mood": verdict.mood,
         "fits": verdict.fits,

@@ -50,7 +50,7 @@ def plan_page(plan: PlanTable, findings: Sequence[Problem] = ()) -> str:
 
 
 def checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> str:
-    """What is in a checkpoint as such a page: the layouts in which its variables were saved, and its facts.
+    """The page of a checkpoint: the layouts in which its variables were saved, and its facts.
 
     Args:
         contents: The checkpoint.

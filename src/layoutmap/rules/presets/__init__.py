@@ -46,7 +46,7 @@ def names() -> tuple[str, ...]:
 
 
 def about(name: str) -> str:
-    """What a preset is for: the first line of its file.
+    """The purpose of a preset: the first line of its file.
 
     Raises:
         RuleError: There is none of that name.

@@ -1,4 +1,4 @@
-"""What the laws of engines are tried on: meshes, layouts, values, and what an engine's own tests say of it."""
+"""The cases of the laws of engines: meshes, layouts, values, and what an engine's own tests say of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ few = settings(
 
 
 class EngineCases:
-    """What an engine's own tests say of it, and the cases that follow; see `EngineContract`."""
+    """The cases of an engine, and what its own tests say of it; see `EngineContract`."""
 
     engine_name: ClassVar[str]
     meshes: ClassVar[Sequence[str]] = ("x=8", "x=2,y=4", "x=4,y=2", "x=2,y=2,z=2", "x=1,y=8", "x=1")
@@ -44,7 +44,7 @@ class EngineCases:
         raise NotImplementedError
 
     def device_values(self, array: Any) -> Mapping[str, NumpyArray]:
-        """What each device of this process holds of an array, by device name."""
+        """The values that each device of this process holds of an array, by device name."""
         raise NotImplementedError
 
     def random_initializer(self, shape: tuple[int, ...], dtype: str, seed: int) -> Initializer:

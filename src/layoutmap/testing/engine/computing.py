@@ -1,4 +1,4 @@
-"""What every engine must do to compute: calls, variables, values as numpy arrays, computing on a mesh."""
+"""The laws of computing on every engine: calls, variables, values as numpy arrays, computing on a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine must do to give variables their initial values."""
+"""The laws of initial values on every engine."""
 
 # ruff: noqa: SIM300
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every engine must do with devices, meshes and layouts."""
+"""The laws of devices, meshes and layouts on every engine."""
 
 # ruff: noqa: SIM300
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every engine must do with the values of an array: move them, write and read them shard by shard."""
+"""The laws of an array's values on every engine: moved, written and read shard by shard."""
 
 from __future__ import annotations
 

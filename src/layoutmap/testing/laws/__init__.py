@@ -45,7 +45,7 @@ LAWS = {law.__name__.replace("_", " "): law for law in _FUNCTIONS}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a law on a case.
+    """The outcome of a law on a case.
 
     Args:
         law: The law's name.

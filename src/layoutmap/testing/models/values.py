@@ -1,4 +1,4 @@
-"""What drawn models take and return, of any library."""
+"""Inputs and outputs of drawn models, of any library."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def selftest(options: Any) -> Report:
 
 
 def _facts(options: Any, seed: int) -> dict[str, str]:
-    """What is tried, and the releases of what computes."""
+    """The subjects that are tried, and the releases of what computes."""
     facts = {"seed": str(seed), "minutes": f"{options.minutes:g}", "mesh": options.mesh or "drawn"}
     facts |= {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in _RELEASES:

@@ -1,4 +1,4 @@
-"""What came of a self-test, as text for a terminal, as a page and as JSON."""
+"""The outcome of a self-test, as text for a terminal, as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STYLE = (
 
 @dataclass
 class Report:
-    """What came of a self-test.
+    """The outcome of a self-test.
 
     Args:
         facts: What was asked for, releases, and devices, by name.

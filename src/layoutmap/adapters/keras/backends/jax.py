@@ -44,7 +44,7 @@ class JaxBackend(Backend):
     )
 
     def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
-        """What `jax_steps` wraps."""
+        """Private names of Keras's trainer that `jax_steps` wraps."""
         return PRIVATE
 
     @contextmanager
@@ -110,7 +110,7 @@ class JaxBackend(Backend):
         return wraps
 
     def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
-        """What a training step logs, and the gradients that it passes to optimizers, in the layouts of the step."""
+        """Logs of a training step, and the gradients that it passes to optimizers, in the layouts of the step."""
         session, batch = session_of(model), (x, y, sample_weight)
         weights = model.trainable_variables
 

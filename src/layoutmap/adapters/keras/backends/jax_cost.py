@@ -264,7 +264,7 @@ def _paths(session: KerasSession) -> list[tuple[str, Any]]:
 
 
 def _settings(layer: Any) -> Any:
-    """What layers must have in common to be equal. Not their `get_config`, which fails for layers of keras-hub."""
+    """The settings that layers must share to be equal. Not their `get_config`, which fails for layers of keras-hub."""
     policy = layer.dtype_policy
     return policy.compute_dtype, policy.variable_dtype, plain_attributes(layer, _NAMES)
 

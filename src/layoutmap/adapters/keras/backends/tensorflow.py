@@ -63,7 +63,7 @@ class TensorFlowBackend(Backend):
     )
 
     def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
-        """What the top of this file lists, where it belongs to a class."""
+        """Private names of TensorFlow and Keras from the list at the top of this file, with the class of each."""
         return [(keras.Optimizer, ("_var_key",)), (keras.Model, ("_symbolic_build",)), *REPLACED]
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What DTensor cannot compute, layer by layer, found out by running each with TensorFlow 2.21.
+"""Layers that DTensor cannot compute, found out by running each with TensorFlow 2.21.
 
 Two kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
 called. Some do not run at all: then the plan says so, before the first step.
@@ -44,7 +44,7 @@ def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
 
 
 def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
-    """What DTensor cannot do with a layer."""
+    """The operations of a layer that DTensor cannot compute."""
     kind = type(layer).__name__
     if isinstance(layer, L.RNN) and not layer.unroll:
         yield Unsupported(

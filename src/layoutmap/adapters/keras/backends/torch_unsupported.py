@@ -1,4 +1,4 @@
-"""What cannot be laid out, layer by layer; all of Keras's own layers that were tried with torch 2.13 can."""
+"""Layers that cannot be laid out; all of Keras's own layers that were tried with torch 2.13 can."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ L = keras.layers
 
 
 def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
-    """What cannot be done with a layer."""
+    """The reasons for which a layer cannot be laid out."""
     if isinstance(layer, L.TorchModuleWrapper):
         yield Unsupported(
             path,

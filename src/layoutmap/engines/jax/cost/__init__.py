@@ -1,4 +1,4 @@
-"""What a training step costs on JAX, from shapes: Shardy partitions the lowered step, and its operations are counted.
+"""Costs of a training step on JAX, from shapes: Shardy partitions the lowered step, its operations are counted.
 
 lowered     a step as a module of StableHLO, without layouts: made once
 ..shardy    the same module with layouts, partitioned by Shardy's passes

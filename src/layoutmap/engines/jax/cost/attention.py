@@ -49,7 +49,7 @@ class Attention:
 
     @property
     def notes(self) -> list[str]:
-        """What is assumed of them, in sentences."""
+        """The assumptions about fused kernels, in sentences."""
         fused = f"{FUSED_ATTENTION}{', whatever the model calls (fuse_attention)' * self.fuses}"
         return [fused] * bool(self.fused) + [SCORED_ATTENTION] * bool(self.held)
 

@@ -33,7 +33,7 @@ main(*sys.argv[2:])
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What XLA says of a step, in bytes and of one device.
+    """XLA's figures of a step, in bytes and of one device.
 
     Args:
         collectives: Its collectives, and how often each is called.

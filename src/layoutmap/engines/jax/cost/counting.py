@@ -1,4 +1,4 @@
-"""What a lowered step does on each device in given layouts."""
+"""The count of a lowered step on each device in given layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, memory_of
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted, in the numbers of one step and one device.
+    """The counted numbers of one step and one device.
 
     Args:
         collectives: How often each is called; their own `calls` is 1.
@@ -92,7 +92,7 @@ def _phase(op: Op) -> Phase:
 
 
 def _type_name(name: str) -> str:
-    """What numpy calls an element type of MLIR: `float32` for `f32`."""
+    """The name that numpy has for an element type of MLIR: `float32` for `f32`."""
     known = {"bf16": "bfloat16", "complex<f32>": "complex64", "complex<f64>": "complex128"}
     bits = re.fullmatch(r"(u?i|f)(\d+)(.*)", name)
     if name in known or bits is None:

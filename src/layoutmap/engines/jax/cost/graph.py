@@ -39,7 +39,7 @@ Place = tuple[str, bool, bool, bool]
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """What an operation makes, or a block is given.
+    """The result of an operation, or an argument of a block.
 
     Args:
         shape: Its shape on one device.
@@ -113,7 +113,7 @@ class Block:
 
     @property
     def returned(self) -> Sequence[Value]:
-        """What it returns."""
+        """The values that it returns."""
         return self.ops[-1].operands
 
     def walk(self) -> Iterator[Op]:
@@ -264,7 +264,7 @@ class _Reader:
         made.blocks.append(Block(arguments, ops))
 
     def _manual(self, op: Any, made: Op, place: Place) -> None:
-        """What `shard_map` computes: its shapes are those of a device already, in the dims that it is over."""
+        """The body of a `shard_map`: its shapes are those of a device already, in the dims that it is over."""
         block = op.regions[0].blocks[0]
         for arg, operand in zip(block.arguments, made.operands, strict=True):
             self._values[arg] = Value(operand.shape, operand.dtype, None)

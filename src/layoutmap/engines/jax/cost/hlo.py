@@ -1,4 +1,4 @@
-"""What XLA's compiled text says of a step: its collectives, those in loops as often as these run.
+"""The collectives in XLA's compiled text of a step, those in loops as often as these run.
 
 %all-gather.3 = bf16[4096,1024]{1,0} all-gather(%convert.1), replica_groups=[8,8]<=[64], dimensions={0}
 %reduce-scatter-start.1 = ((f32[8,16]), f32[1,16]) reduce-scatter-start(..), replica_groups=mesh['a'=8,'b'=8] {'a'}

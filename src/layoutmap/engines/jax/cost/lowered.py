@@ -236,7 +236,7 @@ class LoweredStep:
 
 
 def _held_at_the_peak(counts: Counts) -> tuple[Held, ...]:
-    """What is held at the peak where memory is short, which is where somebody asks."""
+    """The tensors that are held at the peak where memory is short, worked out when somebody asks."""
     of_orders: dict[int, Any] = {}
     for key, peak in counts.peaks.items():
         if peak > counts.peaks.get(of_orders.get(key[0]), -1):
@@ -464,7 +464,7 @@ class _Tracer:
 
 
 def _kind(values: Any) -> Any:
-    """What two calls with equal results have in common: shapes and types of arrays, and all else as it is."""
+    """The properties that two calls with equal results share: shapes and types of arrays, and all else as it is."""
     leaves, tree = jax.tree.flatten(values)
     return tree, [
         (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
@@ -483,7 +483,7 @@ class _NoDevice:
 
     @property
     def client(self) -> _NoDevice:
-        """What JAX asks for the platform."""
+        """The client that JAX asks for the platform."""
         return self
 
 
@@ -495,7 +495,7 @@ def _marked(array: Any) -> Any:
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:
-    """Those that differ in the numbers of layers only are one, with `*` for the number; in a fixed order."""
+    """Rows that differ in the numbers of layers only as one, with `*` for the number; in a fixed order."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
         key = each.kind, each.dims, each.tensor_bytes, re.sub(r"\d+", "*", each.cause), each.phase

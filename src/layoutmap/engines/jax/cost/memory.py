@@ -58,7 +58,7 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:
 
 
 class Memory:
-    """What the operations of a block hold.
+    """The bytes that the operations of a block hold.
 
     Args:
         block: The block.

@@ -1,4 +1,4 @@
-"""What XLA does to collectives after Shardy has said which there are; without it their bytes come out too high."""
+"""XLA's rewrites of collectives after Shardy has placed them; without them their bytes come out too high."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XLA can compile for where none is there: CPU devices always, GPUs and TPUs by plugins of JAX."""
+"""Devices that XLA can compile for where none is there: CPUs always, GPUs and TPUs by plugins of JAX."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class Target:
-    """What a step is compiled for.
+    """The device that a step is compiled for.
 
     Args:
         platform: JAX's name of it.

@@ -1,4 +1,4 @@
-"""What a call of one of torch's operations says: what it changes, what it draws from, who asked for it."""
+"""The effects of a call of one of torch's operations: tensors that it changes, generators, who asked for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutmap.engines.torch.private import tree_leaves, written_arguments
 
 
 def changed_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What an operation changes in place."""
+    """The tensors that an operation changes in place."""
     places = written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
@@ -29,7 +29,7 @@ def size_of(shape: Any) -> float:
 
 
 def generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
-    """What an operation draws its random numbers from; `None` if it draws none."""
+    """The generator that an operation draws its random numbers from; `None` if it draws none."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]

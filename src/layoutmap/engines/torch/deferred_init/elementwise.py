@@ -158,7 +158,7 @@ class History:
         return patch_grid(view.geometry, reader)
 
     def _indexed(self, step: Step, view: View) -> Patch:
-        """What `tensor[indices] = values` writes, if indices and values are there."""
+        """The elements that `tensor[indices] = values` writes, if indices and values exist."""
         indices, values = step.args[1:3]
         accumulates = _argument(step, 3, False)
         if accumulates or any(isinstance(each, View) for each in (*indices, values)):
@@ -180,7 +180,7 @@ class History:
     # -- steps that write each element of a tensor
 
     def _values(self, step: Step, view: View, frame: Frame) -> Reader:
-        """What a step writes to a tensor, counted from the tensor's first element."""
+        """The elements that a step writes to a tensor, counted from the tensor's first element."""
         packet = step.op.overloadpacket
         if step.state is not None:
             fill = random_fill_of(step, view)

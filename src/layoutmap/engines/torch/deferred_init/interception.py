@@ -1,4 +1,4 @@
-"""What a tape must see while it records, beside operations: reads of values, deep copies, conversions of modules.
+"""Events that a tape must see beside operations: reads of values, deep copies, conversions of modules.
 
 Each is an entrance that torch's dispatcher does not see. The modes are those of one thread; `torch.nn.Module._apply` is
 replaced while a tape records on some thread, and asks which tapes record on its own.

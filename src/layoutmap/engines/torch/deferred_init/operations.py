@@ -1,4 +1,4 @@
-"""What torch's operations do to elements: which of them look at no other place than the one that they write.
+"""Operations of torch that look at no other element than the one that they write.
 
 An operation is listed if the bits of an element do not depend on where in memory it is: torch has one program for
 vectors and one for what is left over at the end, and where these end depends on the number of threads. For `sigmoid`,

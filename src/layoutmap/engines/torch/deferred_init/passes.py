@@ -67,7 +67,7 @@ def by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iter
 
 
 def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Iterator[tuple[Run, Part]]:
-    """What to read of a block, and where it goes: bands of rows, and of the columns too where they are one axis."""
+    """The reads of a block, and where each goes: bands of rows, and of columns too where they are one axis."""
     columns = math.prod(shape[along:])
     height, width = tile_of(shape)
     across = max(width, piece // height // width * width)
@@ -94,7 +94,7 @@ def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Ite
 def _row_parts(
     shape: Sequence[int], index: Index, size: int
 ) -> Iterator[tuple[int, int, tuple[int, ...], Index, Index]]:
-    """What to read of each row: from where to where, in which shape, which of that, and where in the block it goes."""
+    """The reads of each row: from where to where, in which shape, which of that, and where in the block it goes."""
     if len(shape) == 1:
         for left, right in _bands(index[0].start, index[0].stop, size):
             target = slice(left - index[0].start, right - index[0].start)

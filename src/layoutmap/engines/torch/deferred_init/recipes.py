@@ -63,7 +63,7 @@ class Recipe:
         return replay(self._steps, [self._view], self._until)[0]
 
     def text(self) -> str:
-        """What determines the values, a line for each operation: equal texts mean equal values, in any process."""
+        """The recipe as text, a line for each operation: equal texts mean equal values, in any process."""
         names: dict[Memory, str] = {}
 
         def text_of(leaf: Any) -> Any:

@@ -43,7 +43,7 @@ class Run(NamedTuple):
         return Run(self.start * number, self.length * number, self.rows, self.stride * number)
 
     def between(self, low: int, high: int) -> tuple[Run, slice] | None:
-        """Those from one element to another, and where they are among all of these; `None` if there are none.
+        """The runs from one element to another, and where they are among all of these; `None` if there are none.
 
         Raises:
             ApartError: They are not full rows.

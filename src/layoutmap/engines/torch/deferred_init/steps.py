@@ -1,4 +1,4 @@
-"""What a tape writes down: views of memory that does not exist, and the operations that fill it.
+"""Steps of a tape: views of memory that is not allocated, and the operations that fill it.
 
 A deferred tensor is a `View` of a `Memory`. Views need no step: torch says which memory an operation's result is in.
 So a step is an operation that makes memory or changes some, and the history of a tensor is the list of such steps.
@@ -33,7 +33,7 @@ class Memory:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """The size of the memory in bytes."""
         return self.storage.nbytes()
 
     @property

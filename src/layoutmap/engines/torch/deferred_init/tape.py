@@ -221,7 +221,7 @@ class Tape:
         return op(*args, **kwargs)
 
     def _foresee(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation would return, without values."""
+        """The result of an operation, without values."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
             return args[0]
         args, kwargs = tree_map(self._foreseeable, (args, kwargs))

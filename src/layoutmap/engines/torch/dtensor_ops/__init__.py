@@ -1,4 +1,4 @@
-"""What DTensor computes wrongly, slowly or not at all, computed right while `mode.computing(device_mesh)` is entered.
+"""Operators that DTensor computes wrongly, slowly or not at all, computed right inside `mode.computing(mesh)`.
 
 guard          DTensor computes in its own way what `proven` names; any other operator is computed on gathered tensors
 mode           looks each function up in the tables below; `unwrap_python` opens functions so that their calls are seen

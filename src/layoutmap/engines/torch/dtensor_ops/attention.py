@@ -66,7 +66,7 @@ def _of(tensor: Any, kept: dict[int, int], rank: int) -> dict[int, int]:
 def _draw(
     shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
 ) -> torch.Tensor:
-    """What this device multiplies its weights by for dropout: all of it is drawn."""
+    """The factors of dropout for this device's weights: those of all weights are drawn."""
     drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
     return local_shard(drawn, mesh, kept, kept)
 

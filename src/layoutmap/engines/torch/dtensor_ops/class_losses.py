@@ -110,7 +110,7 @@ class _Classes:
     def by_labels(
         self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
-        """What the classes here add to the loss of each row, and which rows have their label here.
+        """The part of each row's loss that comes from this device's classes, and which rows have their label here.
 
         Args:
             logs: Logarithms of probabilities.
@@ -133,7 +133,7 @@ class _Classes:
     def by_probabilities(
         self, logs: torch.Tensor, probabilities: torch.Tensor, weights: Any, smoothing: float
     ) -> torch.Tensor:
-        """What the classes here add to the loss of each row, by the probability of each class; see `by_labels`."""
+        """The part of each row's loss from this device's classes, by the probability of each class; see `by_labels`."""
         if smoothing:
             probabilities = probabilities * (1 - smoothing) + smoothing / self._size
         return self._summed_by_weight(-logs * probabilities, weights)

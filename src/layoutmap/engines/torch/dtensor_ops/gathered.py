@@ -99,7 +99,7 @@ _CHANGING = {
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a function is called in messages."""
+    """The name of a function in messages."""
     if isinstance(function, OPERATORS):
         return f"torch.ops.{getattr(function, 'overloadpacket', function)}"
     module = getattr(function, "__module__", None) or "torch.Tensor"

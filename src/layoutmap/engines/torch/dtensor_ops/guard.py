@@ -1,4 +1,4 @@
-"""What DTensor may compute in its own way: operators that torch's database has proven. All others are gathered.
+"""The operators that DTensor may compute by its own rules: torch's database has proven them. Others are gathered.
 
 DTensor asks about each operator of torch, in forward and backward passes, before it computes it for the first time on
 arguments of some shapes and placements. What it may do it remembers, so a proven operator costs nothing from then on.
@@ -90,7 +90,7 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
 @plainly
 @torch.no_grad()
 def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
-    """What DTensor may do about an operator, or else the operator's result.
+    """The way in which DTensor may compute an operator, or else the operator's result.
 
     Args:
         own: Returns what DTensor would do.

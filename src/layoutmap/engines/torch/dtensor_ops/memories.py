@@ -75,7 +75,7 @@ class _Place(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """What a memory is a copy of.
+    """The tensor that a copy is a copy of.
 
     Attributes:
         source: That tensor.
@@ -218,7 +218,7 @@ def _refuse_overlaps(name: str, changed: list[Any]) -> None:
 
 
 def _root(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    """What a memory is a copy of, or a copy of a copy."""
+    """The tensor that a copy, or a copy of a copy, was made of."""
     while (origin := _origin(memory)) is not None:
         memory = memory_of(origin.source)
     return memory

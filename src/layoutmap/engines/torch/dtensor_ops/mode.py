@@ -169,7 +169,7 @@ class _Computing(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of a function of torch.
+    """The known properties of a function of torch.
 
     Attributes:
         handler: What computes it; `None`: DTensor, or what it calls is looked up.

@@ -49,7 +49,7 @@ copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class _Slice(NamedTuple):
-    """What a copy is a slice of.
+    """The tensor, and its indices, that a copy is a slice of.
 
     Attributes:
         source: The tensor, which is no such copy.
@@ -71,7 +71,7 @@ class _Slice(NamedTuple):
 
 
 def _slice_of(tensor: Any) -> _Slice | None:
-    """What a tensor is a slice of, and a copy of, if that was noted."""
+    """The slice that a tensor is a copy of, if that was noted."""
     found = getattr(tensor, _SLICE, None)
     return found if isinstance(found, _Slice) else None
 

@@ -1,4 +1,4 @@
-"""What DTensor does where this package computes in its place, and where torch's developers know of it.
+"""Faults of DTensor that this package computes around, and the issues in which torch's developers know of them.
 
 `tests/engines/torch/test_upstream.py` tries each of these on DTensors alone, and fails with "no longer needed" once
 torch computes it right. `docs/torch-operators.md` shows them.

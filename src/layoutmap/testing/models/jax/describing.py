@@ -32,7 +32,7 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class Container:
-    """What holds arrays and modules, and other containers.
+    """A container of arrays, modules, and other containers.
 
     Args:
         kind: One of `CONTAINERS`.

@@ -257,7 +257,7 @@ def _axis(choices: Choices, shape: Shape) -> int:
 
 
 def _colons(axis: int) -> str:
-    """What stands before an index of this axis."""
+    """The colons before an index of this axis."""
     return ":, " * axis
 
 

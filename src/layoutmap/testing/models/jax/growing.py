@@ -86,7 +86,7 @@ class Growing:
         self._add_output(value)
 
     def held(self, kind: str) -> Container:
-        """What the layers hold, some of it in containers, and in containers in these.
+        """The values that the layers hold, some of them in containers, and in containers in these.
 
         Args:
             kind: The kind of the outermost container.
@@ -327,7 +327,7 @@ def _filled(expression: str, names: Mapping[str, str]) -> str:
 
 
 def _sized(held: Held, features: int, width: int) -> Held:
-    """What a linear layer or a table holds, of these sizes."""
+    """The arrays of a linear layer or a table of these sizes."""
     if isinstance(held, str):
         return _filled(held, {"features": str(features), "width": str(width)})
     return dict.fromkeys(held, (features, width))

@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Its kind and those of the layers inside of it."""
+        """The kind of the layer and those of the layers inside of it."""
         values = [
             value for _, option in self.options for value in (option if type(option) is tuple else [option])
         ]
