@@ -35,6 +35,8 @@ def test_the_laws_hold_on_the_cases_of_this_day(subject):
     assert {} == unheld(subject, range(DAY * 1000, DAY * 1000 + A_DAY[subject]))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("subject", [subject for subject in HERE if subject in FOUND])
 def test_training_is_right_where_it_once_was_not(subject):
     """Each of these trains as on one device."""

@@ -10,8 +10,8 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from types import FunctionType, MethodWrapperType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -165,19 +165,6 @@ def set_pieces(array: Any, local: torch.Tensor, spec: Any) -> None:
 def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
     """The local tensor of each simulated rank."""
     return dict(local._local_tensors)
-
-
-def sizes_by_rank(sizes: Sequence[Any], ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """A shape on each simulated rank, of which some sizes differ from rank to rank."""
-
-    def on(rank: int, size: Any) -> int:
-        return (
-            size.node._local_ints[rank]
-            if isinstance(getattr(size, "node", None), LocalIntNode)
-            else int(size)
-        )
-
-    return {rank: tuple(on(rank, size) for size in sizes) for rank in ranks}
 
 
 def ranks_around(mesh: DeviceMesh) -> list[int]:
@@ -347,6 +334,39 @@ def run_for_ranks_of_arguments() -> None:
         return for_ranks(func, ranks, args, kwargs, **options)
 
     local_tensors._for_each_rank_run_func = for_common_ranks
+
+
+def gather_strided_shards_by_size(simulated: Callable[[frozenset[int]], AbstractContextManager[Any]]) -> None:
+    """Have strided shards gathered for those simulated ranks together that have the same sizes.
+
+    Torch makes a range of the size, which it cannot where another mesh dim has left some ranks more than others.
+
+    Args:
+        simulated: Returns a simulation of these ranks.
+    """
+    owner: Any = StridedShard
+    gather = owner._to_replicate_tensor
+
+    @functools.wraps(gather)
+    def by_size(placement: Any, local: Any, mesh: Any, mesh_dim: int, shape: Sequence[Any]) -> Any:
+        nodes = [getattr(size, "node", None) for size in shape]
+        if not any(isinstance(node, LocalIntNode) for node in nodes):
+            return gather(placement, local, mesh, mesh_dim, shape)
+        pieces, ranks_of_shape = pieces_by_rank(local), dict[tuple[int, ...], list[int]]()
+        for rank in pieces:
+            sizes = [
+                node._local_ints[rank] if isinstance(node, LocalIntNode) else int(size)
+                for node, size in zip(nodes, shape, strict=True)
+            ]
+            ranks_of_shape.setdefault(tuple(sizes), []).append(rank)
+        gathered: dict[int, torch.Tensor] = {}
+        for sizes, ranks in ranks_of_shape.items():
+            with simulated(frozenset(ranks)):
+                some = LocalTensor({rank: pieces[rank] for rank in ranks})
+                gathered |= pieces_by_rank(gather(placement, some, mesh, mesh_dim, sizes))
+        return LocalTensor(gathered)
+
+    owner._to_replicate_tensor = by_size
 
 
 # -- tensors without values

@@ -35,16 +35,15 @@ from layoutmap.engines.torch.private import (
     LocalTensor,
     LocalTensorMode,
     SimulationMode,
-    StridedShard,
     dispatch_modes,
     enabled_local_tensor_mode,
+    gather_strided_shards_by_size,
     local_of,
     pieces_by_rank,
     ranks_around,
     ranks_of_local,
     run_for_ranks_of_arguments,
     simulate_on_all_threads,
-    sizes_by_rank,
     tree_leaves,
 )
 
@@ -138,34 +137,10 @@ def start() -> None:
         _simulation.__enter__()
         simulate_on_all_threads(_simulation)
         run_for_ranks_of_arguments()
-        _gather_strided_shards_of_any_size()
+        gather_strided_shards_by_size(_Simulation)
         pickled: Any = DTensor
         pickled.__reduce_ex__ = _reduced
         _has_begun = True
-
-
-def _gather_strided_shards_of_any_size() -> None:
-    """Have strided shards gathered for those ranks together that have the same sizes.
-
-    Torch makes a range of the size, which it cannot where another mesh dim has left some ranks more than others.
-    """
-    patched: Any = StridedShard
-    gather = patched._to_replicate_tensor
-
-    @functools.wraps(gather)
-    def by_sizes(placement: Any, local: Any, mesh: Any, mesh_dim: int, shape: Any) -> Any:
-        if not isinstance(local, LocalTensor) or not any(map(_is_per_rank, shape)):
-            return gather(placement, local, mesh, mesh_dim, shape)
-        pieces, gathered = pieces_by_rank(local), {}
-        sizes = sizes_by_rank(shape, pieces)
-        for same in set(sizes.values()):
-            ranks = [rank for rank in pieces if sizes[rank] == same]
-            with _Simulation(frozenset(ranks)):
-                found = gather(placement, LocalTensor({r: pieces[r] for r in ranks}), mesh, mesh_dim, same)
-            gathered |= pieces_by_rank(found)
-        return LocalTensor(gathered)
-
-    patched._to_replicate_tensor = by_sizes
 
 
 def simulate(number: int) -> None:
