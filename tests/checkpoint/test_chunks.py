@@ -12,9 +12,9 @@ from core.test_blocks import cuts, indices
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable, chunk_to_json
+from layoutmap.checkpoint.chunk_table import Chunk, Chunked, check_chunks, chunk_to_json
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
-from layoutmap.core.blocks import Index, assemble, block_shape, intersect
+from layoutmap.core.blocks import Index, assemble, block_shape, full_index, intersect
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 
@@ -90,9 +90,10 @@ def test_chunks_of_other_shapes(shape: tuple[int, ...], axis: int | None) -> Non
 
 
 def checked(chunks: list[Index], shape: tuple[int, ...]) -> None:
-    """Check a table of chunks as a manifest does."""
-    rows = [chunk_to_json(Chunk(0, 0, chunk, "0" * 16)) for chunk in chunks]
-    ChunkTable(rows, len(shape)).check("w", shape, 1, [math.prod(shape)])
+    """Check the chunks of a variable as a manifest does, between two others."""
+    found = {"a": [full_index(shape)], "w": chunks, "z": [full_index(shape)]}
+    rows = {path: [chunk_to_json(Chunk(0, 0, each, "0" * 16)) for each in found[path]] for path in found}
+    check_chunks([Chunked(path, shape, 1, rows[path]) for path in found], [math.prod(shape)])
 
 
 @given(st.data(), st.lists(st.integers(0, 6), max_size=4).map(tuple))

@@ -117,6 +117,27 @@ def test_a_damaged_step_changes_nothing(tmp_path: Path, name: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), values_of(model), strict=True))
 
 
+@pytest.mark.parametrize(("how", "times"), [({}, 1), ({"room_bytes": 0}, 2), ({"verify": "while"}, 1)])
+def test_what_has_no_room_is_read_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], times: int
+) -> None:
+    """What is compared before a model changes is kept up to a limit, and read again beyond it."""
+    lm.save(make(), tmp_path)
+    data = tmp_path / "step-0" / "data-00000.safetensors"
+    header = 8 + int.from_bytes(data.read_bytes()[:8], "little")
+    read, counts = LocalStorage.read_into, list[int]()
+
+    def counted(self: LocalStorage, folder: str, name: str, start: int, buffer: memoryview) -> int:
+        counts.append(0 if name == "manifest.json" else len(buffer))
+        return read(self, folder, name, start, buffer)
+
+    monkeypatch.setattr(LocalStorage, "read_into", counted)
+    loaded = values_of(lm.load(make(seed=1), tmp_path, **how))
+
+    assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), loaded, strict=True))
+    assert times * (data.stat().st_size - header) == sum(counts)
+
+
 def test_a_damaged_step_is_found_while_it_is_loaded(tmp_path: Path) -> None:
     """With verify="while" nothing is read twice, a flipped bit is found, and the error says what the model is then."""
     lm.save(make(), tmp_path)

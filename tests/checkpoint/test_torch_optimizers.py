@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import layoutmap as lm
 from layoutmap.adapters import get_adapter, random_states
 from layoutmap.adapters.torch import train_with
+from layoutmap.checkpoint import reader
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
 
@@ -539,6 +540,51 @@ def test_forged_settings_change_nothing(tmp_path: Path, place: Place, value: obj
     said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer), model, optimizer)
 
     assert "the checkpoint has no settings of an optimizer" == said or value == 5
+
+
+@pytest.mark.parametrize("is_laid_out", [True, False])
+def test_values_are_read_into_the_memory_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_laid_out: bool
+) -> None:
+    """Tensors of a model and slots of its optimizer get their values in their own memory, without another array."""
+
+    def model_of(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model: nn.Module = nn.Linear(16, 24)
+        if is_laid_out:
+            rules = {"weight": (("x", "y"), None), "bias": (("x", "y"),)}
+            model = lm.LayoutMap(lm.create_mesh("x=2,y=4"), rules).apply(model)
+        optimizer = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * seed
+        optimizer.step()
+        return model, optimizer
+
+    def bits(tensor: torch.Tensor) -> bytes:
+        return get_engine("torch").to_numpy(tensor).tobytes()
+
+    def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        slots = [slot for parameter in model.parameters() for slot in optimizer.state[parameter].values()]
+        return [*model.parameters(), *slots]
+
+    saved, other = model_of(1), model_of(2)
+    lm.save(saved[0], tmp_path, step=1, optimizer=saved[1])
+    before = held(*other)
+    versions = [each._version for each in before]
+    sizes = list[int]()
+    empty = reader._empty
+    monkeypatch.setattr(reader, "_empty", lambda *args: (array := empty(*args), sizes.append(array.size))[0])
+    lm.load(other[0], tmp_path, optimizer=other[1], verify="while")
+    fresh = torch.optim.Adam(other[0].parameters())
+    lm.load(other[0], tmp_path, optimizer=fresh, verify="while")
+
+    after = held(*other)
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert all(old < each._version for old, each in zip(versions, after, strict=True))
+    expected, *loaded = ([*map(bits, held(*each))] for each in (saved, other, (other[0], fresh)))
+    assert [expected] * 2 == loaded
+    num_slots = 4 * (8 if is_laid_out else 1)  # of the optimizer that had none
+    assert num_slots == sum(size > 1 for size in sizes)
 
 
 def test_an_optimizer_that_was_not_saved_is_refused(tmp_path: Path) -> None:

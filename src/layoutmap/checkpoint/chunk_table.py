@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index, index_text, not_once
+from layoutmap.core.blocks import (
+    Index,
+    NumpyArray,
+    covered_once,
+    ends_of,
+    full_index,
+    index_text,
+    intersect,
+    not_once,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,56 +52,19 @@ class ChunkTable(Sequence[Chunk]):
 
     @cached_property
     def _columns(self) -> tuple[NumpyArray, NumpyArray, NumpyArray, NumpyArray, Sequence[str]]:
-        """Their files, where they start in these, where they begin and end in the variable, and their checksums.
+        """See `_columns_of`."""
+        return _columns_of(self._rows, self._rank)
 
-        Raises:
-            ValueError: They are not rows of chunks.
-        """
-        rows = self._rows
-        files, starts, indices, checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
-        if not all(isinstance(each, str) for each in checksums):
-            raise ValueError("a checksum of a chunk is not text")
-        if any(len(index) != self._rank for index in indices):
-            raise ValueError("a place of a chunk has not as many axes as its variable")
-        ends = _integers(indices, (len(rows), self._rank, 2))
-        places = _integers(files, (len(rows),)), _integers(starts, (len(rows),))
-        return *places, ends[..., 0], ends[..., 1], checksums
-
-    def check(self, path: str, shape: tuple[int, ...], itemsize: float, file_sizes: Sequence[int]) -> None:
-        """Raise if a chunk is outside of its variable, or of its file, or an element is not in exactly one chunk.
-
-        Args:
-            path: The path of the variable.
-            shape: Its shape.
-            itemsize: Bytes of one element.
-            file_sizes: The sizes of the files in bytes.
-
-        Raises:
-            ValueError: One is.
-        """
-        if len(self._rows) == 1 and _is_all(self._rows[0], shape, itemsize, file_sizes):
-            return  # most of many variables have one chunk
-        if math.prod(max(size, 1) for size in shape) * itemsize >= 2**63:
-            raise ValueError(f"{path}: shape {shape}")
-        files, starts, begins, ends, _ = self._columns
-        right = ((begins >= 0) & (begins <= ends) & (ends <= np.array(shape, np.int64))).all(axis=1)
-        right &= (files >= 0) & (files < len(file_sizes))
-        if right.all():
-            num_bytes = np.prod(ends - begins, axis=1) * itemsize
-            right = (starts >= 0) & (starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
-        if not right.all():
-            raise ValueError(f"{path}: chunk {chunk_to_json(self[int(np.argmin(right))])}")
-        if (found := not_once(begins, ends, full_index(shape))) is not None:
-            raise ValueError(f"{path}: {found[1] or 'no'} chunks have {index_text(found[0])}")
-
-    def overlapping(self, index: Index) -> list[Chunk]:
-        """Return the chunks that have something of a block, in order."""
+    def overlapping(self, index: Index) -> list[tuple[Chunk, Index]]:
+        """Return the chunks that have something of a block, in order, and what: the chunk's own index if it is all."""
         if not len(self):
             return []
         _, _, begins, ends, _ = self._columns
         first, last = (np.array([part[i] for part in ends_of(index)], np.int64) for i in (0, 1))
         shared = (np.maximum(begins, first) < np.minimum(ends, last)).all(axis=1)
-        return [self[int(row)] for row in np.flatnonzero(shared)]
+        is_inside = np.asarray(((first <= begins) & (ends <= last)).all(axis=1))
+        chunks = [(self[int(row)], is_inside[row]) for row in np.flatnonzero(shared)]
+        return [(c, c.index if inside else intersect(c.index, index) or ()) for c, inside in chunks]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -107,17 +79,80 @@ class ChunkTable(Sequence[Chunk]):
         return chunk_from_json(self._rows[row])
 
 
-def _is_all(row: Any, shape: tuple[int, ...], itemsize: float, file_sizes: Sequence[int]) -> bool:
-    """Whether a row is a chunk that is all of a variable, and inside of its file."""
-    file, start, index, checksum = row
-    numbers = [file, start, *(end for ends in index for end in ends)]
+class Chunked(NamedTuple):
+    """A variable and the rows of its chunks, as a manifest has them.
+
+    Attributes:
+        path: The path of the variable.
+        shape: Its shape.
+        itemsize: Bytes of one element.
+        rows: Each as `chunk_to_json` returns it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+    rows: Sequence[Any]
+
+
+def check_chunks(variables: Iterable[Chunked], file_sizes: Sequence[int]) -> None:
+    """Raise if a chunk is outside of its variable, or of its file, or an element is not in exactly one chunk.
+
+    Args:
+        variables: The variables. Those of one rank are checked together: to call numpy for each takes far longer.
+        file_sizes: The sizes of the files in bytes.
+
+    Raises:
+        ValueError: One is; `TypeError` or `OverflowError`, where a row is none of a chunk.
+    """
+    by_rank: dict[int, list[Chunked]] = {}
+    for each in variables:
+        if math.prod(max(size, 1) for size in each.shape) * each.itemsize >= 2**63:
+            raise ValueError(f"{each.path}: shape {each.shape}")
+        by_rank.setdefault(len(each.shape), []).append(each)
+    for rank, group in by_rank.items():
+        rows = [row for each in group for row in each.rows]
+        files, starts, begins, ends, _ = _columns_of(rows, rank)
+        counts = [len(each.rows) for each in group]
+        owners = np.repeat(np.arange(len(group)), counts)
+        shapes = np.array([each.shape for each in group], np.int64).reshape(len(group), rank)
+        right = ((begins >= 0) & (begins <= ends) & (ends <= shapes[owners])).all(axis=1)
+        right &= (files >= 0) & (files < len(file_sizes))
+        if right.all():
+            num_bytes = (
+                np.prod(ends - begins, axis=1) * np.array([e.itemsize for e in group], np.int64)[owners]
+            )
+            right = (starts >= 0) & (starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
+        if not right.all():
+            row = int(np.argmin(right))
+            raise ValueError(f"{group[int(owners[row])].path}: chunk {rows[row]}")
+        for number in np.flatnonzero(~covered_once(begins, ends, counts, np.zeros_like(shapes), shapes)):
+            (own,), wanted = np.nonzero(owners == number), full_index(group[number].shape)
+            if (found := not_once(begins[own], ends[own], wanted)) is not None:
+                cell, times = found
+                raise ValueError(f"{group[number].path}: {times or 'no'} chunks have {index_text(cell)}")
+
+
+def _columns_of(
+    rows: Sequence[Any], rank: int
+) -> tuple[NumpyArray, NumpyArray, NumpyArray, NumpyArray, Sequence[str]]:
+    """The files of chunks, where they start in these, where they begin and end in their variables, and their checksums.
+
+    Raises:
+        ValueError: They are not rows of chunks.
+    """
+    files, starts, indices, checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
+    if not all(isinstance(each, str) for each in checksums):
+        raise ValueError("a checksum of a chunk is not text")
+    if any(len(index) != rank for index in indices):
+        raise ValueError("a place of a chunk has not as many axes as its variable")
+    ends = _integers(indices, (len(rows), rank, 2))
     return (
-        all(type(number) is int for number in numbers)
-        and isinstance(checksum, str)
-        and 0 not in shape
-        and index == [[0, size] for size in shape]
-        and 0 <= file < len(file_sizes)
-        and 0 <= start <= file_sizes[file] - math.prod(shape) * itemsize
+        _integers(files, (len(rows),)),
+        _integers(starts, (len(rows),)),
+        ends[..., 0],
+        ends[..., 1],
+        checksums,
     )
 
 

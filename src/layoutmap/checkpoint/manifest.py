@@ -26,7 +26,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable, chunk_from_json, chunk_to_json
+from layoutmap.checkpoint.chunk_table import (
+    Chunk,
+    Chunked,
+    ChunkTable,
+    check_chunks,
+    chunk_from_json,
+    chunk_to_json,
+)
 from layoutmap.checkpoint.manifest_form import check_form
 from layoutmap.checkpoint.source import SavedVariable, Specs
 from layoutmap.core.errors import CheckpointError, brief
@@ -164,12 +171,13 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     files = tuple(map(file_from_json, found["files"]))
     variables = tuple(map(_saved_variable, found["variables"]))
     sizes = [file.num_bytes for file in files]
-    chunks: dict[str, ChunkTable] = {}
-    for row, variable in zip(found["variables"], variables, strict=True):
-        chunks[variable.path] = table = ChunkTable(row["chunks"], len(variable.shape))
-        table.check(variable.path, variable.shape, math.ceil(itemsize(variable.dtype)), sizes)
+    rows = [(row["chunks"], variable) for row, variable in zip(found["variables"], variables, strict=True)]
+    check_chunks(
+        (Chunked(v.path, v.shape, math.ceil(itemsize(v.dtype)), chunks) for chunks, v in rows), sizes
+    )
+    tables = {variable.path: ChunkTable(chunks, len(variable.shape)) for chunks, variable in rows}
     facts = {name: value for name, value in found.items() if name not in known}
-    return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, chunks)
+    return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, tables)
 
 
 def part_to_bytes(part: Part) -> bytes:

@@ -19,7 +19,7 @@ from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of,
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.states import decode
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, intersect, within
+from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, within
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import itemsize
 
@@ -31,9 +31,10 @@ _Take = Callable[[Chunk, Index, NumpyArray], object]
 
 
 class _Found(NamedTuple):
-    """A chunk, what is wanted of it, and the byte of its file at which it ends."""
+    """A chunk, its shape, what is wanted of it, and the byte of its file at which it ends."""
 
     chunk: Chunk
+    shape: tuple[int, ...]
     both: Index
     end: int
 
@@ -138,17 +139,24 @@ class Step(Source):
         )
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        path = variable.path
-        checked = self._checked.pop((path, ends_of(wanted)), None)
+        checked = self._checked.pop((variable.path, ends_of(wanted)), None)
         if checked is not None:
             return checked
-        result = _empty(block_shape(wanted), numpy_dtype(variable.dtype, path))
+        result = _empty(block_shape(wanted), numpy_dtype(variable.dtype, variable.path))
+        self._read_into(variable, wanted, result)
+        return result
+
+    def _read_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
+        checked = self._checked.pop((variable.path, ends_of(wanted)), None)
+        if checked is not None:
+            target[...] = checked
+            return
 
         def take(chunk: Chunk, both: Index, values: NumpyArray) -> None:
-            result[(*within(both, wanted), ...)] = values[within(both, chunk.index)]  # of a scalar, too
+            part = values if both is chunk.index else values[within(both, chunk.index)]
+            target[(*within(both, wanted), ...)] = part  # of a scalar, too
 
         self._each_chunk(variable, wanted, take)
-        return result
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
         """Keeps the values for `read` while there is `room`, and else none."""
@@ -203,14 +211,11 @@ class Step(Source):
         rest: list[_Found] = []
         chunks = self.manifest.chunks[variable.path]
         assert isinstance(chunks, ChunkTable)
-        for chunk in chunks.overlapping(wanted):
-            both = intersect(chunk.index, wanted)
-            assert both is not None
-            with self._lock:
-                kept = self._kept.get((variable.path, ends_of(chunk.index)))
+        for chunk, both in chunks.overlapping(wanted):
+            kept = self._kept.get((variable.path, ends_of(chunk.index))) if self._kept else None
             if kept is None:
-                num_bytes = math.prod(block_shape(chunk.index)) * dtype.itemsize
-                rest.append(_Found(chunk, both, chunk.start + num_bytes))
+                shape = block_shape(chunk.index)
+                rest.append(_Found(chunk, shape, both, chunk.start + math.prod(shape) * dtype.itemsize))
             else:
                 take(chunk, both, kept)
 
@@ -231,14 +236,14 @@ class Step(Source):
         count = self._storage.read_into(self._folder, file.name, start, data.data)
         with self._lock:
             self.bytes_read += count
-        for chunk, both, end in run:
+        for chunk, shape, both, end in run:
             part = data[chunk.start - start : end - start]
             missing = max(0, min(part.size, end - start - count))
             if missing or (self.verifies and checksum_of(part.data) != chunk.checksum):
                 where = f"{self.where}/{file.name}"
                 raise _damaged(where, path, chunk.start, part.size, missing=missing)
-            values = part.view(dtype).reshape(block_shape(chunk.index))
-            if both != chunk.index:
+            values = part.view(dtype).reshape(shape)
+            if both is not chunk.index:
                 with self._lock:
                     self._kept[path, ends_of(chunk.index)] = values.copy()
                     while len(self._kept) > _KEPT:

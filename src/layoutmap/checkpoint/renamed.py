@@ -141,6 +141,12 @@ class Renamed(Source):
         self._fill(result, wanted, self._from[variable.path], self._source.read)
         return result
 
+    def _read_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
+        if (name := self._is_all_of(variable.path)) is not None:
+            self._source.read_into(name, wanted, target)
+            return
+        super()._read_into(variable, wanted, target)
+
     def _is_all_of(self, path: str) -> str | None:
         """The one variable of the source that a variable is, with the same axes; `None`: it is joined or moved."""
         own = self._from.get(path)

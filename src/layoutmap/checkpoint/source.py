@@ -61,12 +61,19 @@ class Source(ABC):
         """
         return self._read(*self._wanted(path, index))
 
+    def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
+        """Write the values of a variable at an index into an array of its element type; raises what `read` does."""
+        self._read_into(*self._wanted(path, index), target)
+
     def check(self, path: str, index: Index | None = None) -> None:
         """Raise what `read` would raise, as far as the format has checksums."""
         self._check(*self._wanted(path, index))
 
     @abstractmethod
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray: ...
+
+    def _read_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
+        target[...] = self._read(variable, wanted)
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
         self._read(variable, wanted)

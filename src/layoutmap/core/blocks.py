@@ -228,25 +228,39 @@ def _clipped(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Numpy
 
 
 def _are_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> bool:
-    """Whether each element of a block is in exactly one of others, which are within it.
+    """Whether each element of a block is in exactly one of others, which are within it."""
+    first, last = ends_of_all([wanted], len(wanted))
+    return bool(covered_once(begins, ends, [len(begins)], first, last)[0])
+
+
+def covered_once(
+    begins: NumpyArray, ends: NumpyArray, counts: Sequence[int], first: NumpyArray, last: NumpyArray
+) -> NumpyArray:
+    """Return for each of several blocks whether each of its elements is in exactly one of others, which are within it.
 
     To add up sizes is not enough: a gap and an overlap of one size make up for each other. So an element does not count
     as one, but as the product of random numbers of its row, its column, ... in a finite field, and sums of these are
     compared, three times. For blocks that are not so, they are equal once in 10^25 times; and no grid of cells is made,
     which for blocks that form none would have more than anybody's memory.
+
+    Args:
+        begins: Where the others begin, those of the first block first: a row for each, a column for each axis.
+        ends: Where they end.
+        counts: How many there are for each block.
+        first: Where the blocks begin.
+        last: Where they end.
     """
-    axes = [i for i, w in enumerate(wanted) if not ((begins[:, i] == w.start) & (ends[:, i] == w.stop)).all()]
-    if not axes:
-        return len(begins) == 1 or not all(block_shape(wanted))
-    random = np.random.default_rng()
-    products = np.ones((len(begins) + 1, _TIMES), np.int64)
-    for axis in axes:
-        borders = (begins[:, axis], [wanted[axis].start], ends[:, axis], [wanted[axis].stop])
+    random, number = np.random.default_rng(), len(begins) + len(first)
+    products = np.ones((number, _TIMES), np.int64)
+    for axis in range(first.shape[1]):
+        borders = (begins[:, axis], first[:, axis], ends[:, axis], last[:, axis])
         distinct, which = np.unique(np.concatenate(borders), return_inverse=True)
         numbers = random.integers(_PRIME, size=(len(distinct), _TIMES))[which]
-        sums = (numbers[len(products) :] - numbers[: len(products)]) % _PRIME
-        products = products * sums % _PRIME
-    return not ((products[:-1].sum(axis=0) - products[-1]) % _PRIME).any()
+        products = products * ((numbers[number:] - numbers[:number]) % _PRIME) % _PRIME
+    sums = np.cumsum(np.concatenate([np.zeros((1, _TIMES), np.int64), products[: len(begins)]]), axis=0)
+    places = np.cumsum([0, *counts])
+    differences = sums[places[1:]] - sums[places[:-1]] - products[len(begins) :]
+    return (differences % _PRIME == 0).all(axis=1)
 
 
 def index_text(index: Index) -> str:

@@ -49,6 +49,7 @@ class Engine(Protocol):
     - `check_layout` and `check_dtype` are asked by plans, where `native` would start the framework.
     - `layout_of` is `native` backwards; `found` says how an array is held that it returns `None` for.
     - `canonical` returns the element type of an array before there is one, so that a reader of shards can convert.
+    - `own_memory` is where a checkpoint is read to without a copy; no other method changes an array.
     - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
     - `to_numpy` gathers the shards of other processes, on the way that the framework does it best.
     - `all_gather` is how processes agree on what is not yet an array.
@@ -178,6 +179,14 @@ class Engine(Protocol):
             array: The array.
             copy: Whether the values stay as they are when the array changes. If not, they may be in its own memory:
                 then those that change with it are writeable, and those that never change are read-only.
+        """
+        ...
+
+    def own_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
+        """Return the memory of the shards that this process holds, to be written to; empty if it cannot be.
+
+        What is written there is in the array. Who writes there assigns the array to itself afterwards, as the framework
+        does that, so that this knows of the change.
         """
         ...
 

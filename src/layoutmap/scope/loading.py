@@ -15,7 +15,7 @@ from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import ends_of, full_index
+from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -29,7 +29,6 @@ from layoutmap.scope.scope import build
 from layoutmap.scope.states import check_data, random_states_of, taken_up
 
 Verify = Literal["first", "while", "no"]
-_ROOM = 2**30  # bytes of what was checked that a process keeps, so as not to read it again
 
 
 def load(
@@ -46,6 +45,7 @@ def load(
     cast: bool = False,
     override: Mapping[str, Any] | None = None,
     verify: Verify = "first",
+    room_bytes: int = 2**30,
     progress: bool | None = None,
     inputs: Any = None,
     **options: Any,
@@ -77,9 +77,10 @@ def load(
             all of its groups. Others are those that were saved, with a warning where the optimizer was made with
             another value. Optimizers of Keras keep their learning rate as a variable: assign it after the load.
         verify: When values are compared with their checksums. `"first"`: before one of a model that exists changes, so
-            that a damaged file changes nothing; up to 1 GiB for a process is kept meanwhile, the rest is read a second
-            time. `"while"`: as they are put into it, which needs no room and no second read; where one is damaged the
-            error says that the model is loaded in part and must not be used. `"no"`: never, where others see to it.
+            that a damaged file changes nothing. `"while"`: as they are put into it, which needs no room and no second
+            read; where one is damaged the error says that the model is loaded in part and must not be used. `"no"`:
+            never, where others see to it.
+        room_bytes: How much of what was compared first a process keeps until it is used; the rest is read again.
         progress: See `save`.
         inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
             at its first call: see `build`.
@@ -119,7 +120,7 @@ def load(
     processes = Group(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
     if isinstance(source, Step):
-        source.verifies = verify != "no"
+        source.verifies, source.room = verify != "no", room_bytes
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
@@ -214,7 +215,6 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
             fix="pass a directory that all processes share, or copies of one",
         )
     processes.agreed(source.check_files)
-    source.room = _ROOM
     return source
 
 
@@ -283,6 +283,13 @@ class _Loading:
         rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
         layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
+        # In place of a slot that the optimizer does not have yet, there is the weight that it is for.
+        weights = {id(each.array) for each in stored if not _is_slot(each)}
+        own = {
+            each.variable.path: (each.array, memory)
+            for each in rest
+            if not (_is_slot(each) and id(each.array) in weights) and (memory := self._own_memory(each.array))
+        }
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
                 self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
@@ -293,7 +300,10 @@ class _Loading:
                 for path, variable in variables.items():
                     read, layout = self._values.reader(variable), layouts[path]
                     assert read is not None
-                    if layout is None:
+                    array, memory = own.pop(path, (None, ()))
+                    if self._values.fill(variable, memory):
+                        yield path, array
+                    elif layout is None:
                         yield path, read(full_index(variable.shape))
                     else:
                         yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
@@ -304,6 +314,9 @@ class _Loading:
                 if random is not None:
                     self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
             return loaded
+
+    def _own_memory(self, array: Any) -> Sequence[tuple[Index, NumpyArray]]:
+        return self._engine.own_memory(array) if isinstance(array, self._engine.array_types) else ()
 
     def state_for(self, data: Any) -> Any:
         """The state that `data` goes on from in this process."""

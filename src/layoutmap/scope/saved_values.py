@@ -132,6 +132,23 @@ class Values:
 
         return read
 
+    def fill(self, variable: VariableSpec, shards: Sequence[tuple[Index, NumpyArray]]) -> bool:
+        """Write the values of a variable to where its shards are.
+
+        Args:
+            variable: The variable.
+            shards: Where these are in it, and their memory.
+
+        Returns:
+            Whether they were written: not if they are to be converted.
+        """
+        saved = self.find(variable)
+        if saved is None or saved.dtype != variable.dtype or not shards:
+            return False
+        for index, memory in shards:
+            self.source.read_into(saved.path, index, memory)
+        return True
+
     def close(self) -> None:
         """Have no more values: what a model makes later begins as it does by itself."""
         self._closed = True

@@ -145,6 +145,10 @@ class JaxEngine:
             made = from_blocks(variable.shape, dtype, sharding, checked, copy=copy)
             return self._layouts.noted(made, assignment.layout)
 
+    def own_memory(self, array: Any) -> tuple[()]:
+        """Nothing: arrays of JAX never change."""
+        return ()
+
     def relayout(self, array: Any, layout: Layout) -> Any:
         """Return the same values in another layout; also takes numpy arrays and what numpy makes arrays of.
 

@@ -140,6 +140,10 @@ class TensorFlowEngine:
         with tf.init_scope():
             return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read), copy=copy)
 
+    def own_memory(self, array: Any) -> tuple[()]:
+        """Nothing: numpy has copies of what TensorFlow holds."""
+        return ()
+
     @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> Any:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.

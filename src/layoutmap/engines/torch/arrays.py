@@ -139,17 +139,32 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
         yield index, to_numpy(piece) if copy else _shared(piece)
 
 
+def own_memory(array: Any) -> list[tuple[Index, NumpyArray]]:
+    """The memory of the shards that this process holds; see `Engine.own_memory`. Simulated replicas have several."""
+    pieces = [(index, _own(piece)) for index, piece in _pieces(array)]
+    has_all = not (simulation.is_simulated() and isinstance(array, DTensor)) or len(pieces) == len(
+        simulation.ranks_of(array.device_mesh)
+    )
+    found = [(index, memory) for index, memory in pieces if memory is not None]
+    return found if has_all and len(found) == len(pieces) else []
+
+
 def _shared(tensor: torch.Tensor) -> NumpyArray:
     """The values of a plain tensor in its own memory; a copy where numpy cannot reach that, which is read-only."""
-    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    if (
-        tensor.device.type == "cpu" and plain and tensor.numel() > 1
-    ):  # the strides of one element may be anything
-        dtype = to_numpy(tensor.new_empty(0)).dtype
-        return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
+    if (own := _own(tensor)) is not None:
+        return own
     values = to_numpy(tensor)
     values.flags.writeable = False
     return values
+
+
+def _own(tensor: torch.Tensor) -> NumpyArray | None:
+    """The memory of a plain tensor; `None` if numpy does not reach it."""
+    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if tensor.device.type != "cpu" or not plain or tensor.numel() <= 1:
+        return None  # the strides of one element may be anything
+    dtype = to_numpy(tensor.new_empty(0)).dtype
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
 
 
 def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:

@@ -46,6 +46,7 @@ from layoutmap.engines.torch.arrays import (
     mark,
     move,
     native_of,
+    own_memory,
     shard,
     shards_of,
 )
@@ -78,6 +79,7 @@ class TorchEngine:
     layout_of = staticmethod(layout_of)
     found = staticmethod(found)
     to_shards = staticmethod(shards_of)
+    own_memory = staticmethod(own_memory)
     canonical = staticmethod(canonical)
 
     # -- devices and layouts

@@ -135,6 +135,21 @@ class ShardLaws(EngineCases):
         if math.prod(shape):
             assert layout.num_distinct_shards == len(shards)
 
+    def test_what_is_written_to_the_memory_of_an_array_is_in_it(self):
+        """What is written to an array's memory, if an engine gives it, is in the array; it is that of all shards."""
+        values = random_values((4, 8), "float32", seed=7)
+        layout = Layout(["x", "y"], self.mesh("x=2,y=4"))
+        arrays = [
+            self.make_array(values),
+            self.engine.from_shards(assignment_of((4, 8), "float32", layout), lambda index: values[index]),
+        ]
+        for array in arrays:
+            for index, memory in (shards := self.engine.own_memory(array)):
+                assert_same_bits(values[index], memory)
+                memory += 1
+            assert len(shards) in (0, len(list(self.engine.to_shards(array))))
+            assert_same_bits(values + 1 if shards else values, self.engine.to_numpy(array))
+
     def test_a_plain_array_is_one_shard(self):
         """An array in no layout is one shard, which is all of it."""
         values = random_values((3, 5), "float32", seed=6)
