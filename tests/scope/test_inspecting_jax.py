@@ -295,6 +295,30 @@ def test_what_rules_cannot_say_is_told_when_they_are_read_off():
         assert plain == lm.LayoutMap.from_model(pinned)
 
 
+def test_a_replica_that_has_drifted_is_named():
+    """One value changed on one device, of a replicated array and of one that half of the devices share."""
+    values = np.arange(32, dtype=np.float32).reshape(4, 8)
+
+    def changed(*specs, on=None):
+        sharding = NamedSharding(MESH, P(*specs))
+        pieces = []
+        for device, index in sharding.addressable_devices_indices_map(values.shape).items():
+            piece = values[index].copy()
+            piece[0, 0] += device.id == on
+            pieces.append(jax.device_put(piece, device))
+        return jax.make_array_from_single_device_arrays(values.shape, sharding, pieces)
+
+    alike = {"whole": changed(), "columns": changed(None, "model"), "all": changed("data", "model", on=3)}
+    assert [] == [p for p in lm.inspect(alike, across=True).problems if p.severity == "error"]
+
+    plan = lm.inspect({**alike, "whole": changed(on=5), "columns": changed(None, "model", on=2)}, across=True)
+    assert [("drifted", "error", "columns"), ("drifted", "error", "whole")] == problems(plan)[:2]
+    columns, whole = (dict(p.facts) for p in plan.errors)
+    assert ["model=2", "CPU:2", "CPU:6"] == list(columns.values())
+    assert ["all of it", "CPU:0, CPU:1, CPU:2, CPU:3, CPU:4, CPU:6, CPU:7", "CPU:5"] == list(whole.values())
+    assert "whole: its replicas have drifted apart" in str(plan)
+
+
 def test_nothing_is_made_or_moved():
     """No array is made, and none is replaced."""
     state = by_columns(make_state().replace(step=jnp.asarray(0)))

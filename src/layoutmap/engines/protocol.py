@@ -48,6 +48,7 @@ class Engine(Protocol):
     - `bind` knows which devices of a mesh are of this process; names alone do not say it.
     - `check_layout` and `check_dtype` are asked by plans, where `native` would start the framework.
     - `layout_of` is `native` backwards; `found` says how an array is held that it returns `None` for.
+    - `by_device` yields what `to_shards` leaves out: replicas, of which one may have drifted.
     - `canonical` returns the element type of an array before there is one, so that a reader of shards can convert.
     - `own_memory` is where a checkpoint is read to without a copy; no other method changes an array.
     - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
@@ -187,6 +188,13 @@ class Engine(Protocol):
 
         What is written there is in the array. Who writes there assigns the array to itself afterwards, as the framework
         does that, so that this knows of the change.
+        """
+        ...
+
+    def by_device(self, array: Array) -> Iterator[tuple[str, NumpyArray]]:
+        """Yield what each device of this process holds of an array, with its name: replicas, too.
+
+        Nothing is gathered. What stands for an array without values yields nothing.
         """
         ...
 

@@ -22,8 +22,9 @@ class Problem:
         kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
             (of variables or of activations), `"tied"`, `"global init"`, `"no activations"`, `"not built"`,
             `"unused dim"`, `"gathering"`, `"loose slot"`, `"zero"`, `"unsupported layout"` or `"unsupported"`; of what
-            is inspected `"no layout"`, `"another mesh"`, `"plain"` or `"moved"`; of rules that begin with `keras:`
-            `"contradiction"` or `"layer output"`. What lint finds has kinds of its own; see `layoutmap.plan.lint`.
+            is inspected `"no layout"`, `"another mesh"`, `"plain"`, `"moved"`, `"differs"` or `"drifted"`; of rules
+            that begin with `keras:` `"contradiction"` or `"layer output"`. What lint finds has kinds of its own; see
+            `layoutmap.plan.lint`.
         severity: `"error"`: the model cannot be made so. `"warning"`: it can, and `strict` makes it an error. `"note"`:
             worth knowing, never an error.
         subject: The path or the pattern concerned.

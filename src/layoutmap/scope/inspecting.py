@@ -12,18 +12,19 @@ from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_FOUND, Match
 from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.core.variables import Assignment
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.plan.problems import Problem, in_order
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan
+from layoutmap.scope.replicas import Held, differences
 
 Place = Layout | Unplaced
 
 
-def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None) -> Plan:
+def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, across: bool = False) -> Plan:
     """Return the plan of a model that exists: where each variable is, whoever has put it there.
 
     Nothing is started, moved, gathered or changed, and nothing is guessed: an array that no layout can say is not in
@@ -34,6 +35,10 @@ def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None) 
             Equinox, or `jax.ShapeDtypeStruct`s with shardings.
         optimizer: Its optimizer, or the state of one, where the model does not have it: its slots are in the plan.
         batch_dim: The mesh dim over which batches are sharded; the plan notes every other one that shards no weight.
+        across: Whether what all devices and processes hold is compared: an error of the plan names each variable of
+            which processes have different shapes or layouts, and each whose replicas differ in a bit. All values are
+            read once, about a second for each GB; only checksums travel. All processes must ask, with their part of
+            one model.
 
     Returns:
         The plan. Of a model that a scope of this library has laid out, with the rules, notes and problems of that.
@@ -60,17 +65,22 @@ def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None) 
     """
     adapter = capable(adapter_of_model(model), Inspecting, "inspect")
     stored = adapter.described(model, optimizer)
-    places = _places([each.array for each in stored], get_engine(adapter.engine_name))
+    engine = get_engine(adapter.engine_name)
+    places = _places([each.array for each in stored], engine)
     mesh = _mesh_of(places)
     check_dim("batch_dim", batch_dim, mesh, "the batch is sharded over it")
-    assignments: list[Assignment] = []
-    problems: list[Problem] = []
-    for variable, place in zip((each.variable for each in stored), places, strict=True):
-        layout = _on(mesh, place, len(variable.shape))
-        if layout is not None:
-            match = Match(variable.path, None, otherwise=AS_FOUND)
-            assignments.append(Assignment(variable, layout, match))
-        problems += _problems_of(variable, place, layout, mesh)
+    held = [
+        Held(each.variable, each.array, place, _on(mesh, place, len(each.variable.shape)))
+        for each, place in zip(stored, places, strict=True)
+    ]
+    assignments = [
+        Assignment(each.variable, each.layout, Match(each.variable.path, None, otherwise=AS_FOUND))
+        for each in held
+        if each.layout is not None
+    ]
+    problems = [problem for each in held for problem in _problems_of(each, mesh)]
+    if across:
+        problems += differences(held, engine, mesh)
     plan = Plan(mesh, tuple(assignments), in_order(problems))
     context = adapter.context_of(model)
     if isinstance(context, Scope):
@@ -128,9 +138,8 @@ def _is_part(part: Mesh, mesh: Mesh) -> bool:
     )
 
 
-def _problems_of(
-    variable: VariableSpec, place: Place, layout: Layout | None, mesh: Mesh
-) -> Iterator[Problem]:
+def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
+    variable, place, layout = held.variable, held.place, held.layout
     path, facts = variable.path, (("shape", str(variable.shape)),)
     if isinstance(place, Unplaced):
         if layout is None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, with_ends
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
-from layoutmap.engines.jax.devices import Device
+from layoutmap.engines.jax.devices import Device, name_of
 
 
 def dtype_of(name: str, path: str) -> np.dtype[Any]:
@@ -93,6 +93,16 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
         if ends_of(index) not in seen:
             seen.add(ends_of(index))
             yield index, np.asarray(shard.data)
+
+
+def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
+    """The values that each device of this process holds, with its name; of random keys, their data."""
+    if isinstance(array, (np.ndarray, np.generic)):
+        yield "", np.asarray(array)
+    elif isinstance(array, jax.Array):
+        data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+        for shard in data.addressable_shards:
+            yield name_of(shard.device), np.asarray(shard.data)
 
 
 def ready(array: Any) -> Any:

@@ -38,7 +38,7 @@ from layoutmap.engines.checks import (
     checked_reader,
     remember,
 )
-from layoutmap.engines.jax.arrays import canonical, dtype_of, from_blocks, ready, shards_of
+from layoutmap.engines.jax.arrays import by_device, canonical, dtype_of, from_blocks, ready, shards_of
 from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names, simulate
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
@@ -55,6 +55,7 @@ class JaxEngine:
     simulate = staticmethod(simulate)
     bind = staticmethod(bound_mesh)
     to_shards = staticmethod(shards_of)
+    by_device = staticmethod(by_device)
     canonical = staticmethod(canonical)
 
     def __init__(self) -> None:

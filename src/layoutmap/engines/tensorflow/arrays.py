@@ -22,7 +22,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.protocol import Unplaced
-from layoutmap.engines.tensorflow.devices import native_layout, to_mesh
+from layoutmap.engines.tensorflow.devices import bound_mesh, native_layout, to_mesh
 
 dtensor: Any = tf.experimental.dtensor
 
@@ -152,6 +152,19 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
         if ends_of(index) not in seen:
             seen.add(ends_of(index))
             yield index, component.numpy()
+
+
+def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
+    """The values that each device of this process holds, with its name."""
+    tensor = _with_values(array)
+    layout = layout_of(tensor)
+    if layout is None:
+        yield getattr(tensor, "device", ""), tensor.numpy()
+        return
+    names = bound_mesh(layout.mesh).devices or ()
+    places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
+    for place, component in zip(places, dtensor.unpack(tensor), strict=True):
+        yield names[place], component.numpy()
 
 
 def from_blocks(

@@ -35,6 +35,7 @@ from layoutmap.engines.checks import (
     remember,
 )
 from layoutmap.engines.tensorflow.arrays import (
+    by_device,
     canonical,
     check_dtype,
     check_placed,
@@ -67,6 +68,7 @@ class TensorFlowEngine:
     layout_of = staticmethod(layout_of)
     found = staticmethod(found)
     to_shards = staticmethod(shards_of)
+    by_device = staticmethod(by_device)
     to_numpy = staticmethod(to_numpy)
     canonical = staticmethod(canonical)
 

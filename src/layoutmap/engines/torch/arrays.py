@@ -85,10 +85,9 @@ def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
 
 def _plain(array: Any) -> Unplaced:
     """How a tensor is held that is no DTensor; where there are several processes, each has its own."""
-    kind = array.device.type
-    if kind == "meta":
+    if array.is_meta:
         return Unplaced("a tensor without values, on the meta device", is_copied=True)
-    kind = {"cuda": "GPU"}.get(kind, kind.upper())
+    kind = _kind(array.device)
     if simulation.is_simulated():
         return Unplaced(f"a plain tensor on {kind}", (f"{kind}:{array.device.index or 0}",), is_copied=True)
     ranks = tuple(f"{kind}:{each}" for each in range(simulation.world_size()))
@@ -190,6 +189,26 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
         if ends_of(index) not in seen:
             seen.add(ends_of(index))
             yield index, held[rank]
+
+
+def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
+    """The values that each rank of this process holds, with the name of its device."""
+    if array.is_meta:
+        return
+    kind = _kind(array.device)
+    if not isinstance(array, DTensor):
+        yield f"{kind}:{simulation.rank()}", to_numpy(array.detach())
+        return
+    update(array)
+    detached: Any = array.detach()
+    held = simulation.pieces_of(local_of(detached))
+    for rank in simulation.ranks_here(simulation.ranks_of(array.device_mesh)):
+        yield f"{kind}:{rank}", to_numpy(held[rank])
+
+
+def _kind(device: torch.device) -> str:
+    """The name of a type of devices, as those of meshes have it."""
+    return {"cuda": "GPU"}.get(device.type, device.type.upper())
 
 
 def shard(tensor: torch.Tensor, layout: Layout) -> Any:

@@ -37,6 +37,7 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
+    by_device,
     check_placed,
     found,
     from_blocks,
@@ -80,6 +81,7 @@ class TorchEngine:
     found = staticmethod(found)
     to_shards = staticmethod(shards_of)
     own_memory = staticmethod(own_memory)
+    by_device = staticmethod(by_device)
     canonical = staticmethod(canonical)
 
     # -- devices and layouts

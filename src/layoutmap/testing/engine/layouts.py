@@ -94,6 +94,21 @@ class LayoutLaws(EngineCases):
         assert layout == self.engine.found(array) == self.engine.layout_of(array)
         assert layout == self.engine.found(array, [self.mesh("x=2,y=2")])
 
+    def test_what_each_device_holds_is_its_shard(self):
+        """By the names of the mesh: replicas, too, each with all bits."""
+        mesh = self.engine.bind(self.mesh("x=2,y=4"))
+        values = random_values((8, 8), "float32", seed=5)
+        for specs in ((None, None), ("x", None), ("x", "y")):
+            array = self.engine.relayout(values, Layout(specs, mesh))
+            held = dict(self.engine.by_device(array))
+
+            assert {*(mesh.devices or ())} == {*held}
+            assert len(held) == len(self.device_values(array))
+            for device, piece in self.device_values(array).items():
+                np.testing.assert_array_equal(piece, held[device])
+        ((_, alone),) = self.engine.by_device(self.make_array(values))
+        np.testing.assert_array_equal(values, alone)
+
     def test_native_checks_the_rank(self):
         """A layout of another rank than asked for is refused."""
         with pytest.raises(LayoutError, match="rank"):

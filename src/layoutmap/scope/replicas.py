@@ -1,0 +1,112 @@
+"""A comparison of all devices and processes that hold one model: variables are alike, and replicas have the same bits.
+
+Devices that hold the same piece of a variable must hold the same values. A program that averages gradients by hand, or
+seeds its processes differently, has replicas that drift apart, and trains on without an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from layoutmap.core.checksums import checksum
+from layoutmap.core.errors import listed
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import VariableSpec
+from layoutmap.engines import Engine
+from layoutmap.engines.agreement import of_processes
+from layoutmap.engines.protocol import Unplaced
+from layoutmap.plan.problems import Problem
+from layoutmap.scope.group import Group
+
+_NOTHING = "nothing"
+
+Places = Mapping[str, Mapping[str, int]]
+"""Where each device of a mesh is along its dims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A variable, and how this process holds it.
+
+    Args:
+        variable: The variable.
+        array: Its array.
+        place: The layout of the array, or what it is instead.
+        layout: The layout that counts on the plan's mesh; `None`: none does, and its values are not compared.
+    """
+
+    variable: VariableSpec
+    array: Any
+    place: Layout | Unplaced
+    layout: Layout | None
+
+    @property
+    def text(self) -> str:
+        """How it is held, as processes compare it."""
+        how = f"{self.place} on {self.place.mesh}" if isinstance(self.place, Layout) else self.place.what
+        return f"{self.variable.dtype}{list(self.variable.shape)} {how}"
+
+
+def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Problem]:
+    """Return a problem for each variable that is not alike everywhere, the same in all processes; they must all ask."""
+
+    @cache
+    def places(mesh: Mesh) -> Places:
+        names = engine.bind(mesh).devices or ()
+        return {name: dict(zip(mesh.dim_names, mesh.coords(i), strict=True)) for i, name in enumerate(names)}
+
+    pieces = [_pieces(each, engine, places) for each in held]
+    own = {each.variable.path: (each.text, found) for each, found in zip(held, pieces, strict=True)}
+    group = Group(engine, mesh if any(pieces) else None)
+    told: list[dict[str, Any]] = [json.loads(text) for text in group.texts(json.dumps(own))]
+    found: list[Problem] = []
+    for path in dict.fromkeys(path for each in told for path in each):
+        texts = [each.get(path, (_NOTHING, []))[0] for each in told]
+        if len(set(texts)) > 1:
+            what = f"{path}: the processes hold it in different ways"
+            why = "each holds its part of one model, so all must make the same one"
+            found.append(Problem("differs", "error", path, what, _facts(of_processes(texts)), why))
+        found += _drifted(path, [piece for each in told for piece in each.get(path, ("", []))[1]])
+    return found
+
+
+def _pieces(held: Held, engine: Engine, places: Callable[[Mesh], Places]) -> list[tuple[str, str, int]]:
+    """The pieces of a variable that devices of this process have: the device, which piece it is, and a checksum."""
+    layout = held.layout
+    if layout is None:
+        return []
+    dims = {dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
+    found: list[tuple[str, str, int]] = []
+    for device, values in engine.by_device(held.array):
+        at = places(layout.mesh)[device] if dims else {}
+        piece = ", ".join(f"{dim}={at[dim]}" for dim in layout.mesh.dim_names if dim in dims)
+        found.append((device, piece, checksum(values)))
+    return found
+
+
+def _drifted(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
+    by_piece: dict[str, dict[int, list[str]]] = {}
+    for device, piece, bits in pieces:
+        by_piece.setdefault(piece, {}).setdefault(bits, []).append(device)
+    wrong = {piece: by_bits for piece, by_bits in by_piece.items() if len(by_bits) > 1}
+    if wrong:
+        piece, by_bits = next(iter(wrong.items()))
+        facts = {"piece": piece or "all of it"} | {
+            f"checksum {bits:08x}": listed(devices) for bits, devices in by_bits.items()
+        }
+        if len(wrong) > 1:
+            facts["pieces that differ"] = f"{len(wrong)} of {len(by_piece)}"
+        why = "devices that hold the same piece must hold the same values: what was computed from them differs since"
+        fix = "load a checkpoint, and have all processes take the same steps: the same gradients, seeds and data order"
+        yield Problem(
+            "drifted", "error", path, f"{path}: its replicas have drifted apart", _facts(facts), why, fix
+        )
+
+
+def _facts(facts: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, str(value)) for name, value in facts.items())
