@@ -112,8 +112,8 @@ FAULTS = (
     Fault(
         "a checkpoint puts a chunk where its neighbour belongs",
         "checkpoint/reader.py",
-        "result[(*within(both, wanted), ...)] = values[within(both, chunk.index)]",
-        "result[(*within(both, wanted), ...)] = values[within(both, chunk.index)][::-1 if values.ndim else ...]",
+        "target[(*within(both, wanted), ...)] = part  # of a scalar, too",
+        "target[(*within(both, wanted), ...)] = part[::-1 if part.ndim else ...]",
     ),
     Fault(
         "a batch that does not divide loses its last rows",
