@@ -48,6 +48,9 @@ class OnThread(threading.local):
     reading: Callable[[Layout], Layout] | None = None
     """From the layout of a weight to that in which the layer that is called reads it; `None`: the usual one."""
 
+    gathering: int = 0
+    """How much the function that runs gathers beyond its layouts, where the backend cannot compute in those."""
+
     sums_up: bool = False
     """Whether the batch of the outermost call is replicated, so that gradients are sums over all of it."""
 
@@ -73,7 +76,7 @@ class KerasSession(Protocol):
     """Models outside of all scopes that have layers of this one, and were looked at."""
 
     gathering: int
-    """How much is gathered to be computed with, where the backend cannot in the layouts of the map; 0: nothing."""
+    """How much functions gather beyond their layouts, as far as is known that the backend needs it; 0: nothing."""
 
     lock: threading.RLock
     """Held while weights are made, and by calls and steps that run on the mesh."""

@@ -103,7 +103,7 @@ class TensorFlowBackend(Backend):
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """A tensor that is computed on the mesh, in a layout; an export has no mesh."""
-        as_it_is = session.on_thread.is_exporting or session.gathering
+        as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
         return array if as_it_is else session.engine.relayout(array, layout)
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:

@@ -101,7 +101,7 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
             return read
         reading = session.on_thread.reading
         wanted = reading(usual) if reading else usual
-        if session.gathering >= Gathering.WEIGHTS:
+        if session.on_thread.gathering >= Gathering.WEIGHTS:
             wanted = Layout.replicated(layout.mesh, layout.rank)
         held.read_layout = wanted
         return read if wanted == layout else session.engine.relayout(read, wanted)

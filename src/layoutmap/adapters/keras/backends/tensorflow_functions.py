@@ -7,10 +7,17 @@ traffic.
 A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
 NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it finds.
 
+Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
+join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_windows` has is
+computed as it says.
+
 Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
 
     keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
     keras.src.backend.tensorflow.numpy          divide
+    keras.src.backend.tensorflow.nn             conv
+    tensorflow                                  concat, split, reverse, roll
+    tensorflow.nn                               avg_pool, pool, depthwise_conv2d, separable_conv2d
 """
 
 from __future__ import annotations
@@ -22,16 +29,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
 
+from layoutmap.adapters.keras.backends import tensorflow_windows
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 
 Replicate = Callable[[Any], Any]
 """Returns a tensor in the layout in which every device holds all of it."""
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
-REPLACED = [(keras_random, (*_RANDOM, "dropout")), (keras_numpy, ("divide",))]
+_OF_ARRAYS = ("reverse", "roll")
+_OF_WINDOWS = ("avg_pool", "pool", "depthwise_conv2d", "separable_conv2d")
+REPLACED = [
+    (keras_random, (*_RANDOM, "dropout")),
+    (keras_numpy, ("divide",)),
+    (keras_nn, ("conv",)),
+    (tf, ("concat", "split", *_OF_ARRAYS)),
+    (tf.nn, _OF_WINDOWS),
+]
 """The modules and names above."""
 
 _current = threading.local()
@@ -81,10 +98,42 @@ def _divide(plain: Callable[..., Any], replicate: Replicate, x1: Any, x2: Any) -
     return plain(x1, x2)
 
 
+def _concat(
+    plain: Callable[..., Any], replicate: Replicate, values: Any, axis: Any, name: str = "concat"
+) -> Any:
+    rank = len(values[0].shape) if isinstance(values, list | tuple) and values else 0
+    return plain(values, axis % rank if rank and isinstance(axis, int) else axis, name)
+
+
+def _split(
+    plain: Callable[..., Any],
+    replicate: Replicate,
+    value: Any,
+    num_or_size_splits: Any,
+    axis: Any = 0,
+    num: Any = None,
+    name: str = "split",
+) -> Any:
+    # Its gradient joins what it has split.
+    axis = axis % len(value.shape) if isinstance(axis, int) else axis
+    return plain(value, num_or_size_splits, axis, num, name)
+
+
+def _composed(name: str) -> Callable[..., Any]:
+    """Return what stands for a function of TensorFlow."""
+    by = getattr(tensorflow_windows, name)
+    return lambda plain, replicate, *args, **kwargs: by(plain, *args, **kwargs)
+
+
 _PATCHES = Patches(
     [
         *(_replaced(keras_random, name, _random) for name in _RANDOM),
         _replaced(keras_random, "dropout", _dropout),
         _replaced(keras_numpy, "divide", _divide),
+        _replaced(keras_nn, "conv", _composed("conv")),
+        _replaced(tf, "concat", _concat),
+        _replaced(tf, "split", _split),
+        *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
+        *(_replaced(tf.nn, name, _composed(name)) for name in _OF_WINDOWS),
     ]
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
 
@@ -21,6 +22,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.users_line import level_of_user
+from layoutmap.engines.patches import temporarily
 
 
 class Gathering(IntEnum):
@@ -56,17 +58,21 @@ class Regathered:
         self._session = session
         self._what = what
 
-    @property
-    def function(self) -> Any:
-        """The function as it is compiled at present."""
-        return self._at(self._session.gathering)
+    def traced(self, *args: Any) -> Any:
+        """Return the function that is called at present, traced for some arguments."""
+        with self._gathering():
+            return self._at(self._session.gathering).get_concrete_function(*args)
+
+    def _gathering(self) -> AbstractContextManager[None]:
+        return temporarily(self._session.on_thread, "gathering", self._session.gathering)
 
     def __call__(self, *args: Any) -> Any:
         """Call it, compiled as it must be."""
         before, reason = self._session.gathering, None
         while True:
             try:
-                result = self.function(*args)
+                with self._gathering():
+                    result = self._at(self._session.gathering)(*args)
             except tf.errors.OpError as error:
                 if not refused(error) or self._session.gathering == Gathering.ALL:
                     self._session.gathering = before
@@ -92,7 +98,7 @@ def _warn(what: str, reason: tf.errors.OpError, session: KerasSession) -> None:
 
 def between_layers(values: Any, session: KerasSession) -> Any:
     """Return what goes into a layer or comes out of it, so that no layout is carried further, forward or backward."""
-    if session.gathering == Gathering.AS_PLANNED:
+    if session.on_thread.gathering == Gathering.AS_PLANNED:
         return values
     return keras.tree.map_structure(lambda each: _pinned(each, session), values, none_is_leaf=True)
 
@@ -116,7 +122,12 @@ def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
     """The layout along the batch only; other arrays than the batch's, such as masks of all rows, are replicated."""
     policy = session.policy
     rows = policy.batches.get(True)
-    if policy.batch_dim is None or rows is None or shape[0] % rows or session.gathering == Gathering.ALL:
+    if (
+        policy.batch_dim is None
+        or rows is None
+        or shape[0] % rows
+        or session.on_thread.gathering == Gathering.ALL
+    ):
         return policy.replicated(len(shape))
     return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape))
 

@@ -101,7 +101,7 @@ class _Step:
 
     def _check_captured(self, batch: Any) -> None:
         """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
-        traced = self._compiled.function.get_concrete_function(batch)
+        traced = self._compiled.traced(batch)
         written = _written(traced.graph)
         for variable in traced.graph.variables:
             if not dtensor.is_dtensor(variable) and variable.handle.ref() in written:

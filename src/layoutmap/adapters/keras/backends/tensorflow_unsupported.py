@@ -1,7 +1,8 @@
 """Layers that DTensor cannot compute, found out by running each with TensorFlow 2.21.
 
 Two kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
-called. Some do not run at all: then the plan says so, before the first step.
+called. Some do not run at all: then the plan says so, before the first step. What is not known here is found out when
+a step is compiled: see `tensorflow_gathering`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from layoutmap.core.unsupported import Unsupported
 L = keras.layers
 
 _IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
-_CANNOT_TRAIN = (L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D)
-_CAN_HAVE_GROUPS = (L.Conv1D, L.Conv2D, L.Conv3D)
 _NEED_REPLICATED_WEIGHTS = (
-    *_CAN_HAVE_GROUPS,
-    *_CANNOT_TRAIN,
+    *(L.Conv1D, L.Conv2D, L.Conv3D),
+    *(L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D),
     *(L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose),
     *(L.LSTMCell, L.GRUCell, L.SimpleRNNCell, L.BatchNormalization),
 )
@@ -59,22 +58,6 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
             f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
             why="Keras multiplies int8 numbers by an operation of one device, which DTensor does not take",
             fix="quantize with int4, or with weights only, or run this model on another backend",
-        )
-    if isinstance(layer, _CANNOT_TRAIN):
-        yield Unsupported(
-            path,
-            f"{kind} cannot train on TensorFlow's DTensor; it can predict",
-            why="DTensor has no gradient of a depthwise convolution's filter",
-            fix="freeze the layer (trainable = False), use Conv2D, or train on another backend",
-            severity="warning",
-        )
-    if getattr(layer, "groups", 1) > 1 and isinstance(layer, _CAN_HAVE_GROUPS):
-        yield Unsupported(
-            path,
-            f"{kind} with groups may fail to train on TensorFlow's DTensor on CPU devices; it can predict",
-            why="TensorFlow's CPU operation for the gradient of its filter fails there for some shapes",
-            fix="freeze the layer, use one convolution for each group, or train on another backend",
-            severity="warning",
         )
     if reading_layout(layer) is not None:
         rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _IN_FEW_BITS
