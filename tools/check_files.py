@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,37 @@ def check_decision(text: str) -> list[str]:
     found = [] if re.match(r"# \d{4}: .+\?\n", text) else ["the title is not '# NNNN: a question?'"]
     headings = tuple(re.findall(r"^## (.+)$", text, re.MULTILINE))
     return found if headings == DECISION else [*found, f"its headings are {headings}, not {DECISION}"]
+
+
+def naming_line(number: str, sources: Mapping[str, str]) -> str:
+    """The line of a decision that says which files name it; empty if none does."""
+    named = [name for name, text in sources.items() if f"decisions/{number}" in text]
+    return f"Named in {', '.join(f'`{name}`' for name in sorted(named))}." if named else ""
+
+
+def check_named(path: Path, text: str, sources: Mapping[str, str], *, write: bool) -> list[str]:
+    """A decision says which files name it, and at least one does, unless it is superseded or closed."""
+    expected, found = naming_line(path.name[:4], sources), re.search(r"^Named in .*\.$", text, re.MULTILINE)
+    if not expected and not re.search(r"^## Choice\n\n(Superseded by|Changed by|Closed)", text, re.MULTILINE):
+        return [
+            f"no code says 'why: decisions/{path.name[:4]}', and it is not said to be superseded or closed"
+        ]
+    if (found[0] if found else "") == expected:
+        return []
+    if write:
+        plain = re.sub(r"^Named in .*\.\n\n", "", text, count=1, flags=re.MULTILINE)
+        path.write_text(
+            plain.replace("\n\n", f"\n\n{expected}\n\n" if expected else "\n\n", 1), encoding="utf-8"
+        )
+        return []
+    return [f"it should say {expected or 'no file'}: python tools/check_files.py --write"]
+
+
+def check_gaps(index: str, numbers: Set[str]) -> list[str]:
+    """The index lists the numbers that no note has, up to the last one that it lists."""
+    listed = re.findall(r"\b\d{4}\b", (re.search(r"^Numbers without a note[^.]*\.", index, re.M) or [""])[0])
+    missing = [f"{n:04}" for n in range(1, int(max(listed, default="0")) + 1) if f"{n:04}" not in numbers]
+    return [] if listed == missing else [f"it should list the numbers without a note: {', '.join(missing)}"]
 
 
 def check_links(page: Path, text: str) -> list[str]:
@@ -68,6 +100,11 @@ def main() -> int:
         f"CHANGELOG.md: {p}" for p in check_changelog((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     ]
     numbers: dict[str, str] = {}
+    sources = {
+        path.relative_to(ROOT).as_posix().removeprefix("src/layoutmap/"): path.read_text(encoding="utf-8")
+        for path in paths
+        if path.suffix in (".py", ".toml", ".yaml") and path.name != "check_files.py"
+    }
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
         try:
@@ -78,6 +115,9 @@ def main() -> int:
             problems += [f"{name}: {p}" for p in check_links(path, text)]
         if re.fullmatch(r"docs/decisions/\d{4}-.*\.md", name):
             problems += [f"{name}: {p}" for p in check_decision(text)]
+            problems += [
+                f"{name}: {p}" for p in check_named(path, text, sources, write="--write" in sys.argv)
+            ]
             other = numbers.setdefault(path.name[:4], name)
             if other != name:
                 problems.append(f"{name}: {other} has this number")
@@ -88,6 +128,14 @@ def main() -> int:
             for number, line in enumerate(text.splitlines(), 1)
             if MACHINE_PATH.search(line)
         ]
+    problems += [
+        f"{name}: there is no decision {number}"
+        for name, text in sources.items()
+        for number in re.findall(r"decisions/(\d{4})", text)
+        if number not in numbers
+    ]
+    index = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
+    problems += [f"docs/decisions/README.md: {p}" for p in check_gaps(index, numbers.keys())]
     print(*problems or ["changelog, decisions, links and paths are in order"], sep="\n")
     return 1 if problems else 0
 

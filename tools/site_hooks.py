@@ -1,5 +1,6 @@
 """What the site needs beyond mkdocs: files outside of docs/ that pages link to, notebooks, and what GitHub forgives."""
 
+# why: decisions/0089
 from __future__ import annotations
 
 import json

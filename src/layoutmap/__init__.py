@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # why: decisions/0124
     "UNSHARDED",
     "DVariable",
     "Activations",

@@ -63,7 +63,7 @@ class _Link:
 _current: ContextVar[_Link | None] = ContextVar("layoutmap_scope", default=None)
 
 
-def current() -> Any:
+def current() -> Any:  # why: decisions/0031
     """The session of the innermost scope that is open in this thread and task, or `None`."""
     return next(_sessions(), None)
 
@@ -73,7 +73,7 @@ def is_entered(session: Any) -> bool:
     return any(each is session for each in _sessions())
 
 
-def warn_if_elsewhere(library: str, name: str) -> None:
+def warn_if_elsewhere(library: str, name: str) -> None:  # why: decisions/0135
     """Warn, once for each scope, if a model is built in a task or thread that was started inside of it.
 
     Args:

@@ -51,7 +51,7 @@ class Saved:
     settings: Mapping[str, Any]
 
 
-class ScopeContext(Protocol):
+class ScopeContext(Protocol):  # why: decisions/0042
     """A scope as its adapter sees it: the engine, a policy for layouts, and the checks that need the plan."""
 
     plan_only: bool
@@ -162,7 +162,7 @@ class Session(Protocol):
 
 
 @runtime_checkable
-class Building(Protocol):
+class Building(Protocol):  # why: decisions/0171
     """Models of one library are planned, built and laid out.
 
     Nine methods are to be written; two have a default, which is for a library whose models cannot be built unseen and

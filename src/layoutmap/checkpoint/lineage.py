@@ -61,6 +61,7 @@ class SavedStep:
         return other.step != self.step and self.lines.get(other.line, -1) >= other.step
 
 
+# why: decisions/0117
 def following(step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]) -> SavedStep:
     """The lineage to write into the manifest of a step that is saved now.
 
@@ -86,7 +87,7 @@ def following(step: int, token: str, position: SavedStep | None, there: Iterable
     )
 
 
-class History:
+class History:  # why: decisions/0136
     """The steps of a directory, and which of them came from which.
 
     Args:

@@ -80,7 +80,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest:  # why: decisions/0086
     """The content of one step of a checkpoint.
 
     Args:

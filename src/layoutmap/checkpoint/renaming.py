@@ -112,7 +112,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class Names:  # why: decisions/0084
     """A table of names.
 
     Args:

@@ -67,7 +67,7 @@ def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str
     return storage.begin(step, token)
 
 
-class StepWriter:
+class StepWriter:  # why: decisions/0079
     """The writer of one process's part of a step. As a context manager it gives up if the block raises.
 
     Args:

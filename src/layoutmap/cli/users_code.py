@@ -43,6 +43,7 @@ class UsersCodeError(LayoutMapError):
         )
 
 
+# why: decisions/0034
 @contextlib.contextmanager
 def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
     """While open, code of the user's may run: it can import from the present folder, and it cannot end the program.

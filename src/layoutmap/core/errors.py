@@ -19,7 +19,7 @@ from typing import Any
 
 from layoutmap.core.escaping import escaped
 
-__all__ = [
+__all__ = [  # why: decisions/0060
     "CheckpointError",
     "EngineError",
     "LayoutError",

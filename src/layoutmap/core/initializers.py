@@ -31,7 +31,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Initializer:
+class Initializer:  # why: decisions/0029
     """The first value of one variable.
 
     Args:

@@ -21,7 +21,7 @@ AS_FOUND = "it is as it was found: no map was asked"
 AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
-def as_rest(value: object, where: str) -> Rest | None:
+def as_rest(value: object, where: str) -> Rest | None:  # why: decisions/0054
     """The layout map's word for variables without a rule, checked; `None`: there is none.
 
     Raises:

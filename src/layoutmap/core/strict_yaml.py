@@ -18,7 +18,7 @@ _DEEPEST = 10  # a rules file needs 5
 _MOST_BY_ALIAS = 100_000
 _STR, _INT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "merge"))
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
-_KNOWN = "such a file holds text, whole numbers and null, in mappings and lists"
+_KNOWN = "such a file holds text, whole numbers and null, in mappings and lists"  # why: decisions/0036
 
 
 def read_yaml(text: str, where: str = "rules file") -> Any:

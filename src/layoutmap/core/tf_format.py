@@ -179,7 +179,7 @@ def mesh_from_proto(message: Any) -> MeshFields:
     return MeshFields(proto.name, dims, devices, local_ids)
 
 
-def layout_to_text(fields: LayoutFields) -> str:
+def layout_to_text(fields: LayoutFields) -> str:  # why: decisions/0004
     """The text form of a layout."""
     specs = "".join(":".join(spec) + "," for spec in fields.specs)
     return f"{_LAYOUT_PREFIX}{specs}{_MESH_PREFIX}{mesh_to_text(fields.mesh)}"
@@ -250,7 +250,7 @@ def to_bytes(message: Any) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _messages() -> Any:
+def _messages() -> Any:  # why: decisions/0170
     """The module of the messages; late, since few programs write the protobuf form.
 
     Raises:

@@ -82,7 +82,7 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Cost:
+class Cost:  # why: decisions/0092
     """The cost of a training step on a machine; printed, it says what travels, and what the step waits for.
 
     Args:

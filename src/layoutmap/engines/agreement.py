@@ -174,7 +174,7 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
     )
 
 
-def check_batch(arrays: Sequence[Any], gather: Gather) -> None:
+def check_batch(arrays: Sequence[Any], gather: Gather) -> None:  # why: decisions/0030
     """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it."""
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)

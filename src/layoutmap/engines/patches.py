@@ -109,7 +109,7 @@ class Item:
         self._items.pop(self._key, None)
 
 
-class Patches:
+class Patches:  # why: decisions/0025
     """Patches that are installed while anybody uses them, on any thread.
 
     Args:

@@ -34,7 +34,7 @@ class Unplaced:
     is_copied: bool = False
 
 
-class Engine(Protocol):
+class Engine(Protocol):  # why: decisions/0046
     """Holds the arrays of one framework, in layouts.
 
     Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` returns the
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """
         ...
 
-    def check_layout(self, layout: Layout) -> None:
+    def check_layout(self, layout: Layout) -> None:  # why: decisions/0032
         """Refuse a layout that no array of the framework can have, on any machine.
 
         The answer depends on the layout alone: no device is asked for and nothing is started, so that plans can ask.
@@ -183,7 +183,7 @@ class Engine(Protocol):
         """
         ...
 
-    def own_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
+    def own_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:  # why: decisions/0127
         """Return the memory of the shards that this process holds, to be written to; empty if it cannot be.
 
         What is written there is in the array. Who writes there assigns the array to itself afterwards, as the framework

@@ -64,7 +64,7 @@ class PlanTable(Mapping[str, Assignment]):
                 aliases.setdefault(path, []).append(key)
         return {**aliases, **own}
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str]:  # why: decisions/0038
         return iter(self._by_key)
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ class _TooMuch(Exception):
     """The regex is too large to be judged, or has something that is not known."""
 
 
-def doubling_text(pattern: re.Pattern[str]) -> str | None:
+def doubling_text(pattern: re.Pattern[str]) -> str | None:  # why: decisions/0037
     """A text each repeat of which doubles the ways that `re` tries before it fails; `None` if none is found.
 
     Example:

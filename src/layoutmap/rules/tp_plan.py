@@ -128,7 +128,7 @@ def is_maker(source: Any) -> bool:
     return callable(source) and not isinstance(source, type) and not any(hasattr(source, n) for n in named)
 
 
-def tp_rules(
+def tp_rules(  # why: decisions/0014
     plan: Mapping[str, str],
     *,
     dim: str,

@@ -63,7 +63,7 @@ class RulesFields:
     rest: Rest | None = None
 
 
-def to_yaml(fields: RulesFields) -> str:
+def to_yaml(fields: RulesFields) -> str:  # why: decisions/0035
     """The text of a rules file."""
     import yaml
 

@@ -110,7 +110,7 @@ def _check_order(first: Any, second: Any, function: str, name: str) -> None:
         )
 
 
-def check_remat(remat: Any) -> None:
+def check_remat(remat: Any) -> None:  # why: decisions/0095
     """Refuse what says of no layer whether its activations are computed again.
 
     Raises:

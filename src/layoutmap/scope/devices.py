@@ -14,7 +14,7 @@ from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
 from layoutmap.engines import ENGINES, get_engine, installed_engines
 
 
-def create_mesh(
+def create_mesh(  # why: decisions/0001
     mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
     mesh_name: str = "",
     devices: Iterable[str] | None = None,

@@ -24,6 +24,7 @@ from layoutmap.scope.replicas import Held, differences
 Place = Layout | Unplaced
 
 
+# why: decisions/0162
 def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, across: bool = False) -> Plan:
     """Return the plan of a model that exists: where each variable is, whoever has put it there.
 

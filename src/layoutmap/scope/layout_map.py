@@ -30,7 +30,7 @@ from layoutmap.scope.scope import apply, build, plan, scope
 from layoutmap.searching.read_off import rules_of_plan
 
 
-class LayoutMap(RuleSet):
+class LayoutMap(RuleSet):  # why: decisions/0040
     """A dict from regex over a variable's path to a layout.
 
     Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the

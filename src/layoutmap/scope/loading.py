@@ -228,7 +228,7 @@ def _loaded_in_part() -> Generator[None]:
         raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
 
 
-class _Loading:
+class _Loading:  # why: decisions/0138
     """A load into a model that exists.
 
     Args:

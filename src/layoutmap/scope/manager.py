@@ -134,7 +134,7 @@ class CheckpointManager:
         self.wait()
         return self._history.line(self._position or self._history.last())
 
-    def save(
+    def save(  # why: decisions/0080
         self,
         model: Any,
         step: int,

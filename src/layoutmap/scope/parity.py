@@ -223,7 +223,7 @@ def _check_apart(adapter: Training, plain: Any, sharded: Any) -> None:
         )
 
 
-def _compare(
+def _compare(  # why: decisions/0008
     adapter: Training,
     plain: Any,
     sharded: Any,

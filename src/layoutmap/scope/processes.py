@@ -29,6 +29,7 @@ from layoutmap.plan.table import PlanTable
 Result = TypeVar("Result")
 
 
+# why: decisions/0083
 def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
     """Return what a function returns that each process calls by itself; where it raises in one, raise in all.
 

@@ -245,7 +245,7 @@ def is_better(new: Tried, old: Tried) -> bool:
     return (new.score[0], new.score[1]) < (old.score[0], old.score[1] * (1 - TIE))
 
 
-def search(
+def search(  # why: decisions/0094
     model: Model,
     experts: Iterable[Expert],
     evaluate: Evaluate,

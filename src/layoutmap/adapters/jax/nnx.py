@@ -109,7 +109,7 @@ def _kind_of(variable: nnx.Variable[Any]) -> Kind:
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
-def _annotation(variable: nnx.Variable[Any]) -> str:
+def _annotation(variable: nnx.Variable[Any]) -> str:  # why: decisions/0075
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # of a Format of JAX
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""

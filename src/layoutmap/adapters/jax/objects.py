@@ -31,7 +31,7 @@ def is_variable(value: Any) -> bool:
     return nnx is not None and isinstance(value, nnx.Variable)
 
 
-class StepObjects:
+class StepObjects:  # why: decisions/0070
     """The objects of one call, looked through together: what two of them share is there once.
 
     Args:

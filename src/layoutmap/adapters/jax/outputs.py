@@ -15,7 +15,7 @@ KeyPath = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Arguments:
+class Arguments:  # why: decisions/0069
     """The arguments of a step, as its results are compared with them.
 
     Args:

@@ -54,7 +54,7 @@ class Constants:
         return jax.tree.unflatten(self.tree, [None if n in self.values else x for n, x in enumerate(leaves)])
 
 
-def constants_in(tree: Any) -> Constants:
+def constants_in(tree: Any) -> Constants:  # why: decisions/0134
     """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
 
     What holds arrays of its own, as JAX or numpy would read them, is none, and neither is what cannot be compared.

@@ -41,7 +41,7 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[Any]]:
+def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[Any]]:  # why: decisions/0073
     """Trace a function that makes a model.
 
     Args:

@@ -128,7 +128,7 @@ def _entries(model: Any, optimizer: Any = None) -> list[Entry]:
 
 
 @contextmanager
-def _numbered_anew(layers: Iterable[Any]) -> Generator[None]:
+def _numbered_anew(layers: Iterable[Any]) -> Generator[None]:  # why: decisions/0081
     """While open, names of layers that a scope knows nothing of count as Keras's own if they look like it."""
     unknown = [layer for layer in layers if not is_noted(layer)]
     for layer in unknown:

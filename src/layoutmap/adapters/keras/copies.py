@@ -23,7 +23,7 @@ from layoutmap.core.users_line import level_of_user
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
-def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any]]:
+def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any]]:  # why: decisions/0056
     """Return what to wrap on a layer for its copies."""
     own = getattr(layer, "__deepcopy__", None)
     plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config

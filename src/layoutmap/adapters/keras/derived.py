@@ -47,7 +47,7 @@ class Derivation:
     axes: Axes
 
 
-def derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
+def derivations(layers: Iterable[Any]) -> dict[int, Derivation]:  # why: decisions/0020
     """The known derivations of variables in some layers, by the id of the variable."""
     found: dict[int, Derivation] = {}
     for layer in layers:

@@ -18,7 +18,7 @@ from layoutmap.adapters.keras.paths import names_below
 from layoutmap.adapters.keras.registry import Registry
 
 
-class EarlyPaths:
+class EarlyPaths:  # why: decisions/0050
     """Finds the paths of single variables of a scope."""
 
     def __init__(self, registry: Registry):

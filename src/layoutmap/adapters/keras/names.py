@@ -34,7 +34,7 @@ def is_noted(layer: Any) -> bool:
     return _GIVEN in layer.__dict__
 
 
-def stable_names(layers: Sequence[Any]) -> list[str]:
+def stable_names(layers: Sequence[Any]) -> list[str]:  # why: decisions/0005
     """The names of layers that stand beside each other, those that Keras numbered being numbered anew.
 
     Args:

@@ -19,7 +19,7 @@ def is_in_a_call() -> bool:
     return bool(methods) and "build" not in methods
 
 
-def read_by() -> str:
+def read_by() -> str:  # why: decisions/0027
     """The layer whose `build` or `call` runs, for messages; empty if none does."""
     for method, layer in _layers_running():
         return f"{type(layer).__name__}.{method} of layer {layer.name!r}"

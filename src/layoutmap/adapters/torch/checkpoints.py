@@ -31,7 +31,7 @@ _NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "mome
 """Settings for which an optimizer makes slots in its first step, and fails later where these are missing."""
 
 
-def stored(
+def stored(  # why: decisions/0082
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: Saved | None = None
 ) -> list[Stored]:
     """Return the tensors of a model, and the slots of its optimizer: those it has, and those that were saved."""

@@ -110,7 +110,7 @@ def as_called(compiler: Any) -> Compiler:
     return Compiler(id(compiler), compiled, makes_one_graph(compiler), compiler)
 
 
-class Compiled:
+class Compiled:  # why: decisions/0105
     """The compiled computation of a module.
 
     Args:

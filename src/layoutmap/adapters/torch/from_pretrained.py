@@ -30,7 +30,7 @@ _REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantizat
 """Arguments with which transformers places or stores weights in its own way."""
 
 
-class Reading(Closing):
+class Reading(Closing):  # why: decisions/0096
     """Patches that `from_pretrained` needs while a scope is open; none where transformers is not imported."""
 
     _used: Closing | None = None

@@ -55,7 +55,7 @@ class Weight:
         return f"{type(self.place.module).__name__}.{self.place.name}"
 
 
-class Order:
+class Order:  # why: decisions/0104
     """In which order the weights of one model are gathered, and what of them is on its way."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ def note_replaced(tensor: torch.Tensor, path: str) -> None:
 
 
 @functools.cache
-def look_after_optimizers() -> None:
+def look_after_optimizers() -> None:  # why: decisions/0044
     """From now on, look at each optimizer of this process before it steps; one of plain parameters is left alone.
 
     It stays: laid out models outlive their scope, and any optimizer may be given their parameters later.

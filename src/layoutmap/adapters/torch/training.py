@@ -41,6 +41,7 @@ class Training:
 _trainings: weakref.WeakKeyDictionary[torch.nn.Module, Training] = weakref.WeakKeyDictionary()
 
 
+# why: decisions/0015
 def train_with(model: Model, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None) -> Model:
     """Say how a model is trained, for `layoutmap.check_parity`; a program's own loop needs it not.
 

@@ -27,7 +27,7 @@ _KNOWN = (
 )
 
 
-def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
+def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:  # why: decisions/0085
     """Open a checkpoint of this library, or one that others have written.
 
     Args:

@@ -19,7 +19,7 @@ from layoutmap.engines.jax.devices import mesh_on, name_of, named_sharding, part
 from layoutmap.engines.protocol import Unplaced
 
 
-class ArrayLayouts:
+class ArrayLayouts:  # why: decisions/0033
     """Knows the layout of each array.
 
     Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's. Arrays are on the first that was

@@ -131,7 +131,7 @@ class _Step:
     last_use_of: tuple[Any, ...]
 
 
-class ShardedProgram:
+class ShardedProgram:  # why: decisions/0006
     """A traced program, compiled step by step for one sharding.
 
     Args:

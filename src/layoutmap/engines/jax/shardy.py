@@ -128,7 +128,7 @@ def place(
         return copy
 
 
-def partition(placed: Any) -> Any:
+def partition(placed: Any) -> Any:  # why: decisions/0090
     """Have Shardy partition a module with layouts, in place; returns it.
 
     Raises:

@@ -37,7 +37,7 @@ _ON_ELEMENTS = frozenset(_SINGLE.split())
 _SMALL = 1024  # elements of what is computed globally on the way to a run: seeds, counters, single numbers
 
 
-class PieceProgram:
+class PieceProgram:  # why: decisions/0012
     """A traced initializer.
 
     Args:

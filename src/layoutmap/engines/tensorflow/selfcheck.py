@@ -26,7 +26,7 @@ _sound: dict[str, bool] = {}
 os.environ.setdefault(SETTING, "0")
 
 
-def check_training(native_mesh: Any) -> None:
+def check_training(native_mesh: Any) -> None:  # why: decisions/0009
     """Refuse a process in which training steps are computed wrongly.
 
     One small step is computed, once for each kind of device. On a mesh of one device there is nothing to combine.

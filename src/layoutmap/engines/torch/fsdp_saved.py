@@ -19,6 +19,7 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.private import dtensor, local_of, plainly, saver, spec_of, storage_key
 
 
+# why: decisions/0062
 @contextmanager
 def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Generator[bool]:
     """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.

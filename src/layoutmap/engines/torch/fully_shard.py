@@ -48,7 +48,7 @@ class _Order:
     ahead: set[Unit] = field(default_factory=set)
 
 
-class Unit(torch.nn.Module):
+class Unit(torch.nn.Module):  # why: decisions/0017
     """Parameters that are gathered together.
 
     Args:

@@ -23,7 +23,7 @@ _FIX = (
 )
 
 
-def split_nothing() -> None:
+def split_nothing() -> None:  # why: decisions/0116
     """Have torch write checkpoints by this process alone, and refuse samplers, while ranks are simulated."""
     for change in _CHANGES:
         change.install()

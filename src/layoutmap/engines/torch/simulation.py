@@ -143,7 +143,7 @@ def start() -> None:
         _has_begun = True
 
 
-def simulate(number: int) -> None:
+def simulate(number: int) -> None:  # why: decisions/0013
     """Set how many ranks are simulated; see `Engine.simulate`."""
     global _num_devices
     if not is_simulated():

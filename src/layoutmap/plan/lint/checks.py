@@ -51,7 +51,7 @@ def _moved(w: Weight, old: int, new: int) -> Layout:
     return Layout(specs, w.layout.mesh)
 
 
-def _swapped(linted: Linted) -> Iterator[Problem]:
+def _swapped(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
     for block in linted.blocks:
         for first, then in _in_a_row(linted, block):
             for out, into in zip(first.axes("out"), then.axes("in"), strict=True):

@@ -65,7 +65,7 @@ def checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> s
     return _page("checkpoint", f"Checkpoint {contents_line(contents)}", data)
 
 
-def _page(kind: str, title: str, data: Mapping[str, Any]) -> str:
+def _page(kind: str, title: str, data: Mapping[str, Any]) -> str:  # why: decisions/0021
     scripts = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
     parts = {
         "kind": kind,

@@ -58,6 +58,7 @@ def about(name: str) -> str:
     return _text(name).partition("\n")[0].removeprefix("# ")
 
 
+# why: decisions/0024
 def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
     """A preset for a mesh.
 

@@ -25,7 +25,7 @@ _LIBRARIES = {"keras": "keras", "nnx": "flax"}
 _RELEASES = "layoutmap jax jaxlib keras flax optax numpy ml_dtypes tensorflow tensorflow-cpu torch".split()  # noqa: SIM905
 
 
-def selftest(options: Any) -> Report:
+def selftest(options: Any) -> Report:  # why: decisions/0166
     """Try laws until the time is over or the user interrupts, and return what came of them.
 
     Args:

@@ -74,7 +74,7 @@ class JaxBackend(Backend):
             own["_direct_assign"] = functools.partial(_assign, variable)
         return tag
 
-    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:  # why: decisions/0053
         """In a trace a constraint; else the array is moved."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 

@@ -33,7 +33,7 @@ _REPORTED = "_layoutmap_reported"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
-class Rows:
+class Rows:  # why: decisions/0019
     """How the rows of a batch are divided between the processes of a mesh.
 
     Args:

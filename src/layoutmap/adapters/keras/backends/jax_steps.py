@@ -32,7 +32,7 @@ _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
 
 
-def training_wraps(model: Any, session: KerasSession) -> Wraps:
+def training_wraps(model: Any, session: KerasSession) -> Wraps:  # why: decisions/0007
     """Return what to wrap on a model: batches are placed, layouts kept, and values put back where a step fails."""
     lent = _Lent(model)
     wraps: dict[str, Callable[..., Any]] = {name: _entry(getattr(model, name), lent) for name in _ENTRIES}
@@ -87,7 +87,7 @@ def placed(batch: Any, session: KerasSession) -> Any:
 # -- the state of a model
 
 
-class _Lent:
+class _Lent:  # why: decisions/0052
     """The values that a model's variables have lent to a step that goes on."""
 
     def __init__(self, model: Any) -> None:

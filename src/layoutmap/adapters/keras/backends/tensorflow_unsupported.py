@@ -30,7 +30,7 @@ _NEED_REPLICATED_WEIGHTS = (
 )
 
 
-def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:
+def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:  # why: decisions/0010
     """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
     if (
         isinstance(layer, _NEED_REPLICATED_WEIGHTS)

@@ -37,7 +37,7 @@ _to_numpy = get_engine("torch").to_numpy
 _num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-class TorchBackend(Backend):
+class TorchBackend(Backend):  # why: decisions/0018
     """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "torch"

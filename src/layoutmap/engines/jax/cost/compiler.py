@@ -95,7 +95,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def main(name: str, num_devices: str, size: str) -> None:
+def main(name: str, num_devices: str, size: str) -> None:  # why: decisions/0099
     """Answer with what XLA makes of the module of so many bytes on stdin, and end this process.
 
     Args:

@@ -36,7 +36,7 @@ _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while
 """Operations that a gradient of a weight is made by."""
 
 
-def gradients_last(ops: Sequence[Op]) -> list[Op]:
+def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
     """Return operations in the order that XLA prefers: gradients of weights after all else of the backward pass.
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update

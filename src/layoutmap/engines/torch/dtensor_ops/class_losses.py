@@ -29,7 +29,7 @@ _NAMES = (
 _LABELS = (torch.int64, torch.uint8)
 
 
-def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why: decisions/0111
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     reduction = reduction_of(given)
     x, target, weight = (given.pop(name, None) for name in _NAMES[:3])

@@ -87,6 +87,7 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
     return device_mesh in _meshes
 
 
+# why: decisions/0057
 @plainly
 @torch.no_grad()
 def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:

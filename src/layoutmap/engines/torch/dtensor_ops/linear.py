@@ -23,7 +23,7 @@ from layoutmap.engines.torch.private import (
 )
 
 
-def _linear(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _linear(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why: decisions/0101
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors = [given["input"], given["weight"], given.get("bias")]
     plan = None

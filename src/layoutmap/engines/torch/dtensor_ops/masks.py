@@ -27,7 +27,7 @@ _LARGE_PIECE = 1 << 22  # on other devices
 Places = tuple[Sequence[int], ...]  # along each axis
 
 
-def sharded_mask(
+def sharded_mask(  # why: decisions/0102
     shape: Sequence[int],
     dtype: torch.dtype,
     device: Any,

@@ -38,7 +38,7 @@ from layoutmap.engines.torch.private import (
 )
 
 
-def look_after(device_mesh: DeviceMesh) -> None:
+def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
     """Have the DTensors on a mesh compute right outside of `computing`, too, from now on; plain tensors on this thread.
 
     Args:

@@ -82,7 +82,7 @@ def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: I
     return shard_of(tensor, gradient)
 
 
-def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:
+def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:  # why: decisions/0108
     """The DTensor of all devices' shards, which are of equal size; see `local_shard`."""
     return from_shards(local, mesh, shard_placements(mesh, axes))
 

@@ -48,7 +48,7 @@ copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The slices in use that are copies, by their ids."""
 
 
-class _Slice(NamedTuple):
+class _Slice(NamedTuple):  # why: decisions/0106
     """The tensor, and its indices, that a copy is a slice of.
 
     Attributes:

@@ -26,7 +26,7 @@ class Correction:
     seen_on: str = "2.13.0"
 
 
-CORRECTIONS = {
+CORRECTIONS = {  # why: decisions/0088
     "means of losses": Correction(
         "dtensor_ops.losses", "gradients of a mean are divided by the size of a shard, not of the tensor"
     ),

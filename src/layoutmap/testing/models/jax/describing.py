@@ -102,7 +102,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model:  # why: decisions/0142
     """A model of JAX.
 
     Args:

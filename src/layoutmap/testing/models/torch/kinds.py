@@ -96,7 +96,7 @@ def _first(change: Callable[[int], int]) -> Rule:
 
 
 _ANY, _PLACES, _SEQUENCE = range(1, 5), range(2, 5), (2,)
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, Kind] = {  # why: decisions/0140
     "Linear": (_ANY, 12, {_wide: "nn.Linear({w}, {z}{bias})"}),
     "Bilinear": ((1, 2), 3, {_wide: "nn.Bilinear({w}, {w}, {z}) -> {m}({x}, {x}.sigmoid())"}),
     "Activation": (_ANY, 5, {_same: """
