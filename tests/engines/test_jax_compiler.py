@@ -17,8 +17,8 @@ from layoutmap.cost.machines import known_devices
 from layoutmap.cost.verified import TooLargeError
 from layoutmap.engines.jax.cost import compiled
 from layoutmap.engines.jax.cost.compiled import compile_module
-from layoutmap.engines.jax.cost.compiler import NO_DEVICES
 from layoutmap.engines.jax.cost.hlo import Compiled, collectives
+from layoutmap.engines.jax.cost.processes import NO_DEVICES
 from layoutmap.engines.jax.cost.targets import TARGETS
 
 MODULE = "module @step { func.func public @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> } }"

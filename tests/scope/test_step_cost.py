@@ -621,18 +621,6 @@ def test_an_unknown_target_names_those_there_are(block):
         block.compile(lm.LayoutMap(MESH), target="h900")
 
 
-def test_a_jaxlib_without_the_passes_says_which(monkeypatch, block):
-    """A jaxlib that lacks a pass of Shardy's is refused by name, with XLA's compiler as the way that is left."""
-    from layoutmap.engines.jax import shardy
-
-    monkeypatch.setattr(shardy, "PASSES", ("builtin.module(sdy-renamed-pipeline)",))
-    shardy.check.cache_clear()
-    with pytest.raises(lm.EngineError, match="sdy-renamed-pipeline") as raised:
-        block.count(lm.LayoutMap(MESH))
-    shardy.check.cache_clear()
-    assert "lower_step(..).compile" in str(raised.value)
-
-
 def test_inputs_of_another_rank_are_refused():
     """A Keras model that cannot be called with the given inputs is a `ScopeError` with their shapes."""
     with pytest.raises(lm.ScopeError, match="cannot be called with inputs of these shapes") as raised:

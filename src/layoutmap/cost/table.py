@@ -5,6 +5,7 @@ All sizes are in bytes and those of one device. Time is not in here: it depends 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -37,6 +38,7 @@ class Collective:
             empty if it is not known. Those that differ in the number of a layer only are one, with `*` for the number:
             `blocks.*.up.kernel`.
         phase: The part of the step; empty if it is not known.
+        group: How many devices exchange with each other; 0: all that are along the dims.
     """
 
     kind: CollectiveKind
@@ -45,12 +47,11 @@ class Collective:
     tensor_bytes: int
     cause: str = ""
     phase: Phase = ""
+    group: int = 0
 
     def sent_bytes(self, mesh: Mesh) -> int:
         """Bytes that each device sends in a step for all calls, on rings over the dims."""
-        size = 1
-        for dim in self.dims:
-            size *= mesh.dim_size(dim)
+        size = self.group or math.prod(map(mesh.dim_size, self.dims))
         if self.kind == "permute":
             return self.calls * self.tensor_bytes
         one = self.tensor_bytes * (size - 1) // size

@@ -64,7 +64,7 @@ def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
 
 
 def _collective(c: Collective) -> list[Any]:
-    return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase]
+    return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase, *[c.group] * bool(c.group)]
 
 
 def read_cost(top: Fields, mesh: Mesh) -> Cost:
@@ -87,7 +87,7 @@ def read_cost(top: Fields, mesh: Mesh) -> Cost:
 
 
 def _read_collective(item: Any, place: str, mesh: Mesh) -> Collective:
-    row = a_row(_kind, _texts, a_number, a_number, a_text, _phase, least=6)(item, place)
+    row = a_row(_kind, _texts, a_number, a_number, a_text, _phase, a_number, least=6)(item, place)
     for dim in row[1]:
         _check_dim(dim, place, mesh)
     return Collective(*row)

@@ -4,8 +4,6 @@ Tested on jaxlib 0.10.2.
 
     jaxlib.mlir.ir, jaxlib.mlir.passmanager         MLIR's Python bindings
     sdy-propagation-pipeline                        gives each value a layout, from those of arguments and results
-    sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives
-                                                    say what travels, with dims of the mesh
     #sdy.sharding, sdy.mesh, sdy.sharding_constraint                        their texts
     jax._src.interpreters.mlir.make_ir_context      MLIR with JAX's dialects
 """
@@ -13,6 +11,7 @@ Tested on jaxlib 0.10.2.
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +30,7 @@ else:
     _missing = ""
 
 TESTED = "0.10"
-PASSES = (
-    "builtin.module(sdy-propagation-pipeline)",
-    "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))",
-)
+PASS = "builtin.module(sdy-propagation-pipeline)"
 MESH = "layoutmap"
 """What the mesh is called in modules."""
 
@@ -47,7 +43,7 @@ def _unsupported(missing: str) -> EngineError:
         f"jaxlib {jaxlib.version.__version__}: the layouts of a step cannot be found",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
         why="the partitioner Shardy finds them, whose passes are private to jaxlib, and this one has others",
-        fix=f'pip install "jaxlib=={TESTED}.*"; to count a cost, lm.lower_step(..).compile(layout_map) needs none',
+        fix=f'pip install "jaxlib=={TESTED}.*"',
     )
 
 
@@ -56,6 +52,13 @@ def context() -> Any:
     from jax._src.interpreters import mlir
 
     return mlir.make_ir_context()
+
+
+def bytes_of(module: Any) -> bytes:
+    """Return a module as MLIR's bytes, with the names of its operations."""
+    file = io.BytesIO()
+    module.operation.write_bytecode(file)
+    return file.getvalue()
 
 
 def parsed(text: str) -> Any:
@@ -73,12 +76,11 @@ def check() -> None:
     if _missing:
         raise _unsupported(_missing)
     with context():
-        for each in PASSES:
-            try:
-                _PassManager.parse(each)
-            except (ValueError, RuntimeError) as error:
-                said = str(error)
-                raise _unsupported(said.partition("error: ")[2].partition("\n")[0] or said) from error
+        try:
+            _PassManager.parse(PASS)
+        except (ValueError, RuntimeError) as error:
+            said = str(error)
+            raise _unsupported(said.partition("error: ")[2].partition("\n")[0] or said) from error
 
 
 def sharding_text(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
@@ -128,18 +130,6 @@ def place(
         return copy
 
 
-def partition(placed: Any) -> Any:  # why: decisions/0090
-    """Have Shardy partition a module with layouts, in place; returns it.
-
-    Raises:
-        EngineError: This jaxlib lacks the passes.
-    """
-    propagate(placed)
-    with placed.context, _ir.Location.unknown():
-        _PassManager.parse(PASSES[1]).run(placed)
-    return placed
-
-
 def propagate(placed: Any) -> None:
     """Have Shardy give each value of a module a layout, in place.
 
@@ -150,7 +140,7 @@ def propagate(placed: Any) -> None:
     with placed.context, _ir.Location.unknown():
         for op in _operations(placed, "chlo."):
             _replace_chlo(op)
-        _PassManager.parse(PASSES[0]).run(placed)
+        _PassManager.parse(PASS).run(placed)
 
 
 def _operations(module: Any, prefix: str) -> list[Any]:

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import IO
 
 from layoutmap.core.errors import EngineError
 from layoutmap.cost.verified import TooLargeError
-from layoutmap.engines.jax.cost.compiler import NO_DEVICES, environment
+from layoutmap.engines.jax.cost.compiler import environment
 from layoutmap.engines.jax.cost.hlo import Compiled
+from layoutmap.engines.jax.cost.partitioner import ENVIRONMENT
+from layoutmap.engines.jax.cost.processes import NO_DEVICES, Asked
 from layoutmap.engines.jax.cost.targets import Target, target_named
 
-_BETWEEN_SECONDS = 0.2
 _MOST_SIGNS = 500  # of what XLA said
-_START = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])  # modules, and plugins, are found where they are found here
-from layoutmap.engines.jax.cost.compiler import main
-main(*sys.argv[2:])
-"""
 
 
 @dataclass(frozen=True)
@@ -69,35 +59,13 @@ def compile_module(
         EngineError: There is no such target, its plugin is not installed, or XLA cannot compile the step.
     """
     chosen = target_named(target)
-    text = module.encode()
-    paths = json.dumps([str(path) for path in sys.path])
-    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, paths, target, str(num_devices), str(len(text))],
-            env=os.environ | environment(chosen, num_devices),
-            stdin=subprocess.PIPE,
-            stdout=answer,
-            stderr=said,
-            start_new_session=True,  # Ctrl-C is for this process alone
-        )
-        assert process.stdin is not None
-        try:
-            with suppress(BrokenPipeError):  # it has ended, and says why
-                process.stdin.write(text)
-                process.stdin.flush()
-            while True:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_BETWEEN_SECONDS)
-                    break
-                on_wait()
-        finally:
-            process.kill()
-            process.wait()
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-        found = _read(answer)
-        if process.returncode or not found:
-            raise _failed(target, chosen, process.returncode, _read(said))
+    [found] = _answers(
+        f"{__package__}.compiler",
+        [(module.encode(), (target, str(num_devices)))],
+        environment(chosen, num_devices),
+        (target, chosen),
+        on_wait,
+    )
     made = json.loads(found)
     results = made["output_bytes"] - made["alias_bytes"]
     peak = made["argument_bytes"] + results + made["temp_bytes"]
@@ -105,9 +73,43 @@ def compile_module(
     return CompiledStep(collectives, made["argument_bytes"], peak)
 
 
-def _read(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace").strip()
+def partitioned(
+    modules: Sequence[bytes], num_devices: int, on_wait: Callable[[], object] = lambda: None
+) -> list[str]:
+    """Return the texts of what XLA's partitioner makes of modules, each in a process of its own; see `compile_module`.
+
+    Args:
+        modules: The modules, with layouts, as bytes of MLIR.
+        num_devices: The size of their mesh.
+        on_wait: Called several times a second until they are there.
+
+    Raises:
+        EngineError: XLA cannot partition one of them.
+    """
+    asked = [(module, (str(num_devices),)) for module in modules]
+    return _answers(f"{__package__}.partitioner", asked, ENVIRONMENT, ("cpu", target_named("cpu")), on_wait)
+
+
+def _answers(
+    name: str,
+    asked: Sequence[tuple[bytes, tuple[str, ...]]],
+    environment: Mapping[str, str],
+    target: tuple[str, Target],
+    on_wait: Callable[[], object],
+) -> list[str]:
+    """Answers of processes that run at the same time."""
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(closing(Asked(name, arguments, module, environment)))
+            for module, arguments in asked
+        ]
+        found: list[str] = []
+        for each in running:
+            status, answer, said = each.result(on_wait)
+            if status or not answer:
+                raise _failed(*target, status, said)
+            found.append(answer)
+        return found
 
 
 _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): (.*)$", re.MULTILINE)

@@ -1,8 +1,7 @@
 """A process that has XLA compile a module for devices that are not there.
 
-A process of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts, and a
-compiler may crash. It is given the name of a target and the number of devices, and reads the module from its stdin,
-which stays open: it ends when the process that started it does. What XLA made is written to stdout, as JSON.
+It is given the name of a target and the number of devices, and answers with what XLA made, as JSON. It is started by
+`processes.Asked`.
 
 Private names, tested on jax 0.10, all but those of `shardy` in this file: `get_compile_options` and
 `backend_compile_and_load` of `jax._src.compiler`, for modules that no `jax.jit` has made, and `jaxlib.xla_client`.
@@ -12,16 +11,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-import threading
-import traceback
+from pathlib import Path
 from typing import Any
 
+from layoutmap.engines.jax.cost.processes import MODULE, NoDevicesError, answering
 from layoutmap.engines.jax.cost.targets import TARGETS, Target
-
-NO_DEVICES = 3
-"""The exit status where not even the devices can be described."""
 
 
 def environment(target: Target, num_devices: int) -> dict[str, str]:
@@ -89,31 +83,16 @@ def _compiled(devices: list[Any], module: str) -> dict[str, Any]:
     }
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
-def main(name: str, num_devices: str, size: str) -> None:  # why: decisions/0099
-    """Answer with what XLA makes of the module of so many bytes on stdin, and end this process.
+def main(name: str, num_devices: str) -> None:  # why: decisions/0099
+    """Answer with what XLA makes of the module in this folder, and end this process.
 
     Args:
         name: The name of a target.
         num_devices: The size of the module's mesh.
-        size: How many bytes the module has.
     """
-    module = sys.stdin.buffer.read(int(size)).decode()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)  # what plugins print is no answer
-        status = NO_DEVICES
+    with answering() as answer:
         try:
             devices = _devices(TARGETS[name], int(num_devices))[: int(num_devices)]
-            status = 1
-            answer.write(json.dumps(_compiled(devices, module)))
-            status = 0
-        except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
-    os._exit(status)  # without an end of Python's, in which plugins may hang or crash
+        except Exception as error:
+            raise NoDevicesError from error
+        answer(json.dumps(_compiled(devices, Path(MODULE).read_text())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,11 +66,12 @@ def count(
     def look(inner: Block, times: int) -> None:
         for op in inner.ops:
             if op.flops:
-                flops[_type_name(op.operands[0].dtype)] += op.flops * times
+                flops[op.operands[0].dtype] += op.flops * times
             if op.name in COLLECTIVE_NAMES and op.dims:
                 kind: Any = op.name
                 size = max(value.num_bytes for value in (*op.operands, *op.results))
-                collectives[Collective(kind, op.dims, 1, size, causes.of(op), _phase(op))] += times
+                made = Collective(kind, op.dims, 1, size, causes.of(op), _phase(op), op.group)
+                collectives[made] += times
             for block in op.blocks:
                 look(block, times * op.trips)
 
@@ -79,7 +79,7 @@ def count(
     memories = memory_of(block, donated, causes.describe if with_held else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
-        (n, *key, (*what[:3], _type_name(what[3]))): num_bytes
+        (n, *key, what): num_bytes
         for n, memory in enumerate(memories)
         for key, found in memory.held.items()
         for what, num_bytes in found.items()
@@ -89,13 +89,3 @@ def count(
 
 def _phase(op: Op) -> Phase:
     return "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
-
-
-def _type_name(name: str) -> str:
-    """The name that numpy has for an element type of MLIR: `float32` for `f32`."""
-    known = {"bf16": "bfloat16", "complex<f32>": "complex64", "complex<f64>": "complex128"}
-    bits = re.fullmatch(r"(u?i|f)(\d+)(.*)", name)
-    if name in known or bits is None:
-        return known.get(name, name)
-    kind = {"i": "int", "ui": "uint", "f": "float"}[bits[1]]
-    return f"{kind}{bits[2]}" + (f"_{bits[3].lower()}" if bits[3] else "")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from layoutmap.core.variables import itemsize
 
-_NAMES = {
+NAMES = {
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
@@ -32,11 +32,12 @@ _NAMES = {
 }
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_SHAPE = re.compile(r"(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
+SHAPE = re.compile(r"(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
+_KINDS = {"f": "float", "s": "int", "u": "uint"}
 _DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "complex128"}
 
 
-class _Operation(NamedTuple):
+class Operation(NamedTuple):
     """A line of a computation: `%name = shape op(rest`."""
 
     name: str
@@ -72,7 +73,15 @@ class Compiled:
 
 def collectives(text: str) -> Mapping[Compiled, int]:
     """Return the collectives of a compiled module, and how often each is called in a step."""
-    bodies: dict[str, list[_Operation]] = {}
+    bodies, entry = computations(text)
+    counts = Counter[Compiled]()
+    _look(bodies, entry, 1, counts, set())
+    return counts
+
+
+def computations(text: str) -> tuple[Mapping[str, list[Operation]], str]:
+    """Return the operations of each computation of a module by its name, its root last; and the entry."""
+    bodies: dict[str, list[Operation]] = {}
     entry = name = ""
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -81,14 +90,12 @@ def collectives(text: str) -> Mapping[Compiled, int]:
                 bodies[name] = []
                 entry = name if line.startswith("ENTRY") else entry
         elif name and (made := _OPERATION.match(line)):
-            bodies[name].append(_Operation(*made.groups()))
-    counts = Counter[Compiled]()
-    _look(bodies, entry, 1, counts, set())
-    return counts
+            bodies[name].append(Operation(*made.groups()))
+    return bodies, entry
 
 
 def _look(
-    bodies: Mapping[str, list[_Operation]],
+    bodies: Mapping[str, list[Operation]],
     name: str,
     times: int,
     counts: Counter[Compiled],
@@ -104,7 +111,7 @@ def _look(
         elif op in ("call", "async-start", "conditional", "fusion"):
             for inner in re.findall(r"(?:to_apply|calls|branch_computations=\{)=?%?([\w.\-]+)", rest):
                 _look(bodies, inner, times, counts, chains if op == "fusion" else set())
-        elif (kind := _NAMES.get(op.removesuffix("-start"))) is not None:
+        elif (kind := NAMES.get(op.removesuffix("-start"))) is not None:
             if chain := re.search(r'chain_id="\d+"', rest):
                 if chain[0] in chains:
                     continue
@@ -118,7 +125,7 @@ def _look(
 
 def _tensors(kind: str, shape: str, rest: str, starts: bool) -> list[int]:
     """The sizes of the tensors of a collective, each where it is largest; several were combined to one operation."""
-    shapes = _SHAPE.findall(shape)
+    shapes = SHAPE.findall(shape)
     sizes = [_bytes(*each) for each in shapes if not starts or each != ("u32", "")]  # what TPUs wait for
     if starts and kind != "all_reduce" and len(sizes) > 1:  # what it is given, and what it returns
         half = len(sizes) // 2
@@ -131,9 +138,20 @@ def _tensors(kind: str, shape: str, rest: str, starts: bool) -> list[int]:
 
 
 def _bytes(dtype: str, sizes: str) -> int:
-    known = {"f": "float", "s": "int", "u": "uint"}
-    name = _DTYPES.get(dtype) or known.get(dtype[0], dtype[0]) + dtype[1:]
-    return int(math.prod(int(n) for n in sizes.split(",") if n) * itemsize(name))
+    return int(math.prod(int(n) for n in sizes.split(",") if n) * itemsize(dtype_named(dtype)))
+
+
+def dtype_named(name: str) -> str:
+    """Return what numpy calls an element type of XLA.
+
+    Example:
+        >>> dtype_named("f32"), dtype_named("pred"), dtype_named("f8e4m3fn")
+        ('float32', 'bool', 'float8_e4m3fn')
+    """
+    found = re.fullmatch(r"([fsu])(\d+)(.*)", name)
+    if name in _DTYPES or found is None:
+        return _DTYPES.get(name, name)
+    return f"{_KINDS[found[1]]}{found[2]}" + f"_{found[3]}" * bool(found[3])
 
 
 def _group(rest: str) -> int:
@@ -151,7 +169,7 @@ def _group(rest: str) -> int:
     return 2
 
 
-def _trips(condition: list[_Operation], body: list[_Operation]) -> int:
+def _trips(condition: list[Operation], body: list[Operation]) -> int:
     """How often a loop runs: the constant that its counter is compared with, by what each turn adds to it."""
     limits = [
         int(each.rest.partition(")")[0])
@@ -159,22 +177,23 @@ def _trips(condition: list[_Operation], body: list[_Operation]) -> int:
         if each.op == "constant" and each.rest[0].isdigit()
     ]
     places = [int(found[1]) for each in condition if (found := re.search(r"index=(\d+)", each.rest))]
-    after = _operands(body[-1]) if body else []
+    after = operands_of(body[-1]) if body else []
     operations = {each.name: each for each in body}
     step = _added(operations, after[places[0]]) if len(places) == 1 and places[0] < len(after) else 1
     return -(-max(limits, default=1) // max(step, 1))
 
 
-def _added(operations: Mapping[str, _Operation], name: str) -> int:
+def _added(operations: Mapping[str, Operation], name: str) -> int:
     """The constants that are added up to a value."""
     made = operations.get(name)
     if made is None or made.op not in ("add", "constant"):
         return 0
     if made.op == "add":
-        return sum(_added(operations, each) for each in _operands(made))
+        return sum(_added(operations, each) for each in operands_of(made))
     number = made.rest.partition(")")[0]
     return int(number) if number.isdigit() else 0
 
 
-def _operands(operation: _Operation) -> list[str]:
+def operands_of(operation: Operation) -> list[str]:
+    """Return the names of what an operation takes."""
     return re.findall(r"%([\w.\-]+)", operation.rest.partition(")")[0])

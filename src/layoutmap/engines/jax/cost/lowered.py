@@ -28,9 +28,10 @@ from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.cost.attention import attention_named
-from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module
+from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module, partitioned
 from layoutmap.engines.jax.cost.counting import Counts, count
-from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of, read
+from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of
+from layoutmap.engines.jax.cost.partitioned import read
 from layoutmap.engines.jax.cost.rewrites import rewrite
 from layoutmap.engines.jax.programs import undisturbed
 
@@ -38,7 +39,7 @@ _KEPT = 2
 """How many of equal blocks are always counted: the first and the last one."""
 
 
-class LoweredStep:
+class LoweredStep:  # why: decisions/0090
     """A training step as it is before it has layouts: traced once, and counted in any layouts in a fraction of that.
 
     Of equal blocks two and three are traced; what the third one adds is what each of the others adds. Where layouts
@@ -119,23 +120,42 @@ class LoweredStep:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy, with_held: bool) -> Counts:
+        """Counts of the step with two of each kind of equal blocks, and what a third one adds for each of the others."""
         tied = self._tied(layouts, policy)
+        sizes = sorted({len(self._step.blocks[number]) for number in tied})
+        kept = [dict.fromkeys(tied, _KEPT)]
+        kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in tied} for size in sizes]
         try:
-            low = self._count(tied, dict.fromkeys(tied, _KEPT), layouts, policy, with_held)
-            if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
-                return self._counts(layouts, policy, with_held)
-            total = low
-            for size in sorted({len(self._step.blocks[number]) for number in tied}):
-                same = {number for number in tied if len(self._step.blocks[number]) == size}
-                high = self._count(
-                    tied, {number: _KEPT + (number in same) for number in tied}, layouts, policy, with_held
-                )
-                total = total.plus(high - low, size - _KEPT)
+            modules = [self._lowered(self._left_out(each)) for each in kept]
         except _NotTied as error:
             self._loose.add(error.stack)
             return self._counts(layouts, policy, with_held)
+        if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
+            return self._counts(layouts, policy, with_held)
+        texts = partitioned(
+            [shardy.bytes_of(self._placed(each, layouts, policy)) for each in modules], policy.mesh.size
+        )
+        low, *high = (
+            self._counted(text, each, policy, with_held) for text, each in zip(texts, modules, strict=True)
+        )
+        total = low
+        for size, more in zip(sizes, high, strict=True):
+            total = total.plus(more - low, size - _KEPT)
         peaks = {key: total.peaks[key] for key in low.peaks}
         return Counts(total.collectives, total.flops, total.traffic, peaks, total.held)
+
+    def _left_out(self, kept: Mapping[int, int]) -> dict[str, str]:
+        """The path of each block that is left out, and of its equal; `kept`: how many stay of each stack."""
+        blocks = self._step.blocks
+        return {path: blocks[n][0] for n, number in kept.items() for path in blocks[n][number - 1 : -1]}
+
+    def _counted(self, text: str, lowered: _Lowered, policy: LayoutPolicy, with_held: bool) -> Counts:
+        block = read(text, policy.mesh)
+        rewrite(block)
+        names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
+        names += [""] * lowered.num_unread
+        donated = {number: number for number in range(len(lowered.variables))}
+        return count(block, names, donated, with_held=with_held)
 
     def _tied(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
         """The stacks whose blocks have equal layouts, and so cost the same."""
@@ -162,25 +182,6 @@ class LoweredStep:
             policy.activation_layout(f"{first}{p}") == policy.activation_layout(f"{path}{p}")
             for p in {"", *below}
         )
-
-    def _count(
-        self,
-        tied: Sequence[int],
-        kept: Mapping[int, int],
-        layouts: Mapping[Key, Layout],
-        policy: LayoutPolicy,
-        with_held: bool,
-    ) -> Counts:
-        skipped = {
-            path: self._step.blocks[n][0] for n in tied for path in _left_out(self._step.blocks[n], kept[n])
-        }
-        lowered = self._lowered(skipped)
-        block = read(shardy.partition(self._placed(lowered, layouts, policy)), policy.mesh)
-        rewrite(block, policy.mesh)
-        names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
-        names += [""] * lowered.num_unread
-        donated = {number: number for number in range(len(lowered.variables))}
-        return count(block, names, donated, with_held=with_held)
 
     def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
@@ -272,10 +273,6 @@ class _Unequal(Exception):
 class _NotTied(Exception):
     def __init__(self, stack: int):
         self.stack = stack
-
-
-def _left_out(stack: Sequence[str], kept: int) -> Sequence[str]:
-    return stack[kept - 1 : -1]
 
 
 def _is_in(path: str, block: str) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from layoutmap.engines.jax.cost.graph import Block, Op, Value
+from layoutmap.engines.jax.cost.graph import BARRIER, Block, Op, Value
 
 _FUSED = """
     abs add and atan2 broadcast_in_dim cbrt ceil clamp compare complex concatenate constant convert
@@ -18,8 +18,8 @@ _FUSED = """
 FUSED = frozenset(_FUSED.split())
 """Operations that are computed inside of what takes their results, and so hold nothing."""
 
-DEAR = frozenset(("tanh",))
-"""Those of them whose results XLA keeps for the backward pass, rather than compute them again; `erf` stands as one."""
+DEAR = frozenset(("tanh", "erf"))
+"""Those of them whose results XLA keeps for the backward pass, rather than compute them again."""
 
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
 """Operations whose results are their operands."""
@@ -41,10 +41,54 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
     waits for them. So the products that make them come last, and what these read is held until then. Where activations
-    are computed again, which a barrier says, that would hold all of them at once; there the order stays.
+    are computed again, which a barrier says, that would hold all of them at once; there they come first.
     """
-    if any(op.name == "optimization_barrier" for op in ops):
-        return list(ops)
+    if any(op.name == BARRIER for op in ops):
+        return gradients_first(ops)
+    late, backward = _late(ops), _backward(ops)
+    first = [op for op in ops if id(op) not in late]
+    return [*_early(first, backward), *(op for op in ops if id(op) in late)]
+
+
+def gradients_first(ops: Sequence[Op]) -> list[Op]:
+    """Return operations in an order in which gradients of weights, and updates, come as soon as they can."""
+    return _early(ops, _backward(ops), _late(ops))
+
+
+def _early(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) -> list[Op]:
+    """Operations with the forward pass first, and what needs others of them as soon as it can, late ones first.
+
+    A module's text has them one result of the step after another, each after all that it alone needs.
+    """
+    missing = {id(op): {id(v.maker) for v in op.operands if v.maker is not None} for op in ops}
+    eager = backward | late
+    waiting = {id(op): op for op in ops if id(op) in eager and missing[id(op)] & eager}
+    made: list[Op] = []
+    for first in [op for op in sorted(ops, key=lambda op: id(op) in backward) if id(op) not in waiting]:
+        todo = [first]
+        while todo:
+            op = todo.pop(0)
+            made.append(op)
+            for use in dict.fromkeys(
+                use for result in op.results for use in result.uses if id(use) in waiting
+            ):
+                missing[id(use)].discard(id(op))
+                if not missing[id(use)]:
+                    todo.insert(0 if id(use) in late else len(todo), waiting.pop(id(use)))
+    return made
+
+
+def _backward(ops: Sequence[Op]) -> Set[int]:
+    """The operations of the backward pass, and all that needs them; what is computed again comes after a barrier."""
+    found: set[int] = set()
+    for op in ops:
+        if op.is_backward or op.name == BARRIER or any(id(value.maker) in found for value in op.operands):
+            found.add(id(op))
+    return found
+
+
+def _late(ops: Sequence[Op]) -> Set[int]:
+    """The gradients of weights, and the update."""
     late: set[int] = set()
     for op in reversed(ops):
         uses = [use for result in op.results for use in result.uses]
@@ -52,9 +96,9 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
         if op.is_update or (uses and ends and op.is_backward):
             late.add(id(op))
     for op in ops:
-        if any(value.maker is not None and id(value.maker) in late for value in op.operands):
+        if any(id(value.maker) in late for value in op.operands):
             late.add(id(op))
-    return [op for op in ops if id(op) not in late] + [op for op in ops if id(op) in late]
+    return late
 
 
 class Memory:
@@ -164,7 +208,7 @@ class Memory:
         found = 0
         for inner in op.blocks:
             if id(inner) not in self.inner:
-                memory = Memory(inner, describe=self._describe)
+                memory = Memory(inner, ops=gradients_first(inner.ops), describe=self._describe)
                 self.inner[id(inner)] = memory.peak
                 highest = max(memory.peaks, key=lambda key: memory.peaks[key], default=None)
                 self._held_inside[id(inner)] = memory.held.get(highest, Counter()) if highest else Counter()
@@ -195,7 +239,7 @@ COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all
 def memory_of(
     block: Block, donated: Mapping[int, int], describe: Callable[[Value], Any] | None = None
 ) -> tuple[Memory, Memory]:
-    """Return the memory of a step, without that of its arguments: with gradients last, and in the program's order.
+    """Return the memory of a step, without that of its arguments: with gradients of weights last, and first.
 
     Args:
         block: The step.
@@ -203,4 +247,7 @@ def memory_of(
         describe: See `Memory`.
     """
     kept = frozenset(id(block.returned[number]) for number in donated)
-    return Memory(block, kept, gradients_last(block.ops), describe), Memory(block, kept, (), describe)
+    last, first = (
+        Memory(block, kept, order(block.ops), describe) for order in (gradients_last, gradients_first)
+    )
+    return last, first

@@ -1,11 +1,9 @@
-"""XLA's rewrites of collectives after Shardy has placed them; without them their bytes come out too high."""
+"""Changes that XLA makes to collectives after its partitioner; without them their bytes come out too high."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from layoutmap.core.mesh import Mesh
 from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace, results_of
 
 MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy", "optimization_barrier"))
@@ -15,44 +13,31 @@ MOVES = frozenset(("transpose", "reshape", "convert", "broadcast_in_dim", "copy"
 _SINGLE = ("custom_call", "return", "optimization_barrier")
 
 
-def rewrite(block: Block, mesh: Mesh) -> None:
-    """Rewrite the operations of a block on a mesh, and of those inside."""
+def rewrite(block: Block) -> None:
+    """Rewrite the operations of a block, and of those inside."""
     for op in block.ops:
         for inner in op.blocks:
-            rewrite(inner, mesh)
+            rewrite(inner)
     remove_unused(block)
-    _merge_equal(block, mesh)
+    _merge_equal(block)
     _add_before_reducing(block)
     _scatter(block)
     remove_unused(block)
     _add_before_reducing(block)
 
 
-def _merge_equal(block: Block, mesh: Mesh) -> None:
+def _merge_equal(block: Block) -> None:
     """Operations of the same operands are one."""
     seen: dict[Any, Op] = {}
     for op in list(block.ops):
         if op.is_fused or op.blocks or op.key is None or op.name in _SINGLE:
             continue
-        key = (op.name, op.key, tuple(map(id, op.operands)), _is_listed(op, mesh))
+        key = (op.name, op.key, tuple(map(id, op.operands)))
         first = seen.setdefault(key, op)
         if first is not op:
             for old, new in zip(op.results, first.results, strict=True):
                 replace(old, new)
     remove_unused(block)
-
-
-def _is_listed(op: Op, mesh: Mesh) -> bool:
-    """Whether XLA lists the devices of an all-gather; those of others it names by mesh dims, so no two are equal.
-
-    It lists them where mesh dims are of one size, for activations in products that return more axes than these have, as
-    those with the weights of heads do.
-    """
-    if op.name != "all_gather" or mesh.shape.count(math.prod(map(mesh.dim_size, op.dims))) < 2:
-        return False
-    (gathered,) = op.results
-    products = [op for op in gathered.uses if op.name == "dot_general" and op.operands[0] is gathered]
-    return any(len(each.results[0].shape) > len(gathered.shape) for each in products)
 
 
 def _add_before_reducing(block: Block) -> None:
@@ -73,7 +58,7 @@ def _add_before_reducing(block: Block) -> None:
             detach(each)
             gone.add(id(each))
         op.results[0].shape = first.operands[0].shape
-        reduced = _reduced(op, op.results[0], first.dims)
+        reduced = _reduced(op, op.results[0], first.dims, first.group)
         reduced.name, reduced.results[0].shape = first.name, first.results[0].shape
         ops.append(reduced)
     block.ops = [op for op in ops if id(op) not in gone]
@@ -84,14 +69,16 @@ def _is_only_for(op: Op, maker: Op) -> bool:
 
 
 def _reduction(op: Op) -> Any:
-    return op.name, op.dims, op.operands[0].shape, op.results[0].shape
+    return op.name, op.dims, op.group, op.operands[0].shape, op.results[0].shape
 
 
-def _reduced(op: Op, result: Value, dims: tuple[str, ...]) -> Op:
+def _reduced(op: Op, result: Value, dims: tuple[str, ...], group: int) -> Op:
     """An all-reduce of a result, which takes its place."""
     reduced = Value(result.shape, result.dtype)
     replace(result, reduced)
-    made = Op("all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims=dims)
+    made = Op(
+        "all_reduce", [result], [reduced], op.where, op.is_backward, op.is_update, dims=dims, group=group
+    )
     reduced.maker = made
     result.uses.append(made)
     return made
@@ -100,7 +87,7 @@ def _reduced(op: Op, result: Value, dims: tuple[str, ...]) -> Op:
 def _scatter(block: Block) -> None:
     """An all-reduce of which each device then takes a part is a reduce-scatter."""
     for op in list(block.ops):
-        if op.name != "all_reduce":
+        if op.name != "all_reduce" or op.group:
             continue
         between = op.results[0]
         while len(between.uses) == 1 and between.uses[0].name in MOVES:
@@ -120,7 +107,7 @@ def _scatter(block: Block) -> None:
                 replace(each.results[0], between)
         _shrink(op, between, part)
         if rest:
-            block.ops.insert(block.ops.index(op) + 1, _reduced(op, op.results[0], rest))
+            block.ops.insert(block.ops.index(op) + 1, _reduced(op, op.results[0], rest, 0))
 
 
 def _shrink(op: Op, last: Value, part: Value) -> None:

@@ -1,0 +1,116 @@
+"""A process of its own for one module, which ends with who asked for it, however that ends.
+
+Of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts, and a compiler
+may crash. The module is a file in the process's folder; its stdin stays open, and is closed when who asked ends. What
+it finds is written to its stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+MODULE = "module"
+"""The file with the module, in the folder of the process."""
+
+_ANSWER, _SAID = "answer", "said"
+NO_DEVICES = 3
+"""The exit status where not even the devices can be described."""
+
+_BETWEEN_SECONDS = 0.2
+_FIRST_SECONDS = 0.01
+_START = """
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])  # modules, and plugins, are found where they are found here
+importlib.import_module(sys.argv[2]).main(*sys.argv[3:])
+"""
+
+
+class Asked:
+    """A process that answers about a module; to be closed.
+
+    Args:
+        name: The module of Python whose `main` it runs.
+        arguments: What `main` is called with.
+        module: The module, as text or as MLIR's bytes.
+        environment: Changes of the environment.
+    """
+
+    def __init__(self, name: str, arguments: tuple[str, ...], module: bytes, environment: Mapping[str, str]):
+        self._folder = tempfile.TemporaryDirectory(prefix="layoutmap-")
+        folder = Path(self._folder.name)
+        (folder / MODULE).write_bytes(module)
+        paths = json.dumps([os.path.abspath(path) for path in sys.path])
+        with (folder / _ANSWER).open("wb") as answer, (folder / _SAID).open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, paths, name, *arguments],
+                env=os.environ | dict(environment),
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=answer,
+                stderr=said,
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+
+    def result(self, on_wait: Callable[[], object] = lambda: None) -> tuple[int, str, str]:
+        """Return its exit status, what it found, and what it said; `on_wait` is called several times a second."""
+        seconds = _FIRST_SECONDS
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+                return self._process.returncode, self._read(_ANSWER), self._read(_SAID)
+            seconds = min(2 * seconds, _BETWEEN_SECONDS)
+            on_wait()
+
+    def _read(self, name: str) -> str:
+        return Path(self._folder.name, name).read_text(errors="replace").strip()
+
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._folder.cleanup()
+
+
+@contextmanager
+def answering() -> Generator[Callable[[str], object]]:
+    """In the process: yields what takes the answer, and ends the process when closed, or when who asked has ended."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)  # what plugins print is no answer
+
+        def say(text: str) -> None:
+            answer.write(text)
+            answer.flush()
+
+        status = 1
+        try:
+            yield say
+            status = 0
+        except NoDevicesError as error:
+            status = NO_DEVICES
+            traceback.print_exception(error.__cause__)
+        except Exception:
+            traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(status)  # without an end of Python's, in which plugins may hang or crash
+
+
+class NoDevicesError(Exception):
+    """The devices to compile for cannot be described."""
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
