@@ -13,7 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_functions import computing_for_a_mesh
-from layoutmap.adapters.keras.backends.tensorflow_gathering import Gathering, between_layers, is_innermost
+from layoutmap.adapters.keras.backends.tensorflow_gathering import (
+    Gathering,
+    between_layers,
+    is_innermost,
+    pinned,
+)
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, reading_layout
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
@@ -104,6 +109,10 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
         if session.on_thread.gathering >= Gathering.WEIGHTS:
             wanted = Layout.replicated(layout.mesh, layout.rank)
         held.read_layout = wanted
+        if (
+            session.on_thread.gathering
+        ):  # what else has a gradient for the weight, such as a regularizer, is laid out apart
+            return pinned(read, wanted, session)
         return read if wanted == layout else session.engine.relayout(read, wanted)
 
     return value

@@ -100,22 +100,26 @@ def between_layers(values: Any, session: KerasSession) -> Any:
     """Return what goes into a layer or comes out of it, so that no layout is carried further, forward or backward."""
     if session.on_thread.gathering == Gathering.AS_PLANNED:
         return values
-    return keras.tree.map_structure(lambda each: _pinned(each, session), values, none_is_leaf=True)
+
+    def pin(value: Any) -> Any:
+        if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
+            return value
+        return pinned(value, _by_rows(value.shape.as_list(), session), session)
+
+    return keras.tree.map_structure(pin, values, none_is_leaf=True)
 
 
-def _pinned(value: Any, session: KerasSession) -> Any:
-    if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
-        return value
-    layout = _by_rows(value.shape.as_list(), session)
+def pinned(value: Any, layout: Layout, session: KerasSession) -> Any:
+    """Return a tensor in a layout, in which its gradient comes back, too."""
 
     @tf.custom_gradient
-    def pinned(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def constrained(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
         def back(upstream: Any) -> Any:
             return session.engine.relayout(tf.convert_to_tensor(upstream), layout)
 
         return session.engine.relayout(tensor, layout), back
 
-    return pinned(value) if value.dtype.is_floating else session.engine.relayout(value, layout)
+    return constrained(value) if value.dtype.is_floating else session.engine.relayout(value, layout)
 
 
 def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
