@@ -182,6 +182,27 @@ def test_what_dtensor_has_no_gradient_of_trains(layer, shape):
     assert report.agrees
 
 
+@pytest.mark.parametrize("kind", ["slice", "join"])
+def test_what_would_be_wrong_in_shards_is_gathered(kind):
+    """TensorFlow's own slices from the end, and joins by a negative axis, have the numbers of one device."""
+    function = {
+        "slice": lambda x: x[:, ::-1],
+        "join": lambda x: tf.raw_ops.ConcatV2(values=[x, 2 * x], axis=-1),
+    }
+
+    def make_model():
+        layers = [L.Dense(16, name="d"), Calling(function[kind]), L.Dense(8, name="e"), L.Dense(4)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    layout_map = make_map({r"d\.kernel": (None, "model"), r"e\.kernel": ("model", None)})
+    with pytest.warns(lm.LayoutMapWarning, match="each layer gathers its weights"):
+        report = lm.check_parity(make_model, layout_map, rows_of((8,)), steps=1, batch_dim="batch")
+
+    assert report.agrees
+
+
 def test_joining_along_a_sharded_axis_is_right():
     """What is joined along the last axis, by its negative number, for a weight that shards it, is in its order."""
 

@@ -57,6 +57,7 @@ class Regathered:
         self._at = functools.cache(lambda gathering: compiled())
         self._session = session
         self._what = what
+        self._is_looked_at = False
 
     def traced(self, *args: Any) -> Any:
         """Return the function that is called at present, traced for some arguments."""
@@ -68,7 +69,11 @@ class Regathered:
 
     def __call__(self, *args: Any) -> Any:
         """Call it, compiled as it must be."""
-        before, reason = self._session.gathering, None
+        before, operation = self._session.gathering, ""
+        if not self._is_looked_at and before < Gathering.WEIGHTS:
+            operation = _wrong_in_shards(self.traced(*args).graph)
+            self._session.gathering = Gathering.WEIGHTS if operation else before
+        self._is_looked_at = True
         while True:
             try:
                 with self._gathering():
@@ -77,23 +82,36 @@ class Regathered:
                 if not refused(error) or self._session.gathering == Gathering.ALL:
                     self._session.gathering = before
                     raise
-                reason = reason or error
+                operation = operation or operation_of(error)
                 self._session.gathering = Gathering(self._session.gathering + 1)
                 continue
-            if reason is not None:
-                _warn(self._what, reason, self._session)
+            if self._session.gathering != before:
+                _warn(self._what, operation, self._session)
             return result
 
 
-def _warn(what: str, reason: tf.errors.OpError, session: KerasSession) -> None:
+def _warn(what: str, operation: str, session: KerasSession) -> None:
     warning = LayoutMapWarning(
         f"{what}: {_SAID[session.gathering]}",
-        facts={"operation": operation_of(reason)},
-        why="TensorFlow's DTensor has no rule for an operation of the step in the layouts of this map; the weights and "
-        "their slots are stored as planned",
+        facts={"operation": operation},
+        why="DTensor has no right rule for that operation in the layouts of this map; weights and slots are "
+        "stored as planned",
         fix="nothing, but for speed: leave the weights of the layers around that operation unsharded, or use JAX",
     )
     warnings.warn(warning, stacklevel=level_of_user(_INNER))
+
+
+def _wrong_in_shards(graph: Any) -> str:
+    """Return an operation of which DTensor's results would be wrong along a sharded axis, or an empty text."""
+    numbers = {
+        "StridedSlice": 3,
+        "ConcatV2": -1,
+    }  # which input is negative then: steps backwards, an axis from the end
+    for op in graph.get_operations():
+        value = tf.get_static_value(op.inputs[numbers[op.type]]) if op.type in numbers else None
+        if value is not None and (value < 0).any():
+            return op.type
+    return ""
 
 
 def between_layers(values: Any, session: KerasSession) -> Any:
