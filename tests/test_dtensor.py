@@ -115,12 +115,6 @@ def test_replicas_are_compared_by_their_bits():
         pack([np.float32(0)] + [np.float32(-0.0)] * 5, layout, engine=ENGINE)
 
 
-def test_a_mesh_that_is_too_large_is_refused():
-    """A layout on more devices than there are is refused."""
-    with pytest.raises(MeshError, match="16 devices"):
-        pack([np.zeros(1)] * 16, Layout(["x"], Mesh(None, "x=16")), engine=ENGINE)
-
-
 def test_what_has_no_layout_is_refused():
     """A plain array has no layout to fetch, and no components to unpack."""
     for tensor in (np.zeros(3), xp.zeros(3), None, 3):
@@ -128,17 +122,6 @@ def test_what_has_no_layout_is_refused():
             fetch_layout(tensor)
         with pytest.raises(LayoutError, match="has no layout"):
             unpack(tensor)
-
-
-def test_relayout_has_the_layout_asked_for():
-    """A tensor relaid out has the layout asked for and its old values, on another mesh too."""
-    values = random_values((6, 24), "float32", seed=2)
-    tensor = relayout(values, Layout(["x", "y"], GRID), engine=ENGINE)
-    for layout in (Layout(["y", "x"], GRID), Layout(["b", "a"], Mesh(None, "a=4,b=2"))):
-        moved = relayout(tensor, layout)
-
-        assert layout == fetch_layout(moved)
-        assert_same_bits(values, whole(moved))
 
 
 def test_copy_to_mesh_takes_plain_tensors_only():
@@ -168,31 +151,9 @@ def test_a_function_is_called_with_a_layout():
         assert_same_bits(whole(function(*args, **kwargs)), whole(tensor))
 
 
-def test_a_product_is_called_with_a_layout():
-    """A function of plain arrays that adds up elements gives the plain result in the layout."""
-    a = array(random_values((6, 5), "int8", 3).astype(np.float32))
-    b = array(random_values((5, 4), "int8", 4).astype(np.float32))
-    layout = Layout(["x", "y"], GRID)
-    tensor = call_with_layout(xp.matmul, layout, a, b)
-
-    assert layout == fetch_layout(tensor)
-    assert_same_bits(whole(a) @ whole(b), whole(tensor))
-
-
 def test_without_a_layout_a_function_is_just_called():
     """With `None` for a layout, the function's own result comes back."""
     assert [1, 2, 3] == call_with_layout(lambda x: [*x, 3], None, [1, 2])
-
-
-def test_a_result_that_does_not_fit_is_refused():
-    """A result that does not divide, has another rank, or is several arrays, is refused."""
-    layout = Layout(["x", "y"], GRID)
-    with pytest.raises(LayoutError, match="5 is not a multiple of 3"):
-        call_with_layout(xp.zeros, layout, (5, 4), engine=ENGINE)
-    with pytest.raises(LayoutError, match="rank"):
-        call_with_layout(xp.zeros, layout, 5, engine=ENGINE)
-    with pytest.raises(EngineError, match="2 arrays"):
-        call_with_layout(lambda: (xp.zeros(2), xp.zeros(2)), layout, engine=ENGINE)
 
 
 # -- computing on a mesh
@@ -233,13 +194,6 @@ def test_computing_on_a_mesh_that_is_not_there_is_refused():
         pass
     with pytest.raises(EngineError, match="no engine 'numpy'"), run_on(GRID, engine="numpy"):
         pass
-
-
-def test_a_way_to_draw_that_an_engine_has_not_is_refused():
-    """An unknown way is, and by all but torch that by tiles; the error says which there are."""
-    for draws in ["fast"] if ENGINE == "torch" else ["fast", "tiles"]:
-        with pytest.raises(EngineError, match='draws="exact"'), run_on(GRID, engine=ENGINE, draws=draws):  # type: ignore[arg-type]
-            pass
 
 
 def test_what_is_no_layout_is_refused():

@@ -110,17 +110,6 @@ def test_a_function_called_with_a_layout_gives_its_plain_result(function, args, 
     assert_same_bits(function(*args, **kwargs).numpy(), engine().to_numpy(tensor))
 
 
-def test_tensorflow_cannot_draw_random_numbers_with_a_layout():
-    """TensorFlow itself refuses `stateless_uniform` of rank 2 and `tf.random.normal`; here we hear if it learns."""
-    own = dtensor.Layout(["x", "y"], own_mesh())
-
-    with run_on(GRID, engine="tensorflow"):  # which ends; TensorFlow's own, after an exception, does not
-        with pytest.raises(tf.errors.UnknownError, match="matching rank"):
-            dtensor.call_with_layout(tf.random.stateless_uniform, own, (6, 4), (1, 2))
-        with pytest.raises(tf.errors.UnimplementedError, match="got a regular tensor"):
-            dtensor.call_with_layout(tf.random.normal, own, (6, 4))
-
-
 def test_a_function_with_a_state_draws_once():
     """`tf.random.normal`, which has a state, gives what the plain call would, and moves the state on once."""
     tf.random.set_seed(7)

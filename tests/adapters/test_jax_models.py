@@ -189,17 +189,6 @@ def test_values_however_they_are_computed():
     assert not plan["halves.0"].global_init
 
 
-def test_a_list_of_arrays_in_a_module_is_refused():
-    """An array in a plain list, which flax takes for a static value, is refused by its path."""
-
-    class Wrong(nnx.Module):
-        def __init__(self):
-            self.tables = [jnp.ones(3)]
-
-    with pytest.raises((lm.ScopeError, ValueError), match=r"(?s)tables"):
-        layout_map().build(Wrong, library="jax")
-
-
 def test_nothing_of_jax_is_left_changed():
     """What a trace replaces in JAX is put back, also after a function that fails."""
     from jax._src.interpreters.partial_eval import DynamicJaxprTracer

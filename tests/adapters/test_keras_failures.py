@@ -6,18 +6,13 @@ import pytest
 import scipy.sparse
 from keras_models import ON_TORCH, batch
 from keras_training import assert_close, assert_in_layouts, both, fit, mlp, mlp_map
+from quiet import OF_ARRAYS, OF_MAPS
 
 from layoutmap.adapters.keras import adapter
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 
 
 class OnPurpose(Exception):

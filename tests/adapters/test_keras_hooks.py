@@ -12,6 +12,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import private
@@ -23,11 +24,8 @@ L = keras.layers
 pytestmark = [
     pytest.mark.every_case,
     pytest.mark.every_backend,
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
+    OF_MAPS,
+    OF_ARRAYS,
 ]
 X = np.ones((8, 8), "float32")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import few
 from keras_models import ON_JAX, assert_held
+from quiet import OF_ARRAYS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import KerasAdapter, adapter
@@ -18,10 +19,7 @@ from layoutmap.adapters.keras.paths import find_variables
 PROCESSES = ("jax", "tensorflow", "torch")
 pytestmark = [
     pytest.mark.one_backend,  # the models of test_keras_contract_* have the same layers
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
+    OF_ARRAYS,
     # Models of keras-hub compile themselves when they are loaded, with a new optimizer.
     pytest.mark.filterwarnings("ignore:`compile.*` was not called as part of model loading:UserWarning"),
     pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning"),

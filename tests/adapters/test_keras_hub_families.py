@@ -5,16 +5,14 @@ import hub_families
 import keras
 import numpy as np
 import pytest
+from quiet import OF_ARRAYS
 
 import layoutmap as lm
 from layoutmap.scope.plan import make_plan
 
 PROCESSES = ("jax",)
 pytestmark = [
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
+    OF_ARRAYS,
     # Of the mesh's rules some match nothing a model has; and what keras-hub's own layers warn of.
     pytest.mark.filterwarnings("ignore::layoutmap.core.errors.LayoutMapWarning"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning"),

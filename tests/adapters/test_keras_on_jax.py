@@ -6,18 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from keras_models import assert_held, batch
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras.backends.jax_steps import placed
 from layoutmap.adapters.keras.wraps import session_of
 
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 
 
 def mlp():
@@ -100,31 +96,6 @@ def test_states_of_a_recurrent_layer_are_placed():
     assert all(hasattr(v, "layout") for v in model.variables)
 
 
-def test_the_bytes_of_a_plan_are_those_of_the_shards_and_of_the_compiled_step():
-    """Exactly: what the first device holds after a real creation, and what XLA says that a step takes in."""
-    x, y = (array[:8] for array in batch("sequential"))
-    with make_map().scope(batch_dim="batch") as scope:
-        model = mlp()
-        model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.train_on_batch(x, y)  # what training makes is in the plan then
-    groups = [model.trainable_variables, model.non_trainable_variables]
-    groups += [model.optimizer.variables, model.metrics_variables]
-    state = tuple([v.value for v in group] for group in groups)
-    arrays = [array for group in state for array in group]
-    first = jax.devices()[0]
-    held = [s.data.nbytes for array in arrays for s in array.addressable_shards if s.device == first]
-    mesh = arrays[0].sharding.mesh
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
-    data = jax.device_put((x, y), split)
-    compiled = jax.jit(model.train_step).lower(state, data).compile()
-    used = {v.path for group in groups for v in group}
-
-    assert len(used) == len(scope.plan)
-    assert sum(held) == scope.plan.device_bytes
-    brought = sum(array.addressable_shards[0].data.nbytes for array in data)
-    assert sum(held) + brought == compiled.memory_analysis().argument_size_in_bytes
-
-
 MESHES = {
     "explicit": lambda: jax.make_mesh((2, 4), ("batch", "model"), axis_types=(AxisType.Explicit,) * 2),
     "auto": lambda: jax.make_mesh((2, 4), ("batch", "model"), axis_types=(AxisType.Auto,) * 2),
@@ -187,20 +158,6 @@ def test_without_compilation_first_weights_are_the_same():
 
     for one, two in zip(expected, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
-
-
-@pytest.mark.long  # each operation is compiled by itself, for eight devices
-def test_without_compilation_a_model_trains_like_one_device():
-    """Under `jax.disable_jit` training steps have the numbers of one device."""
-    keras.utils.set_random_seed(1)
-    expected = fitted(mlp())
-    keras.utils.set_random_seed(1)
-    with jax.disable_jit():
-        with make_map().scope(batch_dim="batch"):
-            model = mlp()
-        actual = fitted(model)
-
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_a_failed_step_has_taken_are_named_as_lost(tmp_path):

@@ -6,18 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_models import assert_held, batch, compiled
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 
 PROCESSES = ("tensorflow",)
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 MESH = "batch=2,model=4"
 RULES = {r"d1\.kernel": (None, "model"), r"d2\.kernel": ("model", "batch"), r"d1\.bias": ("model",)}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

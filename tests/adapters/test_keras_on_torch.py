@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from keras_models import assert_held, batch, compiled
+from quiet import OF_ARRAYS, OF_MAPS
 from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
@@ -12,13 +13,7 @@ from layoutmap.engines import get_engine
 
 PROCESSES = ("torch",)
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Torch 2.13 and Keras 3.15 know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 MESH = "batch=2,model=4"
 ENGINE = get_engine("torch")
 X = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")

@@ -7,19 +7,14 @@ import numpy as np
 import pytest
 from cases import few
 from keras_models import assert_held
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 X = np.ones((8, 8), "float32")
 X8, Y8 = np.random.default_rng(0).normal(size=(2, 8, 8)).astype("float32")
 
@@ -46,16 +41,6 @@ class Twins(keras.Model):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-class OwnStep(Twins):
-    """A model with a training step of its own."""
-
-    def train_step(self, *args):
-        result = super().train_step(*args)
-        if isinstance(result, tuple):  # on JAX a step also takes and gives all values
-            return result[0] | {"extra": 1.0}, *result[1:]
-        return result | {"extra": 1.0}
 
 
 def trained(make=Twins, optimizer="adam"):
@@ -177,33 +162,6 @@ def test_optimizers_in_an_optimizer_that_were_made_outside():
     assert [("batch", "model")] * 2 == [v.layout.sharding_specs for v in slots]
     for slot in slots:
         assert_held(slot)
-
-
-def test_two_models_have_slots_of_the_same_paths():
-    """Slots are distinguished by the model, as weights are."""
-    kept = []
-    with make_map().scope() as scope:
-        for name in ("teacher", "student"):
-            kept.append(keras.Sequential([keras.Input((8,)), L.Dense(8, name="d1")], name=name))
-            kept.append(keras.optimizers.SGD(momentum=0.9))
-            kept[-1].build(kept[-2].trainable_variables)
-    named = [
-        a.variable.model for a in scope.plan.assignments if a.variable.path == "optimizer.d1.kernel.momentum"
-    ]
-
-    assert ["teacher", "student"] == named
-
-
-def test_a_training_step_of_ones_own():
-    """A model that overrides `train_step` trains in its layouts, and its logs come out."""
-    with make_map().scope(batch_dim="batch"):
-        model = trained(OwnStep)
-    logs = model.fit(X, X, verbose=0).history
-    expected = trained(OwnStep).fit(X, X, verbose=0).history
-
-    assert [1.0] == logs["extra"]
-    np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-5)
-    assert ("model", "unsharded") == model.blocks[1].d.kernel.layout.sharding_specs
 
 
 def test_a_sequential_model_that_grows():

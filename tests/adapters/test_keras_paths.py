@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from cases import few
 from keras_models import ON_JAX
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras.paths import find_variables
@@ -12,13 +13,7 @@ from layoutmap.adapters.keras.pending import is_pending
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 
 
 class Holder(keras.Model):
@@ -205,15 +200,6 @@ def test_a_tied_weight_has_one_path_and_an_alias_and_rules_match_either():
     assert ("model", "unsharded") == model.embedding.embeddings.layout.sharding_specs
 
 
-def test_two_rules_that_disagree_on_a_tied_weight_are_reported():
-    """Where its two paths are given different layouts, the first rule wins and the plan says so."""
-    rules = {r"output_embedding\..*": ("model", None), r"embedding\..*": (None, "model")}
-    plan = lm.plan(Tied, lm.LayoutMap(lm.create_mesh("model=2"), rules), inputs=np.zeros((1, 2), "int32"))
-
-    assert ["tied"] == [p.kind for p in plan.warnings if p.kind == "tied"]
-    assert ("model", "unsharded") == plan["embedding.embeddings"].layout.sharding_specs
-
-
 @pytest.mark.parametrize(
     ("make_layer", "shape", "paths"),
     [
@@ -283,19 +269,6 @@ def test_a_layer_alone_goes_by_its_name():
     assert ("unsharded", "model") == layer.kernel.layout.sharding_specs
 
 
-def test_two_models_in_one_scope_are_distinguished():
-    """Equal paths in two models get the same layout each, and the plan names the model."""
-    layout_map = lm.LayoutMap(lm.create_mesh("model=2"), {r"d1\.kernel": (None, "model")})
-    with layout_map.scope() as scope:
-        teacher, student = Holder(d1=d()), Holder(d1=d())
-    for model in (teacher, student):
-        model(np.ones((1, 4), "float32"))
-
-    assert teacher.d1.kernel.layout == student.d1.kernel.layout == layout_map["d1.kernel"]
-    assert {"holder", "holder_1"} == {a.variable.model for a in scope.plan.assignments}
-    assert "holder_1: d1.kernel" in str(scope.plan)
-
-
 def unnamed():
     """A Functional model whose layers were given no names, but for one that looks numbered."""
     x = keras.Input((4,))
@@ -326,24 +299,3 @@ def test_names_of_a_model_that_exists_are_as_they_are():
     assert [f"{name}.{w}" for name in names for w in ("kernel", "bias")] == [
         f.path for f in find_variables(model)
     ]
-
-
-def test_rules_of_keras_see_names_as_in_a_process_that_made_nothing_before():
-    """Whatever was made, each plan of a model without names has the names of the first one in a new process."""
-
-    def make():
-        return Holder(
-            a=L.Dense(4), b=keras.Sequential([keras.Input((4,)), L.Dense(4), L.Dense(4, name="named_7")])
-        )
-
-    keras.backend.clear_session()
-    new = make()
-    new(np.zeros((2, 4), "float32"))
-    names = [(f"keras:{found.variable.path}",) for found in find_variables(new)]
-    layout_map = lm.LayoutMap("model=2", {"keras:.*": ()})
-    plans = [lm.plan(make, layout_map, inputs=keras.Input((4,))) for _ in range(2)]
-
-    assert ["keras:holder/dense", "keras:sequential/dense_1", "keras:sequential/named_7"] == [
-        name.removesuffix("/kernel") for (name,) in names if name.endswith("/kernel")
-    ]
-    assert [names] * 2 == [[a.variable.aliases for a in plan.assignments] for plan in plans]

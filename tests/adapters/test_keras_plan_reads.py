@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras_models import num_arrays
+from quiet import OF_ARRAYS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import materialize, paths, reading, session
@@ -14,10 +15,7 @@ PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
 ops = keras.ops
 pytestmark = [
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
+    OF_ARRAYS,
     pytest.mark.filterwarnings(
         "ignore:layout map:layoutmap.core.errors.LayoutMapWarning"
     ),  # the rules of other models

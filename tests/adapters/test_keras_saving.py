@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from keras_models import ON_JAX, ON_TORCH, assert_held, is_traced
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import session
@@ -19,13 +20,7 @@ from layoutmap.adapters.keras.wraps import session_of
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 RULES = {r"d1\.kernel": (None, "model"), r"d2\.kernel": ("model", "batch"), r"norm\..*": ("model",)}
 
 

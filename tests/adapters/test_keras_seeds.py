@@ -3,19 +3,14 @@
 import keras
 import numpy as np
 import pytest
+from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
 I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 
 
 def layout_map():

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from keras_models import ON_TORCH, batch, compiled
 from keras_training import (
-    MESH,
-    MLP_RULES,
     assert_close,
     assert_in_layouts,
     both,
@@ -18,18 +16,11 @@ from keras_training import (
     mlp,
     mlp_map,
 )
-
-import layoutmap as lm
+from quiet import OF_ARRAYS, OF_MAPS
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),
-    # Keras 3.15's own variables know only the older form of __array__.
-    pytest.mark.filterwarnings(
-        "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
-    ),
-]
+pytestmark = [OF_MAPS, OF_ARRAYS]
 
 
 def test_fit_evaluate_and_predict_give_the_numbers_of_one_device():
@@ -117,25 +108,6 @@ def test_weights_that_training_makes_find_their_layouts(first):
 
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert mlp_map()["d1.kernel"] == model.layers[0].kernel.layout
-
-
-def test_dropout_masks_are_those_of_one_device():
-    """Random masks in training do not depend on the mesh: a model with dropout has the plain losses."""
-
-    def make_model():
-        layers = [
-            L.Dense(32, name="d1"),
-            L.Dropout(0.5, seed=5),
-            L.BatchNormalization(name="bn"),
-            L.Dense(64, name="d2"),
-        ]
-        return compiled(keras.Sequential([keras.Input((16,)), *layers]))
-
-    rules = MLP_RULES | {r"bn\..*": ("model",)}
-    expected, actual, model = both(make_model, fit, lm.LayoutMap(lm.create_mesh(MESH), rules))
-
-    assert_close(expected, actual)
-    assert ("model",) == model.layers[2].moving_mean.layout.sharding_specs
 
 
 def test_an_optimizer_made_elsewhere_follows_when_training_begins():

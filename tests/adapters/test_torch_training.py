@@ -69,17 +69,6 @@ class TestSteps:
             if parameter.requires_grad:
                 assert_close(expected.grad, parameter.grad)
 
-    def test_gradients_add_up(self):
-        """Two batches before a step give the sum of their gradients."""
-        models = pair()
-        for each in models:
-            for x, y in ((X[:4], Y[:4]), (X[4:], Y[4:])):
-                F.mse_loss(each(x), y).backward()
-
-        for expected, parameter in zip(*(each.parameters() for each in models), strict=True):
-            if parameter.requires_grad:
-                assert_close(expected.grad, parameter.grad)
-
     def test_parameters_that_change(self):
         """A copy, a parameter that is trained only later, and one that a state dict brought have right gradients."""
         plain, model = pair(Layers)
@@ -113,25 +102,6 @@ class TestSteps:
         for expected, parameter in zip(*(each.parameters() for each in models), strict=True):
             if expected.grad is not None:
                 assert_close(expected.grad, parameter.grad)
-
-    def test_dropout_is_that_of_one_device(self):
-        """The same seed gives the same loss, whatever the mesh."""
-
-        class Model(nn.Sequential):
-            def __init__(self):
-                super().__init__(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 64))
-
-        plain, model = pair(Model, {"0.weight": ("model", None), "2.weight": (None, "model")})
-        losses = []
-        for each in (plain, model):
-            torch.manual_seed(1)
-            losses.append(F.mse_loss(each(X), Y))
-        after = torch.rand(1)
-        torch.manual_seed(1)
-        plain(X)
-
-        assert_close(*losses)
-        assert torch.equal(torch.rand(1), after)
 
     @pytest.mark.parametrize("rows", [7, 8])
     def test_dropout_by_tiles_is_that_of_any_mesh(self, rows):

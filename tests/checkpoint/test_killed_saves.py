@@ -144,19 +144,6 @@ def test_what_a_living_save_writes_is_not_deleted(tmp_path: Path) -> None:
     assert is_good(tmp_path, 1, OLD)
 
 
-def test_of_two_writers_of_one_step_one_wins(tmp_path: Path) -> None:
-    """The step is that of who was first, and the other one is refused; nothing is left of it."""
-    (first,), (second,) = writers(tmp_path, 1, OLD), writers(tmp_path, 1, NEW)
-    with first:
-        first.write()
-    with pytest.raises(CheckpointError, match="step 1 exists already") as error, second:
-        second.write()
-
-    assert "a saved step is never overwritten" in str(error.value)
-    assert ["step-1"] == names_in(tmp_path)
-    assert is_good(tmp_path, 1, OLD)
-
-
 def test_of_processes_that_save_one_step_at_once_one_wins(tmp_path: Path) -> None:
     """However they meet, exactly one of the processes saves the step."""
     values = [values_of(seed) for seed in range(4)]

@@ -35,19 +35,6 @@ def run_all(working: list[StepWriter]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_processes_write_one_step(tmp_path: Path, count: int) -> None:
-    """What several processes write is one step, with nothing beside it."""
-    said = run_all(writers(tmp_path, 3, values_of(0), count))
-
-    assert [""] * count == said
-    assert is_good(tmp_path, 3, values_of(0))
-    assert ["step-3"] == names_in(tmp_path)
-    assert [f"data-{n:05d}.safetensors" for n in range(count)] + ["manifest.json"] == names_in(
-        tmp_path / "step-3"
-    )
-
-
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_that_fails_fails_all(tmp_path: Path, failing: int) -> None:
     """If a process fails, all fail at once and say which one and why; nothing is left, and the last step is good."""

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError
-from layoutmap.core.layout import UNSHARDED, Layout, as_layout
+from layoutmap.core.errors import LayoutError, MeshError
+from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.testing import strategies
 
@@ -107,27 +107,6 @@ def test_a_layout_is_replicated_if_it_has_one_shard(layout: Layout):
     """Fully replicated means that each axis has one shard; mesh dims of size 1 shard nothing."""
     assert layout.is_fully_replicated() == all(layout.num_shards(axis) == 1 for axis in range(layout.rank))
     assert layout.is_fully_replicated() == (len(set(layout.offset_to_shard())) == 1)
-
-
-def test_np_arange_of_6_over_a_mesh_of_3_by_2():
-    """The example of TensorFlow's `Layout`: `Layout(["x", "unsharded"])` of 3 x 2 values, component by component."""
-    values = np.arange(6).reshape(3, 2)
-    layout = Layout(["x", UNSHARDED], GRID)
-
-    components = [values[layout.shard_slices((3, 2), i)].tolist() for i in range(6)]
-
-    assert [[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]], [[4, 5]], [[4, 5]]] == components
-
-
-def test_an_axis_over_several_dims_is_sharded_major_to_minor():
-    """In `("x", "y")` the first dim shards coarsest; `("y", "x")` deals the same pieces to other devices."""
-    values = np.arange(6)
-
-    major = [values[Layout([("x", "y")], GRID).shard_slices((6,), i)].item() for i in range(6)]
-    minor = [values[Layout([("y", "x")], GRID).shard_slices((6,), i)].item() for i in range(6)]
-
-    assert [0, 1, 2, 3, 4, 5] == major
-    assert [0, 3, 1, 4, 2, 5] == minor
 
 
 @given(strategies.layouts(), st.data())
@@ -381,20 +360,6 @@ the shape (None, 8) is not fully known
   why     None and -1 stand for a size that is not known yet
   fix     give all sizes, or ask local_shape_from_global_shape, which leaves unknown ones as they are""",
     ),
-    "text for a layout": (
-        lambda: as_layout("model", MESH),
-        """\
-'model' is not a layout
-  why   it is of type str
-  fix   for a tensor of one axis write ('model',), of two (None, 'model')""",
-    ),
-    "None for a layout": (
-        lambda: as_layout(None, MESH),
-        """\
-None is not a layout
-  why   it is None
-  fix   use a Layout, or a tuple of sharding specs such as (None, "model")""",
-    ),
 }
 
 
@@ -407,17 +372,6 @@ def test_a_layout_that_cannot_be_is_refused_with_the_fix(mistake: str):
         make()
 
     assert message == str(raised.value)
-
-
-def test_specs_without_a_mesh_are_refused():
-    """A tuple of specs means nothing without a mesh to bind it to."""
-    with pytest.raises(LayoutMapError) as raised:
-        as_layout((None, "model"), None)
-
-    assert """\
-sharding specs (None, 'model') have no mesh
-  why   a tuple of specs is bound to the layout map's mesh, and it has none
-  fix   make the map with one, LayoutMap(mesh), or pass a Layout""" == str(raised.value)
 
 
 def test_a_device_that_is_not_there_has_no_shard():

@@ -86,40 +86,6 @@ def own_layout(*specs):
     return engine().native(Layout(specs, GRID), len(specs))
 
 
-def test_replicas_that_differ_are_refused():
-    """TensorFlow packs replicas that differ, and takes the first for the value; here it is an error."""
-    parts = [tf.constant(float(i)) for i in range(8)]
-
-    assert 0.0 == dtensor.pack(parts, own_layout()).numpy()
-    with pytest.raises(LayoutError, match="components 0 and 1 differ, and are the same shard"):
-        lm.dtensor.pack(parts, Layout([], GRID))
-
-
-def test_a_component_of_another_rank_is_refused():
-    """TensorFlow packs a component of a higher rank among others; here it is an error."""
-    parts = [tf.zeros(2)] * 7 + [tf.zeros((2, 1))]
-
-    assert (8,) == dtensor.pack(parts, own_layout("x")).shape
-    with pytest.raises(LayoutError, match="component 7 differs from component 0"):
-        lm.dtensor.pack(parts, X)
-
-
-@pytest.mark.parametrize(
-    ("native_error", "words", "parts"),
-    [
-        (tf.errors.InvalidArgumentError, "7 components for 8 devices", [np.zeros(2, np.float32)] * 7),
-        (tf.errors.InternalError, "component 7 differs", [np.zeros(2)] * 7 + [np.zeros(2, np.int32)]),
-        (tf.errors.UnimplementedError, "component 7 differs", [np.zeros(2)] * 7 + [np.zeros(3)]),
-    ],
-)
-def test_components_that_do_not_fit_are_named(native_error, words, parts):
-    """Where TensorFlow answers a wrong `pack` with an internal error, the component is named here."""
-    with pytest.raises(native_error):
-        dtensor.pack([tf.constant(part) for part in parts], own_layout("x"))
-    with pytest.raises(LayoutError, match=words):
-        lm.dtensor.pack([tf.constant(part) for part in parts], X)
-
-
 def test_what_does_not_divide_is_named():
     """TensorFlow answers with the text of its compiler; here the axis, the sizes and the fix are named."""
     values = np.zeros(6, np.float32)

@@ -85,11 +85,6 @@ def test_a_plan_comes_back(plan):
     assert plan.fingerprint == lm.Plan.from_json(text).fingerprint
 
 
-def test_a_plan_with_everything_comes_back():
-    """Aliases, slots, notes and activations, too."""
-    assert make() == lm.Plan.from_json(make().to_json())
-
-
 def test_the_fingerprint_is_that_of_the_places():
     """It stays where rules are written otherwise, and on other devices; it changes with any layout, or the mesh."""
     same = {"tokens": ("model", None), **RULES}
@@ -103,44 +98,6 @@ def test_the_fingerprint_is_that_of_the_places():
 
 def changed(**changes):
     return json.dumps({**json.loads(make().to_json()), **changes})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "plan file: it is not JSON"),
-        ("[]", "plan file: it is not a plan"),
-        (changed(format="other"), "plan file: it is not a plan"),
-        (changed(version=4), "plan file: version 4\n  why   this layoutmap reads versions 1 to 3"),
-        (changed(version=2), "plan file: plan has no 'collectives'"),
-        (changed(cost={}), "plan file: plan has no 'collectives'"),
-        (changed(verdict=True), "plan file: verdict is not an object"),
-        (changed(device_memory=-1), "plan file: device_memory is no"),
-        (changed(mesh=None), "plan file: mesh is not an object"),
-        (changed(mesh={}), "plan file: mesh has no 'dims'"),
-        (changed(mesh={"dims": {"x": 0}}), "plan file: mesh: "),
-        (changed(variables={}), "plan file: variables is not a list"),
-        (changed(variables=[{"path": "d"}]), r"plan file: variables\[0\] has no 'shape'"),
-        (
-            changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": ["y"]}]),
-            r"plan file: variables\[0\].layout: layout \(y,\)",
-        ),
-        (
-            changed(variables=[{"path": "d", "shape": [1], "dtype": "int8", "layout": [None], "rule": 1}]),
-            r"plan file: variables\[0\].rule is not a list of 2",
-        ),
-        (
-            changed(variables=[{"path": "d", "shape": ["a"], "dtype": "int8", "layout": [None]}]),
-            r"plan file: variables\[0\].shape\[0\] is not a whole number of 0 or more",
-        ),
-        (changed(problems=["it burns"]), r"plan file: problems\[0\] is not an object"),
-    ],
-)
-def test_what_is_no_plan_is_refused(text, message):
-    """With the place in the file, why, and a fix."""
-    with pytest.raises(lm.PlanError, match=f"^{message}") as caught:
-        lm.Plan.from_json(text)
-    assert caught.value.fix
 
 
 @pytest.mark.parametrize("end", range(0, 900, 45))
@@ -172,6 +129,21 @@ def without(key):
 ONE = {"path": "d", "shape": [8], "dtype": "int8", "layout": [None]}
 NOTE = {"severity": "note", "subject": "d", "what": "it is"}
 STRICT = {
+    "another list": ("[]", "it is not a plan"),
+    "another format": (changed(format="other"), "it is not a plan"),
+    "a later version": (changed(version=4), "version 4\n  why   this layoutmap reads versions 1 to 3"),
+    "an older one without a cost": (changed(version=2), "plan has no 'collectives'"),
+    "an empty cost": (changed(cost={}), "plan has no 'collectives'"),
+    "verdict": (changed(verdict=True), "verdict is not an object"),
+    "device memory": (changed(device_memory=-1), "device_memory is no"),
+    "mesh": (changed(mesh=None), "mesh is not an object"),
+    "no dims": (changed(mesh={}), "mesh has no 'dims'"),
+    "a dim of 0": (changed(mesh={"dims": {"x": 0}}), "mesh: "),
+    "variables": (changed(variables={}), "variables is not a list"),
+    "no shape": (variable(shape=...), "variables[0] has no 'shape'"),
+    "an unknown dim": (variable(layout=[None, "y"]), "variables[0].layout: layout (unsharded, y)"),
+    "a number for a rule": (variable(rule=1), "variables[0].rule is not a list of 2"),
+    "a text for a problem": (changed(problems=["it burns"]), "problems[0] is not an object"),
     "no variables": (without("variables"), "plan has no 'variables'"),
     "no problems": (without("problems"), "plan has no 'problems'"),
     "unknown key": (changed(variabels=[]), "plan: 'variabels' is not known"),
@@ -251,7 +223,7 @@ def test_a_plan_is_read_strictly(text, what):
     with pytest.raises(lm.PlanError) as caught:
         lm.Plan.from_json(text)
 
-    assert caught.value.what.startswith(f"plan file: {what}")
+    assert str(caught.value).startswith(f"plan file: {what}")
     assert caught.value.why
     assert caught.value.fix
 

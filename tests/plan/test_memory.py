@@ -2,10 +2,8 @@
 
 from hypothesis import given
 
-import layoutmap as lm
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
 
@@ -50,24 +48,3 @@ def test_what_could_be_sharded_can_be(drawn):
             assert all(
                 not n or n % dim.size for n in a.variable.shape for dim in plan.mesh.mesh_dims if dim.size > 1
             )
-
-
-def test_the_text():
-    """Blocks are one line, and what is small comes last."""
-    mesh = lm.Mesh(None, "batch=2,model=4")
-    variables = [VariableSpec(f"blocks.{n}.norm", (64,), "float32", Kind.STATE) for n in range(3)]
-    variables += [VariableSpec("head", (64, 512), "float32"), VariableSpec("up", (64, 64), "float32")]
-    variables += [VariableSpec("optimizer.up.m", (64, 64), "float32", Kind.SLOT, parent="up")]
-    plan = make_plan(variables, lm.LayoutMap(mesh, {"up": (None, "model")}))
-
-    assert (
-        str(plan.memory)
-        == """\
-per device: weights 132.0 KiB, gradients 132.0 KiB, slots 4.0 KiB, state 768 B; 268.8 KiB in total
-
-replicated             saves  if sharded
-------------------  --------  -----------------
-head                96.0 KiB  axis 0 over model
-blocks.{0..2}.norm     576 B  axis 0 over model"""
-    )
-    assert repr(plan.memory) == f"<Memory: {str(plan.memory).splitlines()[0]}>"

@@ -366,6 +366,7 @@ def test_a_plan():
 def test_the_memory_of_a_plan():
     """What a device holds, and what could be less; what does not fit is not counted."""
     assert MEMORY == str(one_of_each().memory)
+    assert f"<Memory: {MEMORY.splitlines()[0]}>" == repr(one_of_each().memory)
 
 
 def test_the_memory_of_a_large_plan():
@@ -483,6 +484,7 @@ def test_in_a_notebook(view):
 def test_a_difference():
     """The mesh, what went, what moved, what came, and what that does to a device."""
     assert DIFF == str(one_of_each().diff(another()))
+    assert "<PlanDiff: 13 changes; per device 2.9 KiB -> 6.2 KiB>" == repr(one_of_each().diff(another()))
 
 
 if __name__ == "__main__":

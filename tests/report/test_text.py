@@ -7,7 +7,7 @@ from report.test_golden import one_of_each
 
 import layoutmap as lm
 from layoutmap.core.text_table import html_table, size
-from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.core.variables import VariableSpec
 from layoutmap.report.rows import plan_rows
 from layoutmap.report.text import warning_text
 from layoutmap.scope.plan import make_plan
@@ -97,43 +97,17 @@ def test_html_escapes_whatever_is_in_a_path():
 
 
 def test_a_derived_variable_is_shown_with_its_parent():
-    """Blocks are one row, and so are their parents; a slot of fewer axes is derived, too."""
+    """Blocks are one row, and so are their parents."""
     variables = []
     for block in range(2):
         kernel = f"blocks.{block}.up.kernel"
-        variables += [
-            VariableSpec(kernel, (16, 64), "int8"),
-            VariableSpec(
-                f"{kernel}_scale", (64,), "float32", parent=kernel, axes=((1,),), parent_shape=(16, 64)
-            ),
-            VariableSpec(
-                f"optimizer.{kernel}.r",
-                (16,),
-                "float32",
-                Kind.SLOT,
-                parent=kernel,
-                axes=((0,),),
-                parent_shape=(16, 64),
-            ),
-        ]
+        scale = VariableSpec(
+            f"{kernel}_scale", (64,), "float32", parent=kernel, axes=((1,),), parent_shape=(16, 64)
+        )
+        variables += [VariableSpec(kernel, (16, 64), "int8"), scale]
     plan = make_plan(variables, lm.LayoutMap(MESH, {r"blocks\.\d+\.up\.kernel": ("batch", "model")}))
 
     assert [
         ("blocks.{0..1}.up.kernel", "1"),
         ("blocks.{0..1}.up.kernel_scale", "as blocks.{0..1}.up.kernel"),
-        ("optimizer.blocks.{0..1}.up.kernel.r", "as blocks.{0..1}.up.kernel"),
     ] == [(row.path, row.rule) for row in plan_rows(plan)]
-    assert [("batch", "model"), ("model",), ("batch",)] == [
-        row.first.layout.sharding_specs for row in plan_rows(plan)
-    ]
-
-
-def test_what_was_taken_for_an_axis_that_does_not_divide_is_shown():
-    """The table shows the layout that was taken, and a note says that the rule asked for another."""
-    variables = [VariableSpec(f"blocks.{n}.key", (16, 1), "float32") for n in range(2)]
-    plan = make_plan(variables, lm.LayoutMap(MESH, {"blocks": ("batch", "model")}, uneven="replicate"))
-
-    assert str(plan).endswith(
-        "no problems\n\nnote: blocks.{0..1}.key: axis 1 cannot be split evenly, so it is replicated"
-    )
-    assert "(batch, unsharded)" in str(plan)

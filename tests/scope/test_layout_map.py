@@ -421,14 +421,6 @@ rule 'new': layout (unsharded, modle): spec 'modle' of axis 1 is not allowed
   why   the mesh has no dim 'modle'
   fix   use one of 'batch', 'model', 'unsharded'""",
     ),
-    "a repeated dim": (
-        lambda m: m.__setitem__("new", ("model", "model")),
-        """\
-rule 'new': layout (model, model): spec 'model' of axis 1 is not allowed
-  mesh  batch=2, model=4
-  why   mesh dim 'model' is used twice, and one dim can shard only one axis
-  fix   leave axis 1 unsharded, or shard it over another dim""",
-    ),
     "another mesh": (
         lambda m: m.__setitem__("new", Layout(["model"], Mesh(None, "model=8"))),
         """\
@@ -453,15 +445,6 @@ activation rule 'layer' is in the map already
 activation rule 7 is not text
   why   a rule is a regex over layers' paths
   fix   write it as in layout_map.activations[r"blocks\\.\\d+"]""",
-    ),
-    "an activation on another mesh": (
-        lambda m: m.activations.__setitem__("new", Layout(["model"], Mesh(None, "model=8"))),
-        """\
-activation rule 'new': its layout is on another mesh
-  map's     batch=2, model=4
-  layout's  model=8
-  why       all variables of a model are on one mesh
-  fix       use the map's mesh, or make another map""",
     ),
     "one bad rule of many": (
         lambda m: m.update({"fine": ROW, "new": 7}),

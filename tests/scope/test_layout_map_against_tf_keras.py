@@ -138,46 +138,20 @@ def test_deleting_a_rule_that_is_not_there_is_a_key_error_in_both(pair):
 # -- different, on purpose
 
 
-def test_in_means_the_rules(pair):
-    """In tf_keras everything is `in` the map; here only the keys are."""
+def test_it_is_a_dict_of_its_rules(pair):
+    """In tf_keras all is `in` the map, and `get`, `setdefault` and `pop` mind no default; here they are a dict's."""
     other, ours = pair
 
-    assert "nope" in other
-    assert "d1" in other
-    assert "nope" not in ours
-    assert "d1" not in ours
-    assert "d.*" in ours
-
-
-def test_get_gives_its_default(pair):
-    """tf_keras's `get` gives `None` whatever the default; here it gives the default."""
-    other, ours = pair
-
-    assert other.get("nope", 7) is None
-    assert 7 == ours.get("nope", 7)
-    assert ROW == ours.get("d1", 7)
-
-
-def test_setdefault_adds_the_rule(pair):
-    """tf_keras's `setdefault` adds nothing; here it adds the rule, also where another matches that text."""
-    other, ours = pair
-
+    assert [True, True] == [key in other for key in ("nope", "d1")]
+    assert [False, False, True] == [key in ours for key in ("nope", "d1", "d.*")]
+    assert [None, 7, ROW] == [other.get("nope", 7), ours.get("nope", 7), ours.get("d1", 7)]
     assert other.setdefault("new", theirs(ROW)) is None
-    assert "new" not in list(other)
-    assert ROW == ours.setdefault("new", ROW)
-    assert COLUMN == ours.setdefault("d1", COLUMN)
+    assert ["d.*", "e"] == list(other)
+    assert [ROW, COLUMN] == [ours.setdefault("new", ROW), ours.setdefault("d1", COLUMN)]
     assert ["d.*", "e", "new", "d1"] == list(ours)
-
-
-def test_pop_gives_its_default(pair):
-    """tf_keras's `pop` of a missing key is a KeyError whatever the default; here it gives the default."""
-    other, ours = pair
-
     with pytest.raises(KeyError):
         other.pop("d1", 7)
-    assert 7 == ours.pop("d1", 7)
-    assert COLUMN == ours.pop("e", 7)
-    assert ["d.*"] == list(ours)
+    assert [COLUMN, 7, COLUMN] == [ours.pop("d1", 7), ours.pop("d2", 7), ours.pop("e", 7)]
 
 
 def test_an_invalid_regex_is_refused_when_it_is_added(pair):

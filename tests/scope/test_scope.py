@@ -39,21 +39,6 @@ def assignments(plan):
     return {a.variable.path: a.layout for a in plan.assignments}
 
 
-def test_scope_build_and_apply_give_one_result():
-    """The three ways to lay out a model give the same layouts and the same plan; `plan` foretells it."""
-    with make_map().scope() as scope:
-        first = make_model()
-    second = make_map().build(make_model)
-    third = make_map().apply(make_model())
-    planned = lm.plan(make_model, make_map())
-
-    assert assignments(planned) == assignments(scope.plan)
-    for model in (first, second, third):
-        assert assignments(planned) == {
-            f"{layer.name}.{v.name}": v.layout for layer in model.layers for v in layer.variables
-        }
-
-
 def test_a_plan_grows_as_weights_are_made():
     """What a first call makes joins the plan of the scope, and what was there stays."""
     with make_map().scope() as scope:
@@ -94,21 +79,6 @@ def test_a_plan_without_inputs_says_what_it_cannot_know():
     with pytest.raises(lm.PlanError) as caught:
         lm.plan(Lazy, lm.LayoutMap(make_map().mesh), strict=True)
     assert message == str(caught.value)
-
-
-def test_a_strict_scope_says_what_it_cannot_check_yet():
-    """Of a model that is not built; the error comes with the first call, and with `inputs=` at once."""
-    layout_map = make_map()
-    layout_map["dwon"] = (None, None)
-    with pytest.warns(lm.LayoutMapWarning, match="strict: the layout map is not checked yet") as caught:
-        model = layout_map.build(Lazy, strict=True)
-    assert "dwon" in str(caught[0].message)
-    assert "inputs=" in str(caught[0].message)
-
-    with pytest.raises(lm.PlanError, match="matches no variable"):
-        model(np.ones((4, 8)))
-    with pytest.raises(lm.PlanError, match="matches no variable"):
-        layout_map.build(Lazy, strict=True, inputs=np.ones((4, 8)))
 
 
 def test_a_batch_is_sharded_where_it_divides():
@@ -193,19 +163,6 @@ def test_apply_changes_nothing_if_something_does_not_fit():
 
     assert before == [(v.value.sharding, v._layout) for v in model.variables]
     assert not any(hasattr(v, "layout") for v in model.variables)
-
-
-def test_apply_again_moves_to_the_new_layouts():
-    """A model may be laid out anew, on another mesh, with the values that it has."""
-    model = make_map().build(make_model)
-    values = [np.asarray(v.value) for v in model.variables]
-    other = make_map({r".*kernel": ("model", None), r".*bias": ("model",)}, "model=8")
-    other.apply(model)
-
-    for variable, value in zip(model.variables, values, strict=True):
-        assert other.mesh == variable.layout.mesh
-        assert np.array_equal(value, np.asarray(variable.value))
-    assert other["d1.kernel"] == model.layers[0].kernel.layout
 
 
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")

@@ -14,7 +14,6 @@ from engines.torch.custom_operators import (
     X,
     Y,
     accumulate,
-    normalized,
     parts,
     ranks,
 )
@@ -23,7 +22,6 @@ from engines.torch.operators_in_models import KINDS, Pointer, trained
 from engines.torch.operators_in_models import Head as HeadOfKind
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import layoutmap as lm
@@ -183,37 +181,6 @@ def test_the_warning():
     assert ["torch.ops.layoutmap_custom.ranks: computed on gathered tensors, by each process"] == [
         str(each.message).partition("\n")[0] for each in found
     ]
-
-
-class Head(nn.Module):
-    """A model whose loss is a custom operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.classes = nn.Linear(6, 6), nn.Linear(6, 12, bias=False)
-
-    def forward(self, x):
-        return F.linear_cross_entropy(
-            normalized(self.up(x), 2.0), self.classes.weight, LABELS, reduction="none", options=CHUNKED
-        )
-
-
-def test_a_model_trains():
-    """Gradients of a model in layouts that calls custom operators are those of the plain model."""
-    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"))
-    layout_map[r"up\.weight"] = ("model", "batch")
-    layout_map[r"classes\.weight"] = ("model", None)
-
-    def gradients(model):
-        model(X).mean().backward()
-        return [whole(each.grad) for each in model.parameters()]
-
-    torch.manual_seed(0)
-    expected = gradients(Head())
-    torch.manual_seed(0)
-    actual = gradients(layout_map.build(Head, library="torch", batch_dim="batch"))
-
-    torch.testing.assert_close(actual, expected)
 
 
 SPECS = st.permutations([None, "batch", "model"]).map(lambda specs: tuple(specs[:2]))

@@ -8,8 +8,6 @@ from engines.torch.dtensors import MESH, place, run_on, whole
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from layoutmap.core.layout import Layout
-from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.gradients import Gradients
 
 PROCESSES = ("torch",)
@@ -74,14 +72,6 @@ class Pair:
                 torch.testing.assert_close(whole(actual.grad), expected.grad)
 
 
-def test_gradients_have_the_layout_of_their_parameter():
-    """After a backward pass, each gradient is that of one device, in the layout of its parameter."""
-    pair = Pair()
-    pair.backward()
-
-    pair.check()
-
-
 def test_gradients_are_added_up():
     """Several passes add up, also through one graph, and after gradients were set to none or zero."""
     pair = Pair()
@@ -96,17 +86,6 @@ def test_gradients_are_added_up():
             model.zero_grad(set_to_none=set_to_none)
         pair.backward(5)
         pair.check()
-
-
-def test_parameters_without_a_gradient():
-    """A parameter that is frozen, or takes no part, has no gradient, and the others have theirs."""
-    pair = Pair()
-    for model in (pair.plain, pair.laid_out):
-        model[0].requires_grad_(False)
-        model.unused = nn.Parameter(torch.zeros(3))
-    pair.backward()
-
-    pair.check()
 
 
 def test_sums_are_made_together():
@@ -128,21 +107,6 @@ def test_sums_are_made_together():
         assert {"all_reduce": len(MESH.shape), "reduce_scatter_tensor": 1} == added
         for parameter in without.parameters():
             parameter.grad = None
-
-
-def test_clipping_and_steps():
-    """Clipping and an optimizer find the gradients of one device."""
-    pair = Pair()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (pair.plain, pair.laid_out)]
-    for seed in range(3):
-        pair.backward(seed)
-        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (pair.plain, pair.laid_out)]
-        torch.testing.assert_close(whole(norms[1]), norms[0])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for expected, actual in zip(pair.plain.parameters(), pair.laid_out.parameters(), strict=True):
-        torch.testing.assert_close(whole(actual), expected.detach())
 
 
 def test_a_pass_that_fails():
@@ -182,21 +146,3 @@ def test_plain_parameters():
 
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
     gradients.remove()
-
-
-def test_shared_parameters():
-    """A parameter that is used twice has the sum of both gradients."""
-    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    x = batch()[0]
-    plain, ours = nn.Parameter(weight), nn.Parameter(place(weight, None, None))
-    Gradients([ours])
-
-    def loss(weight, x):
-        return (torch.relu(x @ weight) @ weight.T).square().mean()
-
-    loss(plain, x).backward()
-    with run_on():
-        loss(ours, place(x, "batch", None)).backward()
-
-    assert engine().layout_of(ours.grad) == Layout([None, None], MESH)
-    torch.testing.assert_close(whole(ours.grad), plain.grad)
