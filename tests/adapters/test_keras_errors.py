@@ -64,21 +64,6 @@ def raised(error, action):
     return said
 
 
-@pytest.mark.every_backend
-def test_a_layout_longer_than_the_rank():
-    """Names the variable, the rule and the mesh, before anything is made."""
-    layout_map = make_map({r"d1\.kernel": (None, "model", None)})
-
-    assert raised(lm.PlanError, lambda: layout_map.build(make_model)) == text(r"""
-        d1.kernel: a layout of rank 3 for a tensor of rank 2
-          shape   (8, 8)
-          layout  (unsharded, model, unsharded)     rule 1  d1\.kernel
-          mesh    batch=2, model=4
-          why     a layout has one sharding spec for each axis
-          fix     use (unsharded, model), or a rule that does not match this one
-        """)
-
-
 def test_a_typo_in_a_rule_warns_with_what_it_is_near_to():
     """A rule that matches nothing is a warning at the user's line, and an error if `strict`."""
     rules = {r"d1\.kernal": (None, "model"), r"d\d\.kernel": ("model", None), r".*bias": (None,)}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import layoutmap as lm
-from layoutmap.adapters import adapter_of_model, get_adapter
+from layoutmap.adapters import get_adapter
 from layoutmap.adapters.torch import train_with
 
 PROCESSES = ("torch",)
@@ -176,10 +176,6 @@ class TestWhatIsSaid:
                 batch,
                 library="torch",
             )
-
-    def test_the_adapter_knows_its_models(self):
-        """A torch module is this adapter's."""
-        assert "torch" == adapter_of_model(nn.Linear(2, 2)).name
 
 
 class TestActivations:
