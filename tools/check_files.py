@@ -69,6 +69,13 @@ def check_gaps(index: str, numbers: Set[str]) -> list[str]:
     return [] if listed == missing else [f"it should list the numbers without a note: {', '.join(missing)}"]
 
 
+def check_tree(text: str) -> list[str]:
+    """CONTRIBUTING's tree has every room of the source, and no other one."""
+    shown = set(re.findall(r"^  (\w+)/ ", text, re.MULTILINE))
+    rooms = {path.parent.name for path in (ROOT / "src" / "layoutmap").glob("*/__init__.py")}
+    return [f"its tree and src/layoutmap differ in {name}/" for name in sorted(shown ^ rooms)]
+
+
 def check_links(page: Path, text: str) -> list[str]:
     """Every relative link leads to a file."""
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -98,6 +105,9 @@ def main() -> int:
     paths = [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
     problems = [
         f"CHANGELOG.md: {p}" for p in check_changelog((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    ]
+    problems += [
+        f"CONTRIBUTING.md: {p}" for p in check_tree((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     ]
     numbers: dict[str, str] = {}
     sources = {
