@@ -1,7 +1,8 @@
 """Pooling, convolutions, flips and rolls by operations that DTensor has rules for, and their gradients too.
 
 A window's places are slices of the array: their mean is average pooling, and the sum of their products with a filter's
-places is a depthwise convolution. A filter that is dilated has zeros between its places.
+places is a depthwise convolution. A filter that is dilated has zeros between its places (why:
+decisions/0145).
 """
 
 from __future__ import annotations
