@@ -66,7 +66,7 @@ def test_all_is_well(run, tmp_path):
     assert 0 == code, said
     assert found["says"] == said.splitlines()[0]
     assert found["says"].startswith("well: ")
-    assert f"8 simulated CPU, {os.cpu_count()} cores of the host" == found["ran on"][f"{HERE} devices"]
+    assert "8 simulated CPU" == found["ran on"][f"{HERE} devices"]
     assert {1.0} == {
         row["tried"] for row in found["laws"] if row["law"] == "a call returns its values in the layout"
     }
@@ -78,7 +78,7 @@ def test_all_is_well(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--mesh", "batch=3,model=3"), "it has 9 devices"),
+        (("--mesh", "batch=3,model=3"), "the mesh batch=3,model=3 has 9"),
         (("--only", "nothing"), "of what is installed, these can: arrays-"),
         (("--minutes", "0"), "nothing could be tried within 0 minutes"),
     ],
@@ -180,6 +180,80 @@ def test_an_interrupt_keeps_what_is_known(tmp_path):
     assert folder
     assert not folder[0].exists()
     assert 0 != subprocess.run(["pgrep", "-f", f"testing.trying {HERE} 8"], capture_output=True).returncode
+
+
+STARTED = {
+    "torch": ("torchrun", "--nproc-per-node", "2", "-m", "layoutmap"),
+    # What SLURM gives to the tasks of a step, each with four devices.
+    "jax": (
+        "bash",
+        "-c",
+        (
+            "export SLURM_JOB_NODELIST=127.0.0.1,127.0.0.2 SLURM_STEP_NODELIST=127.0.0.1,127.0.0.2 SLURM_NTASKS=2"
+            " SLURM_LOCALID=0 XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu\n"
+            'for n in 0 1; do SLURM_NODEID=$n SLURM_PROCID=$n python -m layoutmap "$@" & tasks+=($!); done\n'
+            'for task in "${tasks[@]}"; do wait "$task" || failed=1; done; exit ${failed:-0}'
+        ),
+        "srun",
+    ),
+}
+
+
+@pytest.fixture
+def run_together(tmp_path):
+    """Starts the command in two processes; returns the exit code, what they said, and the JSON of the first one."""
+
+    def run(*options, source=SOURCE):
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+        environment = os.environ | {"PYTHONPATH": str(source), "TMPDIR": str(tmp_path), "PATH": path}
+        environment["SLURM_JOB_ID"] = str(os.getpid())
+        options = ("selftest", "--engine", HERE, "--seed", "5", "--json", "found.json", *options)
+        started = [*STARTED[HERE], *options]
+        if HERE == "torch":
+            del environment["SLURM_JOB_ID"]
+        done = subprocess.run(started, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert not list(tmp_path.glob("layoutmap-selftest-*"))
+        return done.returncode, done.stdout + done.stderr, found
+
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HERE not in STARTED, reason="TensorFlow's processes are started by hand")
+def test_processes_try_one_model_together(run_together):
+    """Two processes have what one has, and the same replicas; the first one reports, once."""
+    code, said, found = run_together(
+        "--only",
+        A_LIBRARY,
+        "--count",
+        "1",
+        "--mesh",
+        {"torch": "x=1,batch=2", "jax": "batch=2,model=4"}[HERE],
+    )
+
+    assert 0 == code, said
+    assert 2 == said.count("well: ")  # at the top and the end of one report
+    assert f"{ {'torch': 2, 'jax': 8}[HERE] } CPU" == found["ran on"][f"{HERE} devices"]
+    assert "process 0 of 2" in found["ran on"]["started"]
+    assert 1.0 == next(
+        row["held"] for row in found["laws"] if row["law"] == "processes have the same replicas"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HERE != "torch", reason="where a replica is changed by hand, in the engine of torch")
+def test_a_replica_that_one_process_has_changed_is_found(run_together, tmp_path):
+    """One process adds 1 to weights after a step: the law names the variable and the process, in the first's report."""
+    right = "            loss.backward()\n        optimizer.step()\n"
+    change = "p.data.to_local().add_(torch.distributed.get_rank())"
+    wrong = f"{right}        [{change} for p in model.parameters() if hasattr(p, 'to_local')]\n"
+    source = with_fault(tmp_path, "adapters/torch/__init__.py", right, wrong)
+    code, said, found = run_together("--only", "torch", "--count", "1", source=source)
+    whys = [each["why"] for each in found["failures"] if each["law"] == "processes have the same replicas"]
+
+    assert 1 == code, said
+    assert any("process 1 has other bits than process 0" in why for why in whys)
 
 
 def test_names_are_left_out(tmp_path):

@@ -8,17 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from layoutmap.cli import interrupts
-from layoutmap.cli.output import (
-    INTERRUPTED,
-    PROBLEMS,
-    WELL,
-    add_wide_option,
-    check_targets,
-    columns_of,
-    say,
-    write_all,
-)
+from layoutmap.cli import interrupts, output
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import ENGINES
 
@@ -28,44 +18,18 @@ _TESTING = "layoutmap.testing.selftest"
 
 def add_selftest_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for where and for how long laws are tried."""
-    parser.add_argument(
-        "--engine", choices=tuple(ENGINES), help="the engine; default: all that are installed"
-    )
-    parser.add_argument(
-        "--simulate",
-        metavar="N",
-        type=int,
-        default=0,
-        help="try so many simulated devices, not those of the machine",
-    )
-    parser.add_argument(
-        "--mesh", metavar="DIMS", default="", help="the mesh; default: meshes of all devices are drawn"
-    )
+    parser.add_argument("--engine", choices=tuple(ENGINES), help="the engine; default: all installed")
+    parser.add_argument("--simulate", metavar="N", type=int, default=0, help="try so many simulated devices")
+    parser.add_argument("--mesh", metavar="DIMS", default="", help="the mesh; default: it is drawn")
     parser.add_argument("--minutes", type=float, default=5, help="for how long (default: %(default)g)")
-    parser.add_argument(
-        "--seed", metavar="N", type=int, help="the first seed of each kind of models; default: today's date"
-    )
-    parser.add_argument(
-        "--only",
-        metavar="KIND",
-        action="append",
-        default=[],
-        help="only such models, as in keras-jax; may come again",
-    )
+    parser.add_argument("--seed", metavar="N", type=int, help="the first seed; default: by today's date")
+    parser.add_argument("--only", metavar="KIND", action="append", help="only these, as in keras-jax")
     parser.add_argument("--count", metavar="N", type=int, help="how many seeds of each kind at most")
-    parser.add_argument(
-        "--folder",
-        metavar="DIRECTORY",
-        help="where checkpoints are written, and removed; default: as TMPDIR says",
-    )
-    parser.add_argument(
-        "--report", metavar="FILE", help='also write it as a page for a browser; "-": to stdout'
-    )
+    parser.add_argument("--folder", metavar="DIRECTORY", help="where it saves and loads; default: TMPDIR")
+    parser.add_argument("--report", metavar="FILE", help='also write a page for a browser; "-": to stdout')
     parser.add_argument("--json", metavar="FILE", help='also write it as JSON; "-": to stdout')
-    parser.add_argument(
-        "--with-names", action="store_true", help="leave names of hosts, users and folders in these files"
-    )
-    add_wide_option(parser)
+    parser.add_argument("--with-names", action="store_true", help="leave hosts, users and folders in these")
+    output.add_wide_option(parser)
 
 
 def run_selftest_command(options: Any) -> int:
@@ -74,23 +38,23 @@ def run_selftest_command(options: Any) -> int:
     Raises:
         LayoutMapError: No law could be tried, or an option is not as it should be.
     """
-    files = check_targets({"--report": options.report, "--json": options.json})
-    for package in ("hypothesis", "pytest"):
-        if find_spec(package) is None:
-            raise LayoutMapError(
-                f"the self-test needs {package}",
-                why="it draws models and tries the contracts that other engines are tested with",
-                fix='pip install "layoutmap[selftest]"',
-            )
+    files = output.check_targets({"--report": options.report, "--json": options.json})
+    if find_spec("hypothesis") is None:
+        raise LayoutMapError(
+            "the self-test draws models with hypothesis, which is not installed",
+            fix='pip install "layoutmap[selftest]"',
+        )
     with interrupts.raised():
         report = import_module(_TESTING).selftest(options)
+    if report is None:  # another process of the program reports
+        return output.WELL
     texts = {"--report": report.to_html, "--json": report.to_json}
-    out = write_all({path: texts[option](options.with_names) for option, path in files.items()})
-    width = columns_of(out, options.wide)
-    say(report.to_text(width), out, width)
+    out = output.write_all({path: texts[option](options.with_names) for option, path in files.items()})
+    width = output.columns_of(out, options.wide)
+    output.say(report.to_text(width), out, width)
     if report.failures:
-        return PROBLEMS
+        return output.PROBLEMS
     if report.is_complete:
-        return WELL
-    say("layoutmap: interrupted; what is known so far is above", sys.stderr)
-    return INTERRUPTED
+        return output.WELL
+    output.say("layoutmap: interrupted; what is known so far is above", sys.stderr)
+    return output.INTERRUPTED

@@ -6,6 +6,7 @@ Each subject gets the same time. A process that ends, or takes too long over a c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -29,6 +30,8 @@ CASE_SECONDS = 300.0
 """Seconds after which a case counts as one that does not end."""
 TURN_SECONDS = 60.0
 """Seconds that a subject may be ahead of the others before its process ends: frameworks take seconds to import."""
+_GRACE_SECONDS = 5.0
+"""How long a process has to end, so that others that it computes with do not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,21 @@ class Schedule:
                 process.kill()  # its worker reads to the end, and cleans up
             for worker in workers:
                 worker.join()
+
+    def run_together(self, first: bool) -> Iterator[Tried]:
+        """Yield what came of cases that all processes of a program try together, each from a process of its own.
+
+        Args:
+            first: Whether this is the first process of the program, which says what is tried, and when that is over.
+        """
+        deadline = time.monotonic() + self.seconds
+        with self._process(self.subjects[0], quick=True) as process:
+            for seed in itertools.count(self.seed):
+                for process.subject in self.subjects:
+                    is_over = time.monotonic() >= deadline or seed - self.seed == self.count
+                    if process.has_ended or (first and is_over):
+                        return
+                    yield from process.try_case(seed, float("inf"))
 
     def _work(self) -> None:
         try:
@@ -209,7 +227,9 @@ class _Process:
                 if "devices" in facts:
                     self._devices[self._engine] = facts["devices"]
                     continue
-                tried.append(Tried(self.subject, seed, Outcome(**facts["outcome"]), facts["program"]))
+                tried.append(
+                    Tried(facts["subject"], facts["seed"], Outcome(**facts["outcome"]), facts["program"])
+                )
         except BrokenPipeError:  # it ended before it read the seed
             pass
         finally:
@@ -223,12 +243,11 @@ class _Process:
 
     def end(self) -> None:
         """End the process and all that it started; called by who reads from it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_GRACE_SECONDS)  # it ends where its input does
         self.kill()
-        self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._errors):
-            if file is not None:
-                with contextlib.suppress(BrokenPipeError):  # a seed that nobody read
-                    file.close()
+        self._process.communicate()
+        self._errors.close()
 
     def kill(self) -> None:
         """Kill the process and all that it started."""

@@ -8,6 +8,7 @@ line for each law, and one when the case has ended.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Collection, Iterator
@@ -16,7 +17,10 @@ from typing import Any
 
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines import get_engine
+from layoutmap.engines.launchers import is_one_of_several
 from layoutmap.scope.devices import devices, simulate_devices
+from layoutmap.scope.group import Group
 from layoutmap.testing import models
 from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.laws import Outcome, quiet, try_case
@@ -65,28 +69,31 @@ def main(arguments: list[str]) -> int:
         arguments: The engine, how many devices to simulate, the mesh, and names of laws; none: all.
     """
     engine, number, mesh, *laws = arguments
-    answers, sys.stdout = sys.stdout, sys.stderr  # frameworks print, too
-
-    def answer(**facts: Any) -> None:
-        answers.write(f"{json.dumps(facts)}\n")
-        answers.flush()
-
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # frameworks print, too, past Python's files
     if int(number):
         simulate_devices(int(number), engine)
+    if engine == "jax" and is_one_of_several():
+        import jax
+
+        jax.distributed.initialize()
     names = devices(engine)
     there = Devices(len(names), simulated=int(number) > 0, mesh=mesh)
-    if mesh and (size := Mesh(None, mesh).size) != there.number:
-        raise MeshError(
-            f"the mesh {mesh} does not fit",
-            why=f"it has {size} devices, and {engine} {there.number}",
-            fix=f"choose sizes whose product is {there.number}",
-        )
-    answer(devices=names)
-    for line in sys.stdin:
+    if mesh and Mesh(None, mesh).size != len(names):
+        raise MeshError(f"{engine} has {len(names)} devices, and the mesh {mesh} has {Mesh(None, mesh).size}")
+    group = Group(get_engine(engine), Mesh(names, {"all": len(names)}))
+    answers.write(f"{json.dumps({'devices': names})}\n")
+    while line := group.first(lambda: [sys.stdin.readline()])[0]:  # all try what the first process is told
         subject, seed = line.split()
+        failed: list[dict[str, Any]] = []
         for outcome, program in try_seed(subject, int(seed), laws, there):
-            answer(outcome=asdict(outcome), program=program)
-        answer(ended=int(seed))
+            case = {"subject": subject, "seed": int(seed), "outcome": asdict(outcome), "program": program}
+            failed += [case] * outcome.is_suspicious
+            answers.write(f"{json.dumps(case)}\n")
+        for number, text in enumerate(group.texts(json.dumps(failed))):
+            if number != group.number:  # what failed in others
+                answers.writelines(f"{json.dumps(case)}\n" for case in json.loads(text))
+        answers.write(f"{json.dumps({'ended': seed})}\n")
     return 0
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator
 
 import numpy as np
 
+from layoutmap.core.blocks import ends_of
+from layoutmap.core.checksums import checksum
+from layoutmap.engines import get_engine
 from layoutmap.scope.parity import compared, compared_variables
 from layoutmap.testing.laws.trial import TOLERANCE, NotTried, Trial
 
@@ -42,6 +46,23 @@ def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
     with importlib.import_module("jax").disable_jit():
         found = compared(trial.adapter, *pair, trial.case.batch, steps=0, tolerance=TOLERANCE)
         yield from map(str, trial.beyond_rounding(found.rows))
+
+
+def processes_have_the_same_replicas(trial: Trial) -> Iterator[str]:
+    """Processes that hold one shard of a variable have the same bits of it, also after steps of training."""
+    if not trial.group.several:
+        raise NotTried("one process holds all shards")
+    held: dict[str, int] = {}
+    engine = get_engine(trial.adapter.engine_name)
+    for each in trial.adapter.stored(trial.pair[1]):
+        for index, shard in engine.to_shards(each.array):
+            held[f"{each.variable.path} at {ends_of(index)}"] = checksum(shard)
+    known: dict[str, tuple[int, int]] = {}
+    for process, text in enumerate(trial.group.texts(json.dumps(held))):
+        for shard, value in json.loads(text).items():
+            first, expected = known.setdefault(shard, (process, value))
+            if value != expected:
+                yield f"{shard}: process {process} has other bits than process {first}"
 
 
 def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 
 from layoutmap.adapters import Adapter, capable, get_adapter
 from layoutmap.core.variables import Assignment, Kind
+from layoutmap.engines import get_engine
+from layoutmap.scope.group import Group
 from layoutmap.scope.parity import ParityRow, compared, compared_numbers, compared_variables
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import build
@@ -44,6 +48,17 @@ class Trial:
     def plan(self) -> Plan:
         """The plan of the case."""
         return self.case.plan()
+
+    @cached_property
+    def group(self) -> Group:
+        """The processes that have devices of the mesh."""
+        return Group(get_engine(self.adapter.engine_name), self.case.layout_map.mesh)
+
+    @contextmanager
+    def folder(self) -> Generator[str]:
+        """A folder of all processes, for as long as the first one needs it."""
+        with tempfile.TemporaryDirectory() as own:
+            yield self.group.first(lambda: [own])[0]
 
     @property
     def choices(self) -> Choices:

@@ -47,12 +47,7 @@ class Devices:
 
     @cached_property
     def meshes(self) -> Mapping[str, int]:
-        """The meshes of these devices that are drawn, as text, and how often each is.
-
-        Example:
-            >>> list(Devices(3).meshes)
-            ['batch=1,model=1,x=3', 'batch=1,model=3,x=1', 'batch=3,model=1,x=1']
-        """
+        """The meshes of these devices that are drawn, as text, and how often each is."""
         if self.mesh:
             return {self.mesh: 1}
         if self.number == 8:

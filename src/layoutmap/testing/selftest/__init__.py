@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.engines import installed_engines
+from layoutmap.engines import ENGINES, installed_engines
+from layoutmap.engines.launchers import Launcher, is_one_of_several, launcher
 from layoutmap.scope.progress import Waiting
 from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.selftest.report import Report
@@ -25,8 +26,8 @@ _LIBRARIES = {"keras": "keras", "nnx": "flax"}
 _RELEASES = "layoutmap jax jaxlib keras flax optax numpy ml_dtypes tensorflow tensorflow-cpu torch".split()  # noqa: SIM905
 
 
-def selftest(options: Any) -> Report:  # why: decisions/0166
-    """Try laws until the time is over or the user interrupts, and return what came of them.
+def selftest(options: Any) -> Report | None:  # why: decisions/0166
+    """Try laws until the time is over or the user interrupts, and return what came of them; nothing but in process 0.
 
     Args:
         options: Those of the command line.
@@ -37,6 +38,11 @@ def selftest(options: Any) -> Report:  # why: decisions/0166
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, as Ctrl-C does
     seed = int(date.today().strftime("%Y%m%d")) * 1000 if options.seed is None else options.seed
+    started_by = launcher() or Launcher("", 0, 1)
+    if is_one_of_several() and not options.engine:
+        raise LayoutMapError(
+            "several processes try one engine together", fix=f"add --engine {next(iter(ENGINES))}"
+        )
     report = Report(_facts(options, seed))
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
@@ -53,30 +59,31 @@ def selftest(options: Any) -> Report:  # why: decisions/0166
             settings={"TMPDIR": folder},  # what processes leave that are killed is removed with it
         )
         try:
-            for tried in schedule.run():
+            together = (
+                schedule.run_together(not started_by.process) if is_one_of_several() else schedule.run()
+            )
+            for tried in together:
                 report.tried.append(tried)
                 waiting(f": {len(report.tried)} laws, {len(report.failures)} failed; {tried.subject}")
         except KeyboardInterrupt:
             report.is_complete = False
     report.seconds = time.monotonic() - started
     for engine, names in schedule.devices.items():
-        simulated = "simulated " * (options.simulate > 0)
-        kind = names[0].rpartition(":")[0].rpartition(":")[2]
-        report.facts[f"{engine} devices"] = (
-            f"{len(names)} {simulated}{kind}, {os.cpu_count()} cores of the host"
-        )
+        kind = "simulated " * (options.simulate > 0) + names[0].rpartition(":")[0].rpartition(":")[2]
+        report.facts[f"{engine} devices"] = f"{len(names)} {kind}"
     if not schedule.devices and report.is_complete:
         raise LayoutMapError(
             f"nothing could be tried within {options.minutes:g} minutes",
             why=next((each.outcome.why for each in report.tried), "frameworks take up to a minute to start"),
             fix="see that this lists devices: layoutmap devices; or give more --minutes",
         )
-    return report
+    return None if started_by.process else report
 
 
 def _facts(options: Any, seed: int) -> dict[str, str]:
     """The subjects that are tried, and the releases of what computes."""
     facts = {"seed": str(seed), "minutes": f"{options.minutes:g}", "mesh": options.mesh or "drawn"}
+    facts |= {"started": str(launcher() or "as one process"), "cores of this host": str(os.cpu_count())}
     facts |= {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in _RELEASES:
         try:
