@@ -274,35 +274,36 @@ def test_diff_fails_when_something_moves(capsys):
 
 HELP = {
     ("--help",): """\
-usage: layoutmap [-h] [--version]
-                 plan | explain | lint | diff | search | checkpoint | devices | selftest | presets
-                 | schema | completion ...
+usage: layoutmap [-h] [--version] COMMAND ...
 
 See where every weight of a model is placed, before a byte is allocated.
 
 positional arguments:
-  plan | explain | lint | diff | search | checkpoint | devices | selftest | presets | schema | completion
-    plan                Print the plan of a model: every variable with its layout and bytes, and
-                        all problems.
-    explain             Explain why a variable has its layout, and what to type to change it.
-    lint                Report layouts that are valid but probably not intended, with the
-                        evidence.
-    diff                Show what changes from one plan to another; the exit code is 1 if anything
-                        does.
-    search              Find the layout map with the fastest training step on a machine, and
-                        compare it with built-in expert maps.
-    checkpoint          Show, verify, relayout and export what was saved; no framework is loaded.
-    devices             List the devices of this process, and its number in a job of several.
-    selftest            Try on the devices here, for minutes, whether layouts compute what one
-                        device computes, and how fast.
-    presets             List the presets of rules, and the published models that can be planned by
-                        name.
-    schema              Print the JSON Schema of rules files, for editors, or check such files.
-    completion          Print the script with which a shell completes this command.
+  COMMAND
+    plan      Print the plan of a model: every variable with its layout and bytes, and all
+              problems.
+    inspect   Print the plan of a model that a function makes and lays out, in whatever way: read
+              off its arrays.
+    guard     Compare a model that a function makes with the plan that was kept of it; the exit
+              code is 1 if it differs.
+    explain   Explain why a variable has its layout, and what to type to change it.
+    lint      Report layouts that are valid but probably not intended, with the evidence.
+    diff      Show what changes from one plan to another; the exit code is 1 if anything does.
+    search    Find the layout map with the fastest training step on a machine, and compare it with
+              built-in expert maps.
+    checkpoint
+              Show, verify, relayout and export what was saved; no framework is loaded.
+    devices   List the devices of this process, and its number in a job of several.
+    selftest  Try on the devices here, for minutes, whether layouts compute what one device
+              computes, and how fast.
+    presets   List the presets of rules, and the published models that can be planned by name.
+    schema    Print the JSON Schema of rules files, for editors, or check such files.
+    completion
+              Print the script with which a shell completes this command.
 
 options:
-  -h, --help            show this help message and exit
-  --version             print the version and exit
+  -h, --help  show this help message and exit
+  --version   print the version and exit
 """,
     ("devices", "--help"): """\
 usage: layoutmap devices [-h] [--engine {jax,tensorflow,torch}]

@@ -28,7 +28,10 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("layoutmap ", "plan explain lint diff search checkpoint devices selftest presets schema completion"),
+        (
+            "layoutmap ",
+            "checkpoint completion devices diff explain guard inspect lint plan presets schema search selftest",
+        ),
         ("layoutmap pl", "plan"),
         ("layoutmap plan m:f --ba", "--backend --batch-dim"),
         ("layoutmap plan m:f --backend ", "jax tensorflow torch"),

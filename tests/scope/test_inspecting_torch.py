@@ -1,6 +1,8 @@
 """`lm.inspect` of torch modules that torch itself has laid out, in four processes."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,27 @@ def test_processes_with_different_models_are_told(every):
 
     assert {"0.weight", "0.bias", *LAYOUTS} == found[0]
     assert [found[0]] * 4 == found
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+
+def make_model():
+    dist.init_process_group("gloo")
+    return torch.nn.Linear(4, 4 + dist.get_rank())
+"""
+
+
+def test_under_torchrun_one_process_prints_and_the_others_where_they_differ(tmp_path):
+    """The plan once; then a line of the process whose model is another; and exit code 1."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    port = str(several_processes.free_ports(1)[0])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    command = [*torchrun, "-m", "layoutmap", "inspect", "program:make_model"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+
+    assert 1 == ended.returncode
+    assert 1 == ended.stdout.count("Plan: 2 variables on device=2")
+    assert "error: weight: the processes hold it in different ways" in ended.stdout
+    assert "process 1: holds 2 variables in other ways than process 0: weight, bias" in ended.stdout

@@ -1,4 +1,4 @@
-"""The command line: `layoutmap plan | explain | lint | diff | search | checkpoint | devices | selftest | ...`.
+"""The command line: `layoutmap plan | inspect | guard | explain | lint | diff | search | checkpoint | ...`.
 
 A model is named as `package.module:function`: a function without arguments that makes and returns it, found from the
 current folder; or it is one that `layoutmap presets` lists. Nothing of it is allocated, and no device is needed.
@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -24,6 +24,13 @@ from layoutmap.cli import interrupts
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
 from layoutmap.cli.device_list import list_devices
+from layoutmap.cli.inspecting import (
+    add_inspect_options,
+    inspected,
+    process_number,
+    run_guard_command,
+    tell_difference,
+)
 from layoutmap.cli.models import known_model, listing
 from layoutmap.cli.output import (
     CANNOT,
@@ -48,6 +55,7 @@ from layoutmap.core.errors import LayoutMapError, counted
 from layoutmap.core.escaping import escaped
 from layoutmap.engines import ENGINES
 from layoutmap.rules.yaml_file import schema
+from layoutmap.scope.plan import Plan
 
 _EXAMPLES = r"""examples:
   layoutmap plan my_models:make_llama --rules rules.yaml --mesh batch=2,model=4
@@ -57,6 +65,8 @@ _EXAMPLES = r"""examples:
   layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch --dtype bfloat16 --optimizer adamw
   layoutmap plan keras_hub:llama3_8b --mesh data=8,model=8 --fsdp-dim data --dtype bfloat16 --optimizer adamw \
       --inputs "token_ids=int32[64,4096]" "padding_mask=int32[64,4096]" --on h100:64 --remat blocks     a step's cost
+  layoutmap inspect my_program:make_model      of a model that exists, whoever laid it out: where its variables are
+  layoutmap guard golden.json my_program:make_model     in a project's CI: fails when one is elsewhere
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
   layoutmap diff plan.json my_models:make_llama --rules rules.yaml     in a project's CI: fails when a layout changes
@@ -139,11 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print the version and exit",
         version=f"layoutmap {version('layoutmap')}",
     )
-    commands = parser.add_subparsers(
-        required=True,
-        metavar="plan | explain | lint | diff | search | checkpoint | devices | selftest | presets | schema | "
-        "completion",
-    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -162,19 +168,25 @@ def _parser() -> argparse.ArgumentParser:
         "Print the plan of a model: every variable with its layout and bytes, and all problems.",
         "model",
     )
-    plan.add_argument(
-        "--json", metavar="FILE", help='also write the plan to a file, for diff; "-": to stdout'
-    )
-    plan.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
-    plan.add_argument(
-        "--device-memory",
-        metavar="SIZE",
-        type=size_in_bytes,
-        help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more, or '
-        "with --on the peak of a step; default with --on: that of the machine",
-    )
-    plan.add_argument("--strict", action="store_true", help="count warnings as problems")
+    _add_plan_options(plan)
     add_model_options(plan)
+    found = command(
+        "inspect",
+        _inspect,
+        "Print the plan of a model that a function makes and lays out, in whatever way: read off its arrays.",
+    )
+    guard = command(
+        "guard",
+        run_guard_command,
+        "Compare a model that a function makes with the plan that was kept of it; the exit code is 1 if it differs.",
+    )
+    guard.add_argument(
+        "golden", metavar="FILE", help="the JSON file of the plan, as inspect --json writes it"
+    )
+    for each in (found, guard):
+        each.add_argument("model", metavar="MODULE:FUNCTION", help="what makes the model and returns it")
+        add_inspect_options(each)
+    _add_plan_options(found)
     explain = command(
         "explain", _explain, "Explain why a variable has its layout, and what to type to change it.", "model"
     )
@@ -235,23 +247,55 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for where a plan is written, and what its verdict goes by."""
+    parser.add_argument(
+        "--json", metavar="FILE", help='also write the plan to a file, for diff; "-": to stdout'
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout'
+    )
+    parser.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        type=size_in_bytes,
+        help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more, or '
+        "with --on the peak of a step; default with --on: that of the machine",
+    )
+    parser.add_argument("--strict", action="store_true", help="count warnings as problems")
+
+
 # -- commands
 
 
 def _plan(options: Any) -> int:
     files = check_targets({"--json": options.json, "--html": options.html})
-    made = plan_of(options.model, options)
+    refused = "" if known_model(options.model) else "--dtype"
+    return _show(plan_of(options.model, options), files, options, options.model, refused)
+
+
+def _inspect(options: Any) -> int:
+    files = check_targets({"--json": options.json, "--html": options.html})
+    made = inspected(options)
+    return (
+        tell_difference(made)
+        if process_number()
+        else _show(made, files, options, options.json or "FILE.json")
+    )
+
+
+def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused: str = "") -> int:
+    """Print a plan and write its files; `lint` is what that command takes for it."""
     made = made.judged(device_memory=options.device_memory, strict=options.strict or made.strict)
     memory, verdict = made.memory, made.verdict
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
     width = columns_of(out, options.wide)
-    refused = "" if known_model(options.model) else "--dtype"
     rest = f"{made.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
     say(verdict.text(as_command=True, refused=refused) + in_yaml(rest), out, width)
     if findings:
-        say(f"\n{findings!r}: see layoutmap lint {options.model} ...", out, width)
+        say(f"\n{findings!r}: see layoutmap lint {lint} ...", out, width)
     if made.cost is not None:
         say(f"\n{made.cost.to_text(width)}", out, width)
     say(f"\nVerdict: {verdict.headline}", out, width)  # the first line is out of sight by now

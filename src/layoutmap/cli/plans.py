@@ -138,7 +138,7 @@ def plans_of(names: Sequence[str], options: Any) -> list[Plan]:
             fix=f"leave out {', '.join(given)}, or name the model",
         )
     # Files first: a plan takes minutes, and whoever misspelt a file should hear of it before.
-    read = {name: complete(_plan_of_file(name), name, options) for name in names if _is_file(name)}
+    read = {name: complete(plan_of_file(name), name, options) for name in names if _is_file(name)}
     return [
         read[name] if name in read else complete(_plan_of_model(name, options), name, options)
         for name in names
@@ -171,7 +171,12 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix == ".json"
 
 
-def _plan_of_file(name: str) -> Plan:
+def plan_of_file(name: str) -> Plan:
+    """The plan in a JSON file.
+
+    Raises:
+        LayoutMapError: It cannot be read, or has no plan.
+    """
     text = _text_of(name)
     with _read_from(name):
         return Plan.from_json(text)

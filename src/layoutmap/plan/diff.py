@@ -153,6 +153,7 @@ def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
         changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
     changes += _with_weights([*_of_variables(_by_path(before), _by_path(after))])
     changes += _of_outputs(before.activations, after.activations)
+    changes += _of_what_no_layout_says(before, after)
     return PlanDiff(before, after, tuple(changes))
 
 
@@ -204,3 +205,18 @@ def _of_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Cha
     for path in dict.fromkeys((*old, *new)):
         if old.get(path) != new.get(path):
             yield Change(path, "output", old.get(path, ""), new.get(path, ""))
+
+
+def _of_what_no_layout_says(before: PlanTable, after: PlanTable) -> Iterator[Change]:
+    """The arrays of models that exist which are held in another way than before, and have no layout in a plan."""
+    old, new = (
+        {
+            p.subject: dict(p.facts).get("layout", p.what.removeprefix(f"{p.subject}: "))
+            for p in plan.problems
+            if p.kind in ("no layout", "another mesh") and p.severity == "warning"
+        }
+        for plan in (before, after)
+    )
+    for path in dict.fromkeys((*old, *new)):
+        if old.get(path) != new.get(path):
+            yield Change(path, "held", old.get(path, ""), new.get(path, ""))

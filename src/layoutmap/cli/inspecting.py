@@ -1,0 +1,90 @@
+"""`layoutmap inspect` and `layoutmap guard`: the plan of a model that a user's function makes and lays out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from layoutmap.cli.output import PROBLEMS, WELL, add_wide_option, columns_of, say
+from layoutmap.cli.plans import plan_of_file
+from layoutmap.cli.users_code import function_named, names_of, users_code
+from layoutmap.core.errors import LayoutMapError, counted, listed
+from layoutmap.engines.launchers import launcher
+from layoutmap.plan.completeness import what_is_missing
+from layoutmap.plan.problems import group_problems
+from layoutmap.scope.inspecting import inspect
+from layoutmap.scope.plan import Plan
+
+
+def add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for how a model that exists is looked at."""
+    parser.add_argument(
+        "--across",
+        action="store_true",
+        help="compare the values of replicas on all devices; always done where torchrun or SLURM has started several "
+        "processes",
+    )
+    parser.add_argument("--batch-dim", metavar="DIM", help="the mesh dim over which batches are sharded")
+    parser.add_argument(
+        "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
+    )
+    add_wide_option(parser)
+
+
+def process_number() -> int:
+    """The number of this process among those that torchrun or SLURM has started; 0: it is the first, or alone."""
+    started_by = launcher()
+    return 0 if started_by is None else started_by.process
+
+
+def inspected(options: Any) -> Plan:
+    """The plan of the model that a function makes, compared with that of all processes if there are several.
+
+    Raises:
+        LayoutMapError: It has no weights yet.
+    """
+    name, started_by = options.model, launcher()
+    if options.backend:
+        os.environ["KERAS_BACKEND"] = options.backend
+    if not process_number():
+        say(f"layoutmap: making {name}", sys.stderr)
+    with users_code(name, choose_backend="add --backend {}"):
+        model = function_named(*names_of(name))()
+        across = options.across or (started_by is not None and started_by.num_processes > 1)
+        plan = inspect(model, batch_dim=options.batch_dim, across=across)
+    if (missing := what_is_missing(plan)) is not None:
+        raise LayoutMapError(
+            f"{name}: {missing.what}",
+            why="a model makes its weights at its first call, and what has none agrees with everything",
+            fix="call it in the function, as in model(inputs), and return it then",
+        )
+    return plan
+
+
+def tell_difference(plan: Plan) -> int:
+    """Print one line if this process holds something in another way than process 0; returns the exit code."""
+    own = f"process {process_number()}"
+    facts = [(p.subject, dict(p.facts)) for p in plan.problems if p.kind == "differs"]
+    other = [path for path, each in facts if each.get(own) != each.get("process 0")]
+    if other:
+        say(
+            f"{own}: holds {counted(len(other), 'variable')} in other ways than process 0: {listed(other)}",
+            sys.stdout,
+        )
+    return PROBLEMS if plan.errors else WELL
+
+
+def run_guard_command(options: Any) -> int:
+    """Compare a model with the plan that was kept of it; returns the exit code, 1 if anything differs."""
+    kept = plan_of_file(options.golden)
+    plan = inspected(options)
+    difference = kept.diff(plan)
+    if process_number():
+        return PROBLEMS if difference or plan.errors else WELL
+    width = columns_of(sys.stdout, options.wide)
+    say(difference.to_text(width), sys.stdout, width)
+    for problem in group_problems(plan.errors):
+        say(f"\nerror: {problem}", sys.stdout, width)
+    return PROBLEMS if difference or plan.errors else WELL

@@ -1,0 +1,94 @@
+"""`lm.inspect` of Keras models that Keras's own distributions have laid out, on JAX."""
+
+import keras
+import numpy as np
+import pytest
+
+import layoutmap as lm
+
+PROCESSES = ("jax",)
+
+
+@pytest.fixture
+def distribution():
+    """Sets a distribution of Keras, for one test."""
+    before = keras.distribution.distribution()
+    yield keras.distribution.set_distribution
+    keras.distribution.set_distribution(before)
+
+
+def make():
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, name="up"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(4, name="down"),
+        ],
+        name="model",
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+def layouts(plan):
+    return {path: str(a.layout) for path, a in plan.items() if a.variable.kind != "metric"}
+
+
+def test_layouts_of_model_parallel_are_read(distribution):
+    """Weights, moving averages and slots, after a step of `fit`; the rules that are read off build the same here."""
+    mesh = keras.distribution.DeviceMesh((2, 4), ("data", "model"), keras.distribution.list_devices())
+    theirs = keras.distribution.LayoutMap(mesh)
+    theirs[".*up/kernel"], theirs[".*up/bias"], theirs[".*down/kernel"] = (
+        (None, "model"),
+        ("model",),
+        ("model", None),
+    )
+    distribution(keras.distribution.ModelParallel(layout_map=theirs, batch_dim_name="data"))
+    model = make()
+    model.fit(np.ones((8, 8)), np.ones((8, 4)), verbose=0)
+    plan = lm.inspect(model, batch_dim="data")
+    expected = {
+        "up.kernel": "(unsharded, model)",
+        "up.bias": "(model,)",
+        "down.kernel": "(model, unsharded)",
+        "down.bias": "(unsharded,)",
+        **{f"norm.{name}": "(unsharded,)" for name in ("gamma", "beta", "moving_mean", "moving_variance")},
+    }
+
+    assert "data=2, model=4" == str(plan.mesh)
+    assert expected == {
+        path: each for path, each in layouts(plan).items() if not path.startswith("optimizer.")
+    }
+    assert {path: each for path, each in expected.items() if "moving" not in path} == {
+        a.variable.parent: str(a.layout) for a in plan.assignments if a.variable.path.endswith(".momentum")
+    }
+    assert () == plan.errors
+    assert [] == [p for p in lm.inspect(model, across=True).problems if p.kind == "drifted"]
+    layout_map = lm.LayoutMap.from_model(model)
+    distribution(None)
+    built = layout_map.build(make, library="keras")
+    assert expected == {
+        path: layout for path, layout in layouts(lm.inspect(built)).items() if path in expected
+    }
+
+
+def test_data_parallel_replicates_all_over_the_batch(distribution):
+    """Each device holds all of each variable, and the plan says that a dim shards no weight."""
+    distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
+    plan = lm.inspect(make())
+
+    assert ["batch=8"] == [str(plan.mesh)]
+    assert {True} == {a.layout.is_fully_replicated() for a in plan.assignments}
+    assert ["unused dim"] == [p.kind for p in plan.problems]
+    assert plan.global_bytes == plan.device_bytes
+
+
+def test_a_plain_model_is_on_one_device():
+    """Its paths are those of a model that is built here."""
+    plan = lm.inspect(make())
+    planned = lm.plan(make, lm.LayoutMap("data=2", rest="replicated"), library="keras")
+
+    assert "device=1" == str(plan.mesh)
+    assert {path for path in planned if not path.startswith("optimizer.")} <= {*plan}
+    assert () == plan.problems
