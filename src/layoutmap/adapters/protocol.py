@@ -193,7 +193,7 @@ class Building(Protocol):  # why: decisions/0171
         ...
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Put everything that the library draws from back afterwards, as if what happens in here had not."""
+        """Restore the random states that the library draws from afterwards."""
         ...
 
     def set_seed(self, seed: int) -> None:

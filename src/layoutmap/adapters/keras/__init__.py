@@ -65,7 +65,7 @@ class KerasAdapter(Adapter):
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:
-        """Put everything that Keras draws from back afterwards, as if what happens in here had not."""
+        """Restore the random states that Keras draws from afterwards."""
         generator = global_seed_state()
         value = None if generator is None else self.read(generator)
         try:

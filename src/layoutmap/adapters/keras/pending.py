@@ -73,7 +73,7 @@ def make_pending(variable: Any, session: Any) -> None:
 
 
 def is_pending(variable: Any) -> bool:
-    """Whether a variable still waits for its value."""
+    """Whether a variable has no value yet."""
     return isinstance(variable, _Pending)
 
 

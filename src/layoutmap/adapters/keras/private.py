@@ -235,7 +235,7 @@ class without_value(Closing):
         self._scope.__enter__()
 
     def close(self) -> None:
-        """End as Keras's scope does, also where an interrupt came before that could."""
+        """End as Keras's scope does, also where an interrupt has kept it from that."""
         global_state.set_global_attribute(_STATELESS, self._outer)
         del global_state.get_global_attribute(_PENDING_LIST)[self._before :]
 

@@ -173,7 +173,7 @@ class Session(KerasSession):
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
             self._materializer.made(variable)
-            variable._layout = weakref.ref(variable)  # its tag while it waits: see `Registry.weight_of`
+            variable._layout = weakref.ref(variable)  # its tag until it has a value: see `Registry.weight_of`
         else:
             plain_init(variable, initializer, *args, **kwargs)
         found = list(makers(self.on_thread.opened_at))

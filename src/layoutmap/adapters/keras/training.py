@@ -93,7 +93,7 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
 
 
 def materialize_for_training(model: Any, session: KerasSession) -> None:
-    """Bring every variable that a step touches onto the mesh, each with memory of its own."""
+    """Place every variable that a step touches on the mesh, each with memory of its own."""
     variables = adopt_for_training(model, session)
     session.refuse_in_a_plan(model.name)
     session.materialize()
@@ -181,7 +181,7 @@ def check_same_batch(batch: Any, session: KerasSession) -> None:
 
 
 def has_own_step(model: Any) -> bool:
-    """Whether a model's class brings a `train_step` of its own, whose loss nobody else knows."""
+    """Whether a model's class has a `train_step` of its own, whose loss nobody else knows."""
     return type(model).train_step is not keras.Model.train_step
 
 

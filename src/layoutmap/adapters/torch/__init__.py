@@ -79,7 +79,7 @@ class TorchAdapter(Adapter):
 
     @contextmanager
     def undisturbed(self) -> Generator[None]:
-        """Put everything that a torch program draws from back afterwards, as if what happens in here had not."""
+        """Restore the generator states of a torch program afterwards: Python's, numpy's and torch's."""
         own = torch.get_rng_state()
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         try:

@@ -134,7 +134,7 @@ class Forward:
 
         Raises:
             PlanError: The model has no values.
-            LayoutError: A rule of `LayoutMap.activations` does not fit what the module puts out.
+            LayoutError: A rule of `LayoutMap.activations` does not fit the module's output.
             EngineError: It is called inside of a transform of `torch.func`.
         """
         if self.valueless:
@@ -246,7 +246,7 @@ class Forward:
 
     @plainly
     def _keep_buffers(self) -> None:
-        """Bring buffers that `forward` has assigned anew to their layouts."""
+        """Redistribute buffers that `forward` has assigned anew to their layouts."""
         module = self._the_module()
         for name, layout in self._buffers.items():
             buffer = getattr(module, name, None)

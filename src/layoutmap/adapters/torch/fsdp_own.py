@@ -129,7 +129,7 @@ class Order:  # why: decisions/0104
                 at_end_of_backward(self.drop)
 
     def drop(self) -> None:
-        """Wait for what is on its way, and let go of it."""
+        """Wait for the all-gathers that are running, and free their results."""
         while self._asked:
             self._asked.popitem()[1].drop()
 
@@ -245,7 +245,7 @@ class _Asked:
         return together
 
     def drop(self) -> None:
-        """Wait for what is on its way, and let go of it."""
+        """Wait for the all-gathers that are running, and free their results."""
         for gather in self._gathers:
             gather.rows()
 

@@ -50,6 +50,6 @@ class Watch:
 
 
 def _held_by(holder: weakref.ref[torch.nn.Module], name: str) -> Any:
-    """The parameter that a module holds under a name, if it is there."""
+    """The parameter that a module holds under a name, if it has one."""
     module = holder()
     return None if module is None else members_of_module(module)[0].get(name)

@@ -12,7 +12,7 @@ from layoutmap.engines.torch.private import members_of_module
 
 
 def accept_any_layout(module: torch.nn.Module) -> None:
-    """Have a module bring what it is about to load into the layouts of its own tensors."""
+    """Have a module redistribute loaded tensors to the layouts of its own."""
     module.register_load_state_dict_pre_hook(_into_layouts)
 
 

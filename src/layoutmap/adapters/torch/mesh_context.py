@@ -29,7 +29,7 @@ class _Here(threading.local):
         is_odd: Whether its batch does not divide.
         is_recording: Whether a graph is recorded.
         call: Of which call.
-        compiled: What is compiled where Dynamo came to a model, by the `Forward` of its module.
+        compiled: Compiled modules of a call in which Dynamo found a model, by the `Forward` of each.
     """
 
     context: ScopeContext | None = None

@@ -1,4 +1,4 @@
-"""Before an optimizer steps: what it would do wrongly is refused, and slots that came plain get their layouts.
+"""Checks before an optimizer steps: wrong steps are refused, and slots that are plain tensors get their layouts.
 
 Of several processes each steps its own shards, so all must have the same optimizer with the same settings.
 
@@ -101,7 +101,7 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
 
 
 def _lay_out(slots: Any, parameter: DTensor) -> None:
-    """Slots that a state dict of a plain model brought."""
+    """Redistribute slots that a state dict of a plain model has given."""
     for name, slot in slots.items():
         if isinstance(slot, torch.Tensor) and not isinstance(slot, DTensor) and slot.shape == parameter.shape:
             engine = get_engine("torch")

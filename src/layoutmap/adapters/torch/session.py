@@ -199,7 +199,7 @@ class TorchSession:
     def _created(self) -> list[torch.nn.Module]:
         """The models that were made: modules that are inside no other."""
         roots = roots_of(_alive(self._modules))
-        if len(roots) > 1:  # one may be garbage that only waits to be collected
+        if len(roots) > 1:  # one may be garbage that is not collected yet
             del roots
             gc.collect()
             roots = roots_of(_alive(self._modules))

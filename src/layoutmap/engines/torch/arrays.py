@@ -1,4 +1,4 @@
-"""DTensors made from pieces, taken apart into pieces, and moved between layouts.
+"""DTensors made from shards, taken apart into shards, and redistributed.
 
 Tensors are sharded and placed here, by the layout's own arithmetic: torch's `distribute_tensor` needs process groups,
 and is silently wrong for some layouts of simulated ranks.

@@ -51,7 +51,7 @@ class Gather:
         mesh_dim: The number of the mesh dim.
         dtype: Their element type when they are gathered; `None`: their own.
         reduce_dtype: That in which gradients are summed up; `None`: their own.
-        is_asynchronous: Whether to return before they are there, which they are when they are used.
+        is_asynchronous: Whether to return before the all-gather is done, which is waited for when they are used.
     """
 
     def __init__(

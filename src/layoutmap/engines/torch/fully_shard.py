@@ -109,7 +109,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         )
         for number, each in enumerate(parameters):
             self._parameters[f"weight {number}"] = each
-        made.set_gradient_divide_factor(1.0)  # what waits to be summed up is no mean
+        made.set_gradient_divide_factor(1.0)  # a partial sum is no mean
         made.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
     def is_up_to_date(self, held: Sequence[Any]) -> bool:
@@ -237,7 +237,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
 
 
 class _Reachable(torch.autograd.Function):
-    """The same gathered parameter; refuses to go on to sharded ones, whose gradients `fully_shard` brings by itself."""
+    """The same gathered parameter; refuses gradients of sharded ones, which `fully_shard` computes by itself."""
 
     @staticmethod
     def forward(ctx: Any, node: Any, gathered: Any, *sharded: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients that wait to be summed up over the mesh are summed up all at once, at the end of each backward pass.
+"""Gradients that are partial sums are reduced over the mesh together, at the end of each backward pass.
 
 Where the batch is sharded over a mesh dim, each device has the gradients of its own examples. DTensor leaves it to
 whoever reads them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to
@@ -34,7 +34,7 @@ _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one co
 class Gradients:
     """From now on, gives the gradient of each parameter that is a `DTensor` the parameter's layout.
 
-    A pass adds to gradients that are there already, as always. Gradients that `torch.autograd.grad` returns are left as
+    A pass adds to gradients that exist already, as always. Gradients that `torch.autograd.grad` returns are left as
     they are.
 
     Args:
@@ -64,9 +64,9 @@ class Gradients:
 
         @unserializable_hook
         def before(gradient: Any) -> None:
-            # Apart from what is there: DTensor would sum this gradient up by itself in order to add it.
+            # Kept apart from the gradient that exists: DTensor would all-reduce this one by itself in order to add it.
             parameter = parameter_of()
-            if parameter is not None and parameter.grad is not None and _waits(gradient):
+            if parameter is not None and parameter.grad is not None and _is_partial(gradient):
                 earlier.clear()
                 earlier[backward_pass()] = parameter.grad
                 parameter.grad = None
@@ -92,7 +92,7 @@ class Gradients:
     def _finish(self, number: int) -> None:
         noted = self._passes.pop(number, [])
         for parameter, _ in noted:
-            _bring_closer(parameter)
+            _redistribute(parameter)
         parameters = [parameter for parameter, _ in noted]
         for mesh in {parameter.device_mesh for parameter in parameters}:
             with simulation.on_mesh(mesh):
@@ -103,7 +103,7 @@ class Gradients:
                 parameter.grad = earlier.add_(parameter.grad)
 
 
-def _waits(gradient: Any) -> bool:
+def _is_partial(gradient: Any) -> bool:
     return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
 
@@ -112,8 +112,8 @@ def _differs(parameter: Any) -> bool:
     return isinstance(gradient, DTensor) and gradient.placements != parameter.placements
 
 
-def _bring_closer(parameter: Any) -> None:
-    """Move a gradient where it differs from its parameter by more than a sum that is to be replicated."""
+def _redistribute(parameter: Any) -> None:
+    """Redistribute a gradient whose placements differ from its parameter's by more than partial sums to replicate."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return
@@ -126,7 +126,7 @@ def _bring_closer(parameter: Any) -> None:
 
 
 def _sum_up(parameters: list[Any], dim: int) -> None:
-    """Sum up, in few tensors, what of the gradients of parameters waits for that over a mesh dim."""
+    """All-reduce, in few tensors, the gradients of parameters that are partial over a mesh dim."""
     alike: dict[Any, list[Any]] = {}
     for parameter in parameters:
         gradient = parameter.grad

@@ -255,7 +255,7 @@ _MEANING = "use_strided_shard_as_shard_order"
 
 
 def is_of_view(spec: Any) -> bool:
-    """Whether the strided shards of a spec are those that views make, which another tensor cannot be brought to.
+    """Whether the strided shards of a spec are those that views make, to which no other tensor can be redistributed.
 
     `redistribute` takes what it is asked for to be in another order of mesh dims, as those of layouts are.
     """
@@ -498,7 +498,7 @@ def guard_operators(
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
             and by name, and their mesh. It returns that, which is then kept, or the operator's result.
         changed: Called with an operator and the tensors that `DTensor` has changed by it.
-        moved: Called with a DTensor that was brought to another layout for a view of it, its local tensor there, and
+        moved: Called with a DTensor that was redistributed for a view of it, its local tensor there, and
             the spec of that.
     """
     own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)

@@ -75,7 +75,7 @@ class JaxBackend(Backend):
         return tag
 
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:  # why: decisions/0053
-        """In a trace a constraint; else the array is moved."""
+        """Constrain an array in a trace; else redistribute it."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
     def own_memory(self, variables: Sequence[Any]) -> None:

@@ -120,7 +120,7 @@ class LoweredStep:  # why: decisions/0090
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy, with_held: bool) -> Counts:
-        """Counts of the step with two of each kind of equal blocks, and what a third one adds for each of the others."""
+        """Counts of the step with two of each kind of equal blocks, and the addition of a third for each of the others."""
         tied = self._tied(layouts, policy)
         sizes = sorted({len(self._step.blocks[number]) for number in tied})
         kept = [dict.fromkeys(tied, _KEPT)]

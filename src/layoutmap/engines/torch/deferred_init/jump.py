@@ -1,4 +1,4 @@
-"""Move torch's generator for the CPU ahead without drawing.
+"""Advance the state of torch's generator for the CPU without drawing.
 
 The generator is the Mersenne twister MT19937: its words follow a linear recurrence over bits, so the words n steps
 ahead are sums of words near by, and which ones is x^n modulo the polynomial of the recurrence. That costs about 10 ms

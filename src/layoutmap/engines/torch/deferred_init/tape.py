@@ -1,8 +1,8 @@
 """Record how tensors get their values, without making them.
 
 While a tape records, operations that would make large tensors give fake ones, which know all but their values: torch
-says what each operation would return, and the tape writes it down. Small tensors are made, so that what is read from
-them is there. A value that is read from a deferred tensor, as by `.item()`, is made on the spot and forgotten again.
+says what each operation would return, and the tape writes it down. Small tensors are made, so that values read from
+them exist. A value that is read from a deferred tensor, as by `.item()`, is made on the spot and forgotten again.
 
 Random operations on deferred tensors make no tensor: the tape keeps the state of the generator, and leaves it as the
 operation would have. So what follows draws the same numbers as in a plain program.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
-from layoutmap.engines.torch.dtensor_ops.memories import copied, note_moved, spread
+from layoutmap.engines.torch.dtensor_ops.memories import copied, note_redistributed, spread
 from layoutmap.engines.torch.dtensor_ops.proven import (
     ALONG,
     ANY_ORDER,
@@ -79,7 +79,7 @@ def _changed(op: Any, changed: list[Any]) -> None:
 def _moved(source: Any, local: Any, spec: Any) -> None:
     """Note of what a local tensor is a copy, of which views are taken."""
     if isinstance(source, DTensor) and source.device_mesh in _meshes:
-        note_moved(source, dtensor(local, spec))
+        note_redistributed(source, dtensor(local, spec))
 
 
 def is_guarded(device_mesh: DeviceMesh) -> bool:
@@ -125,7 +125,12 @@ def _refuse_plain(op: Any, args: Any, kwargs: Any) -> None:
 def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     full_name = str(op.overloadpacket).removeprefix("aten.")  # another's `cumsum` is not torch's
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
-    if name in ALONG and name != full_name and isinstance(args[0], DTensor) and not _waits(args[0]):
+    if (
+        name in ALONG
+        and name != full_name
+        and isinstance(args[0], DTensor)
+        and not _is_partial_or_strided(args[0])
+    ):
         return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
     place = _FROM_THE_START.get(name, len(args))
     if place < len(args) and args[place] is not None and args[place] < 0:
@@ -135,9 +140,9 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _dtensors((args, kwargs))
     written = {id(each) for each in _dtensors(changed_by(op, args, kwargs))}
-    # DTensor would have the others wait for the same sum, which it cannot.
+    # DTensor would have to redistribute the others to the same partial sum, which it cannot.
     is_filled = any(
-        _waits(each) and any(other.placements != each.placements for other in tensors)
+        _is_partial_or_strided(each) and any(other.placements != each.placements for other in tensors)
         for each in tensors
         if id(each) in written
     )
@@ -156,10 +161,10 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
                 return answer
             what = "make a sum of a sharded argument" if becomes_sum else "shard its arguments unevenly"
             why = f"DTensor would {what}"
-    if any(_waits(each) and id(each) not in written for each in tensors):
+    if any(_is_partial_or_strided(each) and id(each) not in written for each in tensors):
         ready, named = tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
         if only_views(op):
-            note_moved(args[0], ready[0])
+            note_redistributed(args[0], ready[0])
         return op(*ready, **named)
     inner = decomposed(op, args, kwargs)
     if inner is not NotImplemented:
@@ -168,11 +173,11 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
         return _on_local(op, args, kwargs, mesh)
     if only_views(op):
         copy = everywhere(full_tensor(args[0]), mesh)
-        note_moved(args[0], copy)
+        note_redistributed(args[0], copy)
         result = op(copy, *args[1:], **kwargs)
     else:
         result = on_gathered(op, args, kwargs, functools.partial(_write, op))
-    is_filled = any(_waits(each) for each in tensors if id(each) in written)
+    is_filled = any(_is_partial_or_strided(each) for each in tensors if id(each) in written)
     if not (name in QUIET or is_empty or is_filled or all(map(is_everywhere, tensors))):
         warn_of_gathering(name_of(op), why)
     return result
@@ -210,7 +215,7 @@ def _may_pass(tensors: list[Any], name: str) -> bool:
 
 
 def _become_sums(tensors: list[Any], specs: list[Any]) -> bool:
-    """Whether a tensor that is sharded would become one that waits for a sum, which DTensor cannot make of it."""
+    """Whether a shard would be redistributed to a partial sum, which DTensor cannot do."""
     return len(tensors) == len(specs) and any(
         type(now) is Shard and then.is_partial()
         for tensor, spec in zip(tensors, specs, strict=True)
@@ -222,8 +227,8 @@ def _dtensors(values: Any) -> list[Any]:
     return [each for each in tree_leaves(values) if isinstance(each, DTensor)]
 
 
-def _waits(tensor: Any) -> bool:
-    """Whether a DTensor waits to be summed up, or is not sharded in the mesh's order."""
+def _is_partial_or_strided(tensor: Any) -> bool:
+    """Whether a DTensor has a partial placement, or is not sharded in the mesh's order."""
     return not all(map(_is_plain, tensor.placements))
 
 
@@ -232,13 +237,13 @@ def _is_plain(placement: Any) -> bool:
 
 
 def _ready(value: Any, written: set[int]) -> Any:
-    if not isinstance(value, DTensor) or id(value) in written or not _waits(value):
+    if not isinstance(value, DTensor) or id(value) in written or not _is_partial_or_strided(value):
         return value
     return placed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
 
 
 def _is_read_by_strides(name: str, tensor: Any) -> bool:
-    """Whether an operator reads memory as on one device, and here it lies otherwise: what moved is contiguous."""
+    """Whether an operator reads memory by strides, and the redistributed local tensor, contiguous, has other ones."""
     if name != "as_strided" or local_of(tensor).stride() == (strides := tensor.stride()):
         return False
     if not has_no_gaps(tensor.shape, strides):

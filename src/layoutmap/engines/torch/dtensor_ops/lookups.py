@@ -82,7 +82,7 @@ def _gather(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def numbers_here(index: Any, size: int, mesh: Any, dims: Collection[int]) -> tuple[Any, Any]:
-    """Where the numbers of a local index are in this device's shard, and which of them are there at all.
+    """Places of a local index's numbers in this device's shard, and which of them the shard has at all.
 
     Args:
         index: The index.

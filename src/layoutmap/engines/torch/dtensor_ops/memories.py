@@ -48,7 +48,7 @@ _here = threading.local()
 
 
 def memory_of(tensor: Any) -> torch.UntypedStorage:
-    """Where a DTensor is on this device, or on the first; torch has one object of it as long as it is there."""
+    """The storage of a DTensor on this device, or on the first; torch has one object of it while it is allocated."""
     return simulation.plain(local_of(tensor)).untyped_storage()
 
 
@@ -70,7 +70,7 @@ class _Place(NamedTuple):
         return _Place(int(piece.storage_offset()), tuple(piece.shape), piece.stride())
 
     def on(self, memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that is there in a memory."""
+        """The tensor that is stored in a memory."""
         return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *self)
 
 
@@ -89,8 +89,8 @@ class _Origin(NamedTuple):
 
 
 @torch.no_grad()
-def note_moved(source: Any, copy: Any) -> None:
-    """Note that a DTensor was brought to another layout for views to be taken of it.
+def note_redistributed(source: Any, copy: Any) -> None:
+    """Note that a DTensor was redistributed for views to be taken of it.
 
     Args:
         source: The DTensor.

@@ -61,7 +61,7 @@ def shard_placements(mesh: Any, axes: Mapping[int, int | None]) -> tuple[Any, ..
 
 
 def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: Iterable[int]) -> Any:
-    """The shard of this device, after the tensor was brought into a layout.
+    """The shard of this device, after the tensor was redistributed to a layout.
 
     Args:
         tensor: A DTensor, or a plain tensor that is the same in all processes.
