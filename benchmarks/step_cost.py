@@ -3,6 +3,9 @@
     python benchmarks/step_cost.py                       all models on all meshes, for H100: an hour
     python benchmarks/step_cost.py --large               what counting takes for 405 billion parameters, on 512x8
     python benchmarks/step_cost.py cpu llama 8x8         for another target, models that start so, one mesh
+    python benchmarks/step_cost.py cpu --draw 200 --seed 1
+                                                         pairs of a drawn model and a drawn map: the distribution of the
+                                                         quotients, and the worst five
 
 Models of keras-hub with published widths and four layers (Mixtral two, Whisper two in each stack), in bfloat16, with
 AdamW, and a scanned stack of flax.nnx; each
@@ -13,7 +16,9 @@ are in GB that each device sends on rings, memory in GB; beside each the quotien
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
+import math
 import os
 import resource
 import subprocess
@@ -207,6 +212,55 @@ def large():
     )
 
 
+LIBRARIES = ("nnx", "keras", "pytree")
+
+
+def drawn(target, number, seed):
+    """Drawn pairs of model and map: what is counted, beside what XLA compiles for a target."""
+    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    import warnings
+
+    import layoutmap as lm
+    from layoutmap.testing import models
+
+    warnings.simplefilter("ignore")
+    lm.simulate_devices(8)  # some maps are on devices by name
+    found, without = [], collections.Counter()
+    for each in range(seed, seed + number):
+        library = LIBRARIES[each % len(LIBRARIES)]
+        case = models.draw(each, library)
+        layout_map = case.layout_map
+        inputs = case.batch[0] if library == "keras" else case.batch
+        options = {"inputs": inputs, "batch_dim": case.map.batch_dim, "library": case.library}
+        try:
+            step = lm.lower_step(case.make_model, layout_map, **options)
+            rows = step.verify(layout_map, target=target).rows
+        except lm.LayoutMapError as error:
+            without[error.what[:60]] += 1
+            continue
+        *kinds, sent, arguments, peak = rows
+        counted, compiled = sent[1:]
+        if target == "cpu":  # it makes no reduce-scatters, and sends twice their bytes as all-reduces
+            counted += sum(one for name, one, _ in kinds if name == "sent reduce_scatter")
+        of_bytes = 1.0 if counted == compiled else counted / compiled if compiled else math.inf
+        found.append((of_bytes, arguments[1] == arguments[2], peak[1] / peak[2], each, library))
+        print(f"{each} {library}: sent {of_bytes:.3f}, peak {found[-1][2]:.2f}", file=sys.stderr, flush=True)
+    off = sorted(found, key=lambda pair: -abs(math.log(pair[0])) if 0 < pair[0] < math.inf else -math.inf)
+    within = [sum(abs(pair[0] - 1) <= most for pair in found) for most in (0.001, 0.05, 0.15)]
+    print(f"{len(found)} pairs on 8 devices, XLA for {target}, seeds {seed} to {seed + number - 1}")
+    print(f"bytes within 0.1 %: {within[0]}, within 5 %: {within[1]}, within 15 %: {within[2]}")
+    print(f"arguments exact: {sum(pair[1] for pair in found)}")
+    peaks = sorted(pair[2] for pair in found)
+    share = {name: peaks[int(part * (len(peaks) - 1))] for name, part in QUANTILES.items()}
+    print("peak, counted / compiled: " + ", ".join(f"{name} {value:.2f}" for name, value in share.items()))
+    print("the five furthest off in bytes: " + ", ".join(f"{p[4]} {p[3]}: {p[0]:.2f}" for p in off[:5]))
+    for what, times in without.items():
+        print(f"not counted, {times}: {what}")
+
+
+QUANTILES = {"least": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1}
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -215,6 +269,8 @@ def main():
     parser.add_argument("models", nargs="?", default="", help="how the names of the models begin")
     parser.add_argument("meshes", nargs="*", metavar="mesh", help=f"some of {', '.join(MESHES)}")
     parser.add_argument("--large", action="store_true", help="what counting takes for a large model")
+    parser.add_argument("--draw", type=int, metavar="N", help="so many drawn pairs of model and map")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of the first of them")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -222,6 +278,9 @@ def main():
         return
     if options.large:
         large()
+        return
+    if options.draw:
+        drawn(options.target, options.draw, options.seed)
         return
     print("| model | mesh | counted in s | compiled in s | sent | arguments | peak in GB | GB sent by kind |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

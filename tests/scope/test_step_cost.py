@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -565,6 +566,26 @@ def test_xla_for_devices_that_are_not_there_sends_what_was_counted(target):
     arguments = found.rows[-2]
     assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
     assert arguments[1] == arguments[2] if target == "h100" else arguments[1] <= arguments[2]
+
+
+def test_a_batch_takes_the_bytes_that_jax_gives_it():
+    """Numpy's whole numbers and floats are of 64 bits; on a device they are of 32."""
+    step = lowered(Block, inputs=np.ones((ROWS, WIDTH)))
+    layout_map = lm.LayoutMap(MESH)
+    assert step.compile(layout_map).argument_bytes == step.count(layout_map).argument_bytes
+
+
+def test_a_branch_costs_what_is_in_it():
+    """The collectives and products of both branches of a condition are counted, as XLA sends them."""
+
+    class Branching(Block):
+        def __call__(self, x):
+            return jax.lax.cond(x.sum() > 0, lambda: super(Branching, self).__call__(x), lambda: -x)
+
+    step, layout_map = lowered(Branching), lm.LayoutMap(MESH, MEGATRON)
+    cost = step.count(layout_map)
+    assert cost.flops["float32"] > 0
+    assert sum(step.compile(layout_map).sent_by_kind.values()) == cost.sent_bytes
 
 
 def test_random_keys_and_states_are_arguments():

@@ -109,7 +109,7 @@ def _look(
             number = int(trips[1]) if trips else _trips(bodies.get(condition, []), bodies.get(body, []))
             _look(bodies, body, times * number, counts, set())
         elif op in ("call", "async-start", "conditional", "fusion"):
-            for inner in re.findall(r"(?:to_apply|calls|branch_computations=\{)=?%?([\w.\-]+)", rest):
+            for inner in inner_computations(rest):
                 _look(bodies, inner, times, counts, chains if op == "fusion" else set())
         elif (kind := NAMES.get(op.removesuffix("-start"))) is not None:
             if chain := re.search(r'chain_id="\d+"', rest):
@@ -139,6 +139,18 @@ def _tensors(kind: str, shape: str, rest: str, starts: bool) -> list[int]:
 
 def _bytes(dtype: str, sizes: str) -> int:
     return int(math.prod(int(n) for n in sizes.split(",") if n) * itemsize(dtype_named(dtype)))
+
+
+def inner_computations(rest: str) -> list[str]:
+    """Return the names of the computations that an operation runs: of a loop the condition first, of a branch all."""
+    found = ", ".join(one or several for one, several in _INNER.findall(rest))
+    return [name.removeprefix("%") for name in found.split(", ") if name]
+
+
+_INNER = re.compile(
+    r"(?:condition|body|true_computation|false_computation|to_apply|calls)=%?([\w.\-]+)"
+    r"|branch_computations=\{([^}]*)\}"
+)
 
 
 def dtype_named(name: str) -> str:

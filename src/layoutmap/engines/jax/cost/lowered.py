@@ -77,7 +77,9 @@ class LoweredStep:  # why: decisions/0090
         layouts = {a.variable.key: a.layout for a in assignments}
         counts = self._counts(layouts, policy, with_held)
         batch = [
-            Assignment(VariableSpec(each.name, each.shape, each.dtype), policy.batch_layout(each.shape))
+            Assignment(
+                VariableSpec(each.name, each.shape, _held_dtype(each.dtype)), policy.batch_layout(each.shape)
+            )
             for each in self._step.batch
         ]
         arguments = sum(a.shard_bytes for a in (*assignments, *batch))
@@ -355,6 +357,11 @@ def _check_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[s
 def _dtype(name: str) -> Any:
     impl = _KEYS.get(name)
     return name if impl is None else jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+def _held_dtype(name: str) -> str:
+    """The element type that JAX gives an array of some type: without `jax_enable_x64` it has no int64."""
+    return name if name in _KEYS else str(jax.dtypes.canonicalize_dtype(name))
 
 
 _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}

@@ -18,7 +18,15 @@ import numpy as np
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.jax.cost.graph import BARRIER, Block, Op, Place, Value, place_of
-from layoutmap.engines.jax.cost.hlo import NAMES, SHAPE, Operation, computations, dtype_named, operands_of
+from layoutmap.engines.jax.cost.hlo import (
+    NAMES,
+    SHAPE,
+    Operation,
+    computations,
+    dtype_named,
+    inner_computations,
+    operands_of,
+)
 
 _NAMES = NAMES | {
     "broadcast": "broadcast_in_dim",
@@ -37,11 +45,6 @@ _UNEQUAL = re.compile(
 
 _IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
 """Numbers from 0 on, in a shape, with its axes in another order."""
-
-_INNER = re.compile(
-    r"(?:condition|body|true_computation|false_computation|branch_computations=\{|(?<=, ))=?%([\w.\-]+)"
-)
-"""The computations that a loop or a branch runs."""
 
 
 def read(text: str, mesh: Mesh) -> Block:
@@ -129,7 +132,7 @@ class _Reader:
             made.flops = _flops_of_convolution(made, each)
         elif each.op in ("while", "conditional"):
             place = made.where, made.is_backward, made.is_update, made.is_fused
-            made.blocks += [self.block(name, place) for name in _INNER.findall(each.rest)]
+            made.blocks += [self.block(name, place) for name in inner_computations(each.rest)]
             made.trips = _trips(made) if each.op == "while" else 1
         values, _, attributes = each.rest.partition(")")
         is_alone = made.blocks or ("to_apply=" in attributes and each.op not in NAMES)
