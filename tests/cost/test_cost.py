@@ -81,7 +81,7 @@ def test_a_peak_is_bounded_by_the_memory_that_the_compiler_may_use(plenty, least
 def test_the_text_says_what_travels_why_and_what_waits():
     """The whole of it, as a reader sees it."""
     assert textwrap.dedent("""\
-        Cost: 18.0 ms a step on h100:64; 30.0 GiB of 79.1 GiB per device at the peak
+        Cost: 18.0 ms a step on h100:64; 30.0 GiB of 79.1 GiB per device at the peak (estimate)
         NVIDIA H100 SXM, 80 GB; no overlap at all: 19.5 ms
 
         of the step                           takes  share

@@ -49,6 +49,7 @@ def test_a_plan_has_the_cost_of_a_step():
     )
     assert {"float32"} == set(cost.step.flops)
     assert ("h100:64", "data") == (str(cost.machine), cost.batch_dim)
+    assert cost.line.endswith("per device at the peak (XLA's partitioner, buffers estimated)")
     assert ("batches are sharded over data", *alone.notes) == cost.step.notes
     assert alone.notes[-1].endswith("(remat='up$')")
     assert {"optimizer.up.kernel.momentum", "optimizer.up.kernel.velocity"} <= set(plan)
@@ -162,6 +163,7 @@ def test_a_cost_that_is_verified_has_the_figures_of_xla_beside_its_own():
 
     assert plan.cost.step.argument_bytes == plan.cost.verified.argument_bytes
     assert "XLA for cpu" in str(plan.cost)
+    assert plan.cost.line.endswith("(XLA's partitioner, buffers estimated, beside what XLA compiles for cpu)")
 
 
 def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():

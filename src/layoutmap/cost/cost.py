@@ -262,7 +262,14 @@ class Cost:  # why: decisions/0092
     def line(self) -> str:
         """The cost in one line."""
         sizes = f"{size(self.step.peak_bytes)} of {size(self.machine.device.memory_bytes)}"
-        return f"{duration(self.step_seconds)} a step on {self.machine}; {sizes} per device at the peak"
+        seconds = duration(self.step_seconds)
+        return f"{seconds} a step on {self.machine}; {sizes} per device at the peak ({self.known_by})"
+
+    @property
+    def known_by(self) -> str:
+        """The source of the figures: XLA's partitioner, or an estimate; and the compiler whose own are beside them."""
+        beside = f", beside what XLA compiles for {self.verified.target}" if self.verified else ""
+        return f"{self.step.known_by}{beside}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -23,6 +23,9 @@ SCORED_ATTENTION = (
 )
 """What is assumed of calls of attention."""
 
+PARTITIONED, ESTIMATE = "XLA's partitioner, buffers estimated", "estimate"
+"""How the figures of a step are known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -93,6 +96,7 @@ class StepCost:
         notes: What the figures assume, in sentences.
         least_peak_bytes: The same where memory is short, and XLA makes each gradient as soon as it can; 0: not known.
         held: What it holds at the peak beside what the step is given, the largest first; empty: not known.
+        known_by: How the figures are known, as a cost says it: by XLA's partitioner, or by an estimate.
     """
 
     mesh: Mesh
@@ -104,6 +108,7 @@ class StepCost:
     notes: tuple[str, ...] = field(default=())
     least_peak_bytes: int = field(default=0, compare=False)
     held: tuple[Held, ...] = ()
+    known_by: str = ESTIMATE
 
     def on(self, memory_bytes: int) -> StepCost:
         """Return what it does on a device with so much memory."""

@@ -20,7 +20,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.cost.advice import Advice
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Device, Machine, Network
-from layoutmap.cost.table import Collective, CollectiveKind, Held, HeldKind, Phase, StepCost
+from layoutmap.cost.table import ESTIMATE, Collective, CollectiveKind, Held, HeldKind, Phase, StepCost
 from layoutmap.plan.json_fields import (
     Fields,
     Read,
@@ -53,6 +53,8 @@ def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
         written["notes"] = step.notes
     if step.held:
         written["held"] = [dataclasses.astuple(each) for each in step.held]
+    if step.known_by != ESTIMATE:
+        written["known_by"] = step.known_by
     if cost.tried:
         written["tried"] = [dataclasses.astuple(each) for each in cost.tried]
     if cost.untried:
@@ -74,9 +76,8 @@ def read_cost(top: Fields, mesh: Mesh) -> Cost:
     flops = fields("flops", _numbers(a_number))
     traffic, arguments, peak = (fields(name, a_number) for name in _COUNTS)
     held = fields("held", list_of(_read_held), ())
-    step = StepCost(
-        mesh, collectives, flops, traffic, arguments, peak, fields("notes", _texts, ()), held=held
-    )
+    notes, known_by = fields("notes", _texts, ()), fields("known_by", a_text, ESTIMATE)
+    step = StepCost(mesh, collectives, flops, traffic, arguments, peak, notes, held=held, known_by=known_by)
     machine = fields("machine", _read_machine)
     batch_dim = fields("batch_dim", or_null(a_text), None)
     if batch_dim is not None:

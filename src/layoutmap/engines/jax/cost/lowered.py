@@ -23,7 +23,7 @@ from layoutmap.core.paths import repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.cost.table import Collective, Held, StepCost
+from layoutmap.cost.table import PARTITIONED, Collective, Held, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.corrections import lowered_without_devices
@@ -101,6 +101,7 @@ class LoweredStep:  # why: decisions/0090
             (*self._notes, *self._of_attention),
             arguments + min(peaks),
             _held_at_the_peak(counts),
+            PARTITIONED,
         )
 
     @property
@@ -122,7 +123,7 @@ class LoweredStep:  # why: decisions/0090
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy, with_held: bool) -> Counts:
-        """Counts of the step with two of each kind of equal blocks, and the addition of a third for each of the others."""
+        """Counts of the step with two of each kind of equal blocks, the others as the addition of a third."""
         tied = self._tied(layouts, policy)
         sizes = sorted({len(self._step.blocks[number]) for number in tied})
         kept = [dict.fromkeys(tied, _KEPT)]
