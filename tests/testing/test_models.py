@@ -1,19 +1,16 @@
 """Drawn models are models, each kind and each pair of kinds of layers comes, and what is printed runs."""
 
 import os
-import random
 import re
 import subprocess
 import sys
 from collections import Counter
-from itertools import combinations
 
-import hypothesis
 import keras
 import pytest
 from cases import xla_settings
+from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn, smallest_with
 
-from layoutmap.core.variables import Kind
 from layoutmap.testing import models
 from layoutmap.testing.models.keras.layers import KINDS
 
@@ -30,35 +27,23 @@ def test_importing_it_loads_no_framework():
 
 def test_every_kind_and_every_pair_of_kinds_is_drawn():
     """Of 4,000 models none lacks, however many axes a layer has."""
-    styles, kinds, pairs = Counter(), Counter(), Counter()
-    for seed in range(4000):
-        model = models.draw_model(seed)
-        found = {re.sub(r"\dD", "*D", kind) for kind in model.kinds}
-        styles[model.style] += 1
-        kinds.update(found)
-        pairs.update(combinations(sorted(found), 2))
+    drawn = [models.draw_model(seed) for seed in range(4000)]
+    kinds, pairs = counted({re.sub(r"\dD", "*D", kind) for kind in model.kinds} for model in drawn)
 
     assert set(KINDS) < set(kinds)
-    assert [] == [pair for pair in combinations(sorted(kinds), 2) if not pairs[pair]]
-    assert min(styles.values()) > 400
+    assert [] == pairs_not_drawn(kinds, pairs)
+    assert min(Counter(model.style for model in drawn).values()) > 400
 
 
 @pytest.mark.long
 def test_every_kind_of_layout_is_drawn_for_every_kind_of_layer():
     """Weights of several axes are replicated, and sharded over one dim, two, and two along one axis."""
-    found = Counter()
-    for case in map(models.draw, range(800)):
-        layers = {case.model.path(layer.name): layer.kind for layer in case.model.layers if case.model.named}
-        for assignment in case.plan().assignments:
-            variable, layout = assignment.variable, assignment.layout
-            kind = next((kind for path, kind in layers.items() if variable.path.startswith(f"{path}.")), "")
-            if kind and variable.kind is Kind.WEIGHT and len(variable.shape) > 1:
-                dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
-                found[re.sub(r"\dD", "*D", kind), (sum(map(len, dims)), sum(map(bool, dims)))] += 1
 
-    kinds = {kind for kind, _ in found}
-    expected = ((0, 0), (1, 1), (2, 2), (2, 1))  # dims, and the axes that they shard
-    assert [] == [(kind, layout) for kind in kinds for layout in expected if not found[kind, layout]]
+    def kinds_by_path(model):
+        named = model.layers if model.named else []
+        return {model.path(layer.name): re.sub(r"\dD", "*D", layer.kind) for layer in named}
+
+    assert [] == layouts_not_drawn(map(models.draw, range(800)), kinds_by_path)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -96,10 +81,5 @@ def test_a_case_is_a_program(tmp_path):
 
 
 def test_cases_shrink():
-    """What fails is found in a model of few layers: with one seed, since Hypothesis may give up early with another."""
-    settings = hypothesis.settings(max_examples=2000, database=None)
-    found = hypothesis.find(
-        models.models(), lambda model: "LSTM" in model.kinds, settings=settings, random=random.Random(0)
-    )
-
-    assert len(found.layers) <= 3
+    """What fails is found in a model of few layers."""
+    assert len(smallest_with("LSTM", "keras", 2000).layers) <= 3

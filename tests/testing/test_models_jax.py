@@ -1,17 +1,14 @@
 """Drawn models of JAX are models, each kind and each pair of kinds of layers comes, and what is printed runs."""
 
-import random
 import re
 from collections import Counter
-from itertools import combinations
 
-import hypothesis
 import jax
 import pytest
 from cases import few
+from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn, smallest_with
 
 from layoutmap.adapters.jax.training import called, inputs_of
-from layoutmap.core.variables import Kind
 from layoutmap.testing import models
 from layoutmap.testing.laws import quiet
 from layoutmap.testing.models.jax.functions import FUNCTIONS
@@ -25,17 +22,12 @@ LIBRARIES = ("nnx", "pytree")
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_kind_and_every_pair_of_kinds_is_drawn(library):
     """Of 4,000 models none lacks, alone or with something around it."""
-    kinds, pairs, containers = Counter(), Counter(), Counter()
-    for seed in range(4000):
-        model = models.draw_model(seed, library)
-        found = {*model.kinds}
-        kinds.update(found)
-        pairs.update(combinations(sorted(found), 2))
-        containers.update(kinds_of_containers(model.held))
+    drawn = [models.draw_model(seed, library) for seed in range(4000)]
+    kinds, pairs = counted({*model.kinds} for model in drawn)
 
     assert {*FUNCTIONS, *WRAPPERS} - {""} < {*kinds}
-    assert [] == [pair for pair in combinations(sorted(kinds), 2) if not pairs[pair]]
-    assert min(containers.values()) > 400
+    assert [] == pairs_not_drawn(kinds, pairs)
+    assert min(Counter(kind for model in drawn for kind in kinds_of_containers(model.held)).values()) > 400
 
 
 def kinds_of_containers(held):
@@ -47,25 +39,16 @@ def kinds_of_containers(held):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_kind_of_layout_is_drawn_for_every_kind_of_layer(library):
     """Weights of several axes are replicated, and sharded over one dim, two, and two along one axis."""
-    found = Counter()
-    for seed in range(1200):
-        case = models.draw(seed, library)
-        kinds = {
-            case.model.paths[name]: part.kinds[0]
-            for part in reversed(case.model.parts)
+
+    def kinds_by_path(model):
+        return {
+            model.paths[name]: part.kinds[0]
+            for part in reversed(model.parts)
             for name in re.findall(r"{(l\d+)}", part.call)
             if part.kinds
         }
-        for assignment in case.plan().assignments:
-            variable, layout = assignment.variable, assignment.layout
-            of = [kind for path, kind in kinds.items() if f"{variable.path}.".startswith(f"{path}.")]
-            if of and variable.kind is Kind.WEIGHT and len(variable.shape) > 1:
-                dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
-                found[of[0], (sum(map(len, dims)), sum(map(bool, dims)))] += 1
 
-    kinds = {kind for kind, _ in found}
-    expected = ((0, 0), (1, 1), (2, 2), (2, 1))  # dims, and the axes that they shard
-    assert [] == [(kind, layout) for kind in kinds for layout in expected if not found[kind, layout]]
+    assert [] == layouts_not_drawn((models.draw(seed, library) for seed in range(1200)), kinds_by_path)
 
 
 @pytest.mark.parametrize("seed", few(range(16), 0, 1, 2, 3))
@@ -107,10 +90,5 @@ def test_a_case_is_a_program(library, seed, capsys):
     ("library", "kind"), few([("nnx", "RNN"), ("pytree", "eqx.Conv")], ("pytree", "eqx.Conv"))
 )
 def test_cases_shrink(library, kind):
-    """What fails is found in a model of few layers: with one seed, since Hypothesis may give up early with another."""
-    settings = hypothesis.settings(max_examples=500, database=None)
-    found = hypothesis.find(
-        models.models(library), lambda model: kind in model.kinds, settings=settings, random=random.Random(0)
-    )
-
-    assert len(found.parts) <= 4
+    """What fails is found in a model of few layers."""
+    assert len(smallest_with(kind, library, 500).parts) <= 4

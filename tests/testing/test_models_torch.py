@@ -1,18 +1,15 @@
 """Drawn models of torch are models, each kind and each pair of kinds of parts comes, and what is printed runs."""
 
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
-from itertools import combinations
 
-import hypothesis
 import pytest
 import torch
+from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn, smallest_with
 
 from layoutmap.adapters.torch.training import call
-from layoutmap.core.variables import Kind
 from layoutmap.testing import models
 from layoutmap.testing.models.torch.kinds import KINDS
 
@@ -22,38 +19,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of models that nobody would
 
 def test_every_kind_and_every_pair_of_kinds_is_drawn():
     """Of 5,000 models none lacks, as attributes, in containers, and in an `nn.Sequential`."""
-    styles, kinds, pairs = Counter(), Counter(), Counter()
-    for seed in range(5000):
-        model = models.draw_model(seed, "torch")
-        found = set(model.kinds)
-        styles["sequential" if model.is_sequential else model.classes[-1].style] += 1
-        kinds.update(found)
-        pairs.update(combinations(sorted(found), 2))
+    drawn = [models.draw_model(seed, "torch") for seed in range(5000)]
+    kinds, pairs = counted(set(model.kinds) for model in drawn)
+    styles = Counter("sequential" if each.is_sequential else each.classes[-1].style for each in drawn)
 
     assert set(KINDS) < set(kinds)
-    assert [] == [pair for pair in combinations(sorted(KINDS), 2) if not pairs[pair]]
+    assert [] == pairs_not_drawn(KINDS, pairs)
     assert min(styles.values()) > 300
 
 
 @pytest.mark.long
 def test_every_kind_of_layout_is_drawn_for_every_kind_of_part():
     """Weights of several axes are replicated, and sharded over one dim, two, and two along one axis."""
-    found = Counter()
-    for case in (models.draw(seed, "torch") for seed in range(1200)):
-        own = case.model.classes[-1]
-        parts = {own.path(part.name): part.kinds[0] for part in own.parts if part.made}
-        for assignment in case.plan().assignments:
-            variable, layout = assignment.variable, assignment.layout
-            kind = parts.get(variable.path) or next(
-                (kind for path, kind in parts.items() if variable.path.startswith(f"{path}.")), ""
-            )
-            if kind and variable.kind is Kind.WEIGHT and len(variable.shape) > 1:
-                dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
-                found[kind, (sum(map(len, dims)), sum(map(bool, dims)))] += 1
 
-    kinds = {kind for kind, _ in found}
-    expected = ((0, 0), (1, 1), (2, 2), (2, 1))  # dims, and the axes that they shard
-    assert [] == [(kind, layout) for kind in kinds for layout in expected if not found[kind, layout]]
+    def kinds_by_path(model):
+        own = model.classes[-1]
+        return {own.path(part.name): part.kinds[0] for part in own.parts if part.made}
+
+    assert [] == layouts_not_drawn((models.draw(seed, "torch") for seed in range(1200)), kinds_by_path)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -110,13 +93,5 @@ def test_a_case_is_a_program(tmp_path):
 
 
 def test_cases_shrink():
-    """What fails is found in a model of few parts: with one seed, since Hypothesis may give up early with another."""
-    settings = hypothesis.settings(max_examples=200, database=None)
-    found = hypothesis.find(
-        models.models("torch"),
-        lambda model: "Conv" in model.kinds,
-        settings=settings,
-        random=random.Random(0),
-    )
-
-    assert sum(len(each.parts) for each in found.classes) <= 3
+    """What fails is found in a model of few parts."""
+    assert sum(len(each.parts) for each in smallest_with("Conv", "torch", 200).classes) <= 3
