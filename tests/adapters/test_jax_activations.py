@@ -161,13 +161,6 @@ def test_an_unpickled_module_is_plain(model, x):
     assert type(again) is type(unpickled)
 
 
-def test_a_rule_without_a_module_is_reported():
-    """With the near misses, as a rule for weights is."""
-    plan = lm.plan(make_model, make_map({r"block\.\d+": ("batch", None, None)}), library="jax")
-
-    assert [r"block\.\d+"] == [p.subject for p in plan.problems if p.kind == "unused rule"]
-
-
 def test_a_plan_lists_the_modules_of_rules():
     """Those with a rule, by path."""
     plan = lm.plan(make_model, make_map(), library="jax")

@@ -1,6 +1,5 @@
 """How variables of Keras models get their first values: early, late, from one another, and never twice."""
 
-import copy
 import gc
 import threading
 import weakref
@@ -109,33 +108,6 @@ class TestTheDocumentsExamples:
         assert model.d1.bias.layout == layout_2
         assert model.d2.kernel.layout == layout_3
         assert model.d2.bias.layout == layout_4
-
-    def test_a_functional_model(self):
-        """Layers of a Functional model go by their names."""
-        _, (layout_1, layout_2, layout_3, layout_4) = self.layouts()
-        with lm.LayoutMap.scope(self.layout_map()):
-            inputs = keras.Input((16,), batch_size=16)
-            x = L.Dense(16, name="d1")(inputs)
-            outputs = L.Dense(16, name="d2")(x)
-            model = keras.Model(inputs, outputs)
-
-        assert model.layers[1].kernel.layout == layout_1
-        assert model.layers[1].bias.layout == layout_2
-        assert model.layers[2].kernel.layout == layout_3
-        assert model.layers[2].bias.layout == layout_4
-
-    def test_a_sequential_model(self):
-        """So do those of a Sequential model; `layout_map_scope` is the old spelling, which warns."""
-        _, (layout_1, layout_2, layout_3, layout_4) = self.layouts()
-        old = pytest.warns(DeprecationWarning, match="write layout_map.scope")
-        with old as caught, lm.layout_map_scope(self.layout_map()):
-            model = keras.Sequential([keras.Input((16,)), L.Dense(16, name="d1"), L.Dense(16, name="d2")])
-
-        assert __file__ == caught[0].filename
-        assert model.layers[0].kernel.layout == layout_1
-        assert model.layers[0].bias.layout == layout_2
-        assert model.layers[1].kernel.layout == layout_3
-        assert model.layers[1].bias.layout == layout_4
 
 
 class Early(L.Layer):
@@ -317,19 +289,6 @@ def test_a_layer_that_existed_before_joins_a_scoped_model():
     assert model.layers[0].kernel.layout == model.layers[1].kernel.layout
 
 
-def test_clones_and_copies():
-    """`clone_model` in a scope is laid out, and so is a deep copy of what is, with the same values."""
-    plain = keras.Sequential([keras.Input((4,)), L.Dense(8, name="d1")])
-    with make_map().scope():
-        clone = keras.models.clone_model(plain)
-    copied = copy.deepcopy(clone)
-
-    assert ("unsharded", "model") == clone.layers[0].kernel.layout.sharding_specs
-    assert clone.layers[0].kernel.layout == copied.layers[0].kernel.layout
-    assert np.array_equal(clone.layers[0].kernel.numpy(), copied.layers[0].kernel.numpy())
-    assert type(clone.layers[0].kernel) is type(plain.layers[0].kernel)
-
-
 def test_an_optimizer_that_is_built_inside():
     """Slots that are made by hand in the scope follow their weights and are in the plan."""
     with make_map().scope() as scope:
@@ -401,41 +360,6 @@ def test_creation_decides_the_order_of_draws_also_after_deletions():
     assert_as_plain(make_model)
 
 
-def test_two_threads_with_scopes_of_their_own():
-    """Each thread's models lie in the layouts of that thread's map; a third thread's are plain."""
-    maps = {
-        "a": make_map("model=8", {r".*kernel": (None, "model")}),
-        "b": make_map("model=4", {r".*kernel": ("model", None)}),
-    }
-    made, errors = {}, []
-    barrier = threading.Barrier(3)
-
-    def work(name):
-        try:
-            barrier.wait(20)
-            for i in range(4):
-                layers = [keras.Input((8,)), L.Dense(8, name="d1"), L.Dense(8, name="d2")]
-                if name in maps:
-                    with maps[name].scope():
-                        made[name, i] = keras.Sequential(layers[1:])
-                    made[name, i](np.ones((1, 8), "float32"))
-                else:
-                    made[name, i] = keras.Sequential(layers)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert [] == errors
-    for (name, _), model in made.items():
-        layouts = [getattr(layer.kernel, "layout", None) for layer in model.layers]
-        assert [maps[name]["d1.kernel"] if name in maps else None] * 2 == layouts
-
-
 def test_two_threads_that_first_call_one_model():
     """Weights are made once, whichever thread comes first."""
     for _ in range(5):
@@ -475,14 +399,6 @@ def test_the_first_model_of_a_class_that_becomes_functional():
     np.testing.assert_allclose(
         keras.ops.convert_to_numpy(actual), keras.ops.convert_to_numpy(expected), rtol=1e-6
     )
-
-
-def test_a_model_without_a_call_is_refused_by_keras():
-    """The message is Keras's own."""
-    with make_map().scope():
-        model = keras.Model()
-    with pytest.raises(NotImplementedError, match=r"does not have a `call\(\)`"):
-        model(X)
 
 
 class Branching(keras.Model):

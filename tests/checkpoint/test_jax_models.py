@@ -54,12 +54,6 @@ def changed(tree: Any) -> Any:
 # -- models
 
 
-def variables(model: Any) -> dict[str, Any]:
-    from layoutmap.adapters import get_adapter
-
-    return get_adapter("jax").variables(model)
-
-
 def test_no_initializer_computes_what_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that is built while it is loaded, no variable of the checkpoint is passed to an initializer."""
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES["language"])

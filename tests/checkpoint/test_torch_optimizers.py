@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import layoutmap as lm
-from layoutmap.adapters import get_adapter, random_states
-from layoutmap.adapters.torch import train_with
+from layoutmap.adapters import random_states
 from layoutmap.checkpoint import reader
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
@@ -190,29 +189,6 @@ def test_a_model_is_built_and_its_optimizer_made_in_one_call(trained_on_mesh) ->
     assert ("model", "unsharded") == lm.dtensor.fetch_layout(other.up.weight).sharding_specs
     assert other.again.weight is other.up.weight
     torch.set_rng_state(state)
-
-
-def test_an_optimizer_that_train_with_names_is_made_for_its_slots(tmp_path: Path) -> None:
-    """A model whose optimizer `train_with` names, which has taken no step yet, is loaded with the slots of one."""
-
-    def make() -> nn.Module:
-        return train_with(nn.Linear(8, 8), loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["momentum"])
-
-    adapter = get_adapter("torch")
-    model = lm.build(
-        make, lm.LayoutMap("model=8", {"weight": ("model", None)}, rest="replicated"), library="torch"
-    )
-    adapter.train_step(model, (torch.ones(4, 8), torch.zeros(4, 8)))
-    lm.save(model, tmp_path)
-    other = lm.LayoutMap("model=8", {"weight": (None, "model")}, rest="replicated")
-    loaded = lm.load(make, tmp_path, layout_map=other, library="torch")
-
-    expected, actual = (
-        {path: adapter.read(v).tolist() for path, v in adapter.variables(each).items()}
-        for each in (model, loaded)
-    )
-    assert "optimizer.weight.momentum_buffer" in expected
-    assert expected == actual
 
 
 def test_no_initializer_computes_what_is_loaded(trained_on_mesh, monkeypatch: pytest.MonkeyPatch) -> None:

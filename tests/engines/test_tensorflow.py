@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer, Program
-from layoutmap.core.layout import Layout, as_layout
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.tensorflow import programs
@@ -332,17 +332,6 @@ def test_a_mesh_may_name_devices_by_either_name():
     assert [f"{DEVICE}CPU:{i}" for i in (3, 1, 0, 2)] == natives[0].mesh.local_devices()
     assert [0, 1, 2, 3] == [component.numpy().item() for component in dtensor.unpack(tensor)]
     assert [f"{DEVICE}CPU:{i}" for i in (3, 1, 0, 2)] == [c.device for c in dtensor.unpack(tensor)]
-
-
-def test_tensorflows_layouts_are_ours():
-    """A layout and a mesh of TensorFlow's own, made by its own means, are taken where ours are."""
-    own_mesh = dtensor.create_mesh([("x", 2), ("y", 4)], device_type="CPU")
-    own = dtensor.Layout(["y", "unsharded"], own_mesh)
-    layout = as_layout(own)
-
-    assert layout == Layout(["y", None], own_mesh)
-    assert own == engine().native(layout, 2)
-    assert layout.mesh == engine().bind(layout.mesh)
 
 
 def test_tensors_that_tensorflow_laid_out_have_a_layout():
