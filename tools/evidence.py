@@ -15,7 +15,7 @@ from typing import Any
 from layoutmap.core.text_table import text_table
 from layoutmap.testing.laws import LAWS
 from layoutmap.testing.schedule import Tried
-from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.subjects import SUBJECTS, subject_named
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, KEPT = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence.json"
@@ -46,7 +46,7 @@ def summary(counts: Counts) -> str:
     rows: list[list[str]] = []
     for subject, of_subject in counts.items():
         cases = f"{of_subject['cases']} cases, {of_subject['refused']} refused by the plan"
-        rows.append([SUBJECTS[subject].title, cases, "", "", "", ""])
+        rows.append([subject_named(subject).title, cases, "", "", "", ""])
         for law, outcomes in of_subject["laws"].items():
             rows.append(["", law, *(str(outcomes[each] or "") for each in OUTCOMES)])
     return "\n".join(text_table(["", "law", *OUTCOMES], rows, OUTCOMES))

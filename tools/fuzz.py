@@ -24,7 +24,7 @@ import evidence
 
 from layoutmap.testing.laws import LAWS
 from layoutmap.testing.schedule import Schedule, Tried
-from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.subjects import ARRAYS, SUBJECTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -79,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     today = int(date.today().strftime("%Y%m%d")) * 1000
     parser.add_argument(
-        "subjects", nargs="*", choices=[*SUBJECTS, []], metavar="SUBJECT", help=", ".join(SUBJECTS)
+        "subjects",
+        nargs="*",
+        choices=[*SUBJECTS, *ARRAYS, []],
+        metavar="SUBJECT",
+        help=", ".join(SUBJECTS | ARRAYS),
     )
     parser.add_argument(
         "--seed", type=int, default=today, help="the first seed of each (default: %(default)s)"

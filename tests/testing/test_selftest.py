@@ -79,7 +79,7 @@ def test_all_is_well(run, tmp_path):
     ("options", "words"),
     [
         (("--mesh", "batch=3,model=3"), "the mesh batch=3,model=3 has 9"),
-        (("--only", "nothing"), "of what is installed, these can: arrays-"),
+        (("--only", "nothing"), "of what is installed, these can be tried: arrays-"),
         (("--minutes", "0"), "nothing could be tried within 0 minutes"),
     ],
 )
@@ -273,3 +273,18 @@ def test_names_are_left_out(tmp_path):
         assert not any(name in text for name in (str(tmp_path), f"of {getpass.getuser()} on"))
     for text in (report.to_json(with_names=True), report.to_html(with_names=True)):
         assert str(tmp_path) in text
+
+
+@pytest.mark.skipif(HERE != "jax", reason="one process is enough: no framework is asked")
+def test_devices_that_others_use_are_refused(tmp_path):
+    """Where NVIDIA's tool names a process that computes, nothing starts: exit code 2, with what uses how much."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '4711, 70000 MiB'\n")
+    tool.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
+    asked = [sys.executable, "-m", "layoutmap", "selftest", "--engine", HERE, "--minutes", "0"]
+    for options, words in (([], "4711, 70000 MiB"), (["--busy"], "nothing could be tried within 0 minutes")):
+        done = subprocess.run([*asked, *options], env=environment, capture_output=True, text=True)
+
+        assert 2 == done.returncode
+        assert words in done.stderr

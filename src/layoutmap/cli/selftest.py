@@ -12,15 +12,13 @@ from layoutmap.cli import interrupts, output
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import ENGINES
 
-_TESTING = "layoutmap.testing.selftest"
-"""By name, as engines are: what tests all parts imports them all, also this one, and nothing else needs it."""
-
 
 def add_selftest_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for where and for how long laws are tried."""
     parser.add_argument("--engine", choices=tuple(ENGINES), help="the engine; default: all installed")
     parser.add_argument("--simulate", metavar="N", type=int, default=0, help="try so many simulated devices")
     parser.add_argument("--mesh", metavar="DIMS", default="", help="the mesh; default: it is drawn")
+    parser.add_argument("--busy", action="store_true", help="also on devices that others use")
     parser.add_argument("--minutes", type=float, default=5, help="for how long (default: %(default)g)")
     parser.add_argument("--seed", metavar="N", type=int, help="the first seed; default: by today's date")
     parser.add_argument("--only", metavar="KIND", action="append", help="only these, as in keras-jax")
@@ -40,12 +38,11 @@ def run_selftest_command(options: Any) -> int:
     """
     files = output.check_targets({"--report": options.report, "--json": options.json})
     if find_spec("hypothesis") is None:
-        raise LayoutMapError(
-            "the self-test draws models with hypothesis, which is not installed",
-            fix='pip install "layoutmap[selftest]"',
-        )
-    with interrupts.raised():
-        report = import_module(_TESTING).selftest(options)
+        raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
+    with (
+        interrupts.raised()
+    ):  # by its name, as engines are: what tests all parts imports them all, also this one
+        report = import_module("layoutmap.testing.selftest").selftest(options)
     if report is None:  # another process of the program reports
         return output.WELL
     texts = {"--report": report.to_html, "--json": report.to_json}

@@ -39,9 +39,3 @@ def launcher() -> Launcher | None:
         if all(map(str.isdecimal, numbers)):
             return Launcher(name, *map(int, numbers))
     return None
-
-
-def is_one_of_several() -> bool:
-    """Whether this process was started as one of several."""
-    started_by = launcher()
-    return started_by is not None and started_by.num_processes > 1

@@ -19,6 +19,8 @@ is found so is tried again without them.
 """
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What has torch take a device of the machine where nothing started several processes: else it simulates some."""
+PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"}
+"""What has products of float32 keep all bits on devices that have faster ones; the user's environment may say else."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Subject:
         }
         if simulated:
             return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
-        return (_ALONE if launcher() is None else {}) | os.environ | settings
+        return PRECISION | (_ALONE if launcher() is None else {}) | os.environ | settings
 
 
 _REFUSED_LATE = frozenset(

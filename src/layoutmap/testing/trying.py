@@ -18,7 +18,7 @@ from typing import Any
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
-from layoutmap.engines.launchers import is_one_of_several
+from layoutmap.engines.launchers import launcher
 from layoutmap.scope.devices import devices, simulate_devices
 from layoutmap.scope.group import Group
 from layoutmap.testing import models
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # frameworks print, too, past Python's files
     if int(number):
         simulate_devices(int(number), engine)
-    if engine == "jax" and is_one_of_several():
+    if engine == "jax" and (started_by := launcher()) and started_by.num_processes > 1:
         import jax
 
         jax.distributed.initialize()

@@ -52,15 +52,13 @@ def processes_have_the_same_replicas(trial: Trial) -> Iterator[str]:
     """Processes that hold one shard of a variable have the same bits of it, also after steps of training."""
     if not trial.group.several:
         raise NotTried("one process holds all shards")
-    held: dict[str, int] = {}
-    engine = get_engine(trial.adapter.engine_name)
-    for each in trial.adapter.stored(trial.pair[1]):
-        for index, shard in engine.to_shards(each.array):
-            held[f"{each.variable.path} at {ends_of(index)}"] = checksum(shard)
+    engine, stored = get_engine(trial.adapter.engine_name), trial.adapter.stored(trial.pair[1])
+    shards = ((each.variable.path, *shard) for each in stored for shard in engine.to_shards(each.array))
+    held = {f"{path} at {ends_of(index)}": checksum(values) for path, index, values in shards}
     known: dict[str, tuple[int, int]] = {}
     for process, text in enumerate(trial.group.texts(json.dumps(held))):
         for shard, value in json.loads(text).items():
-            first, expected = known.setdefault(shard, (process, value))
+            expected, first = known.setdefault(shard, (value, process))
             if value != expected:
                 yield f"{shard}: process {process} has other bits than process {first}"
 

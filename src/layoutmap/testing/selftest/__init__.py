@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import date
 from importlib import metadata
 from importlib.util import find_spec
@@ -15,15 +17,15 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import ENGINES, installed_engines
-from layoutmap.engines.launchers import Launcher, is_one_of_several, launcher
+from layoutmap.engines.launchers import Launcher, launcher
+from layoutmap.engines.tested import TESTED
 from layoutmap.scope.progress import Waiting
 from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.selftest.report import Report
-from layoutmap.testing.subjects import ARRAYS, SUBJECTS
+from layoutmap.testing.subjects import ARRAYS, PRECISION, SUBJECTS
 
 _LIBRARIES = {"keras": "keras", "nnx": "flax"}
 """The package of a kind of models, besides that of the engine."""
-_RELEASES = "layoutmap jax jaxlib keras flax optax numpy ml_dtypes tensorflow tensorflow-cpu torch".split()  # noqa: SIM905
 
 
 def selftest(options: Any) -> Report | None:  # why: decisions/0166
@@ -39,10 +41,11 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, as Ctrl-C does
     seed = int(date.today().strftime("%Y%m%d")) * 1000 if options.seed is None else options.seed
     started_by = launcher() or Launcher("", 0, 1)
-    if is_one_of_several() and not options.engine:
-        raise LayoutMapError(
-            "several processes try one engine together", fix=f"add --engine {next(iter(ENGINES))}"
-        )
+    is_alone = started_by.num_processes == 1
+    if not is_alone and not options.engine:
+        raise LayoutMapError("processes try one engine together", fix=f"add --engine {', '.join(ENGINES)}")
+    if is_alone and not (options.simulate or options.busy):
+        _check_free()
     report = Report(_facts(options, seed))
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
@@ -59,10 +62,7 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
             settings={"TMPDIR": folder},  # what processes leave that are killed is removed with it
         )
         try:
-            together = (
-                schedule.run_together(not started_by.process) if is_one_of_several() else schedule.run()
-            )
-            for tried in together:
+            for tried in schedule.run() if is_alone else schedule.run_together(not started_by.process):
                 report.tried.append(tried)
                 waiting(f": {len(report.tried)} laws, {len(report.failures)} failed; {tried.subject}")
         except KeyboardInterrupt:
@@ -83,13 +83,15 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
 def _facts(options: Any, seed: int) -> dict[str, str]:
     """The subjects that are tried, and the releases of what computes."""
     facts = {"seed": str(seed), "minutes": f"{options.minutes:g}", "mesh": options.mesh or "drawn"}
+    if not options.simulate:
+        facts["precision"] = ", ".join(
+            f"{name}={os.environ.get(name, value)}" for name, value in PRECISION.items()
+        )
     facts |= {"started": str(launcher() or "as one process"), "cores of this host": str(os.cpu_count())}
     facts |= {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    for name in _RELEASES:
-        try:
+    for name in ("layoutmap", "numpy", "jaxlib", "optax", "tensorflow-cpu", *TESTED):
+        with suppress(metadata.PackageNotFoundError):
             facts[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return facts
 
 
@@ -100,13 +102,27 @@ def _subjects(engines: Collection[str], only: Collection[str]) -> list[str]:
         for name, each in (ARRAYS | SUBJECTS).items()
         if each.engine in engines and find_spec(_LIBRARIES.get(each.library, "numpy")) is not None
     ]
-    unknown = [name for name in only if name not in found]
-    if unknown or not found:
+    wanted = [name for name in found if name in (only or found)]
+    if not wanted or len(wanted) < len(only):
         raise LayoutMapError(
-            f"{unknown[0]} cannot be tried here" if unknown else "no framework is installed",
-            why=f"of what is installed, these can: {', '.join(found)}",
-            fix="name one of them with --only"
-            if found
-            else 'pip install "layoutmap[jax]", [tensorflow] or [torch]',
+            f"of what is wanted, there is {', '.join(wanted) or 'nothing'}",
+            why=f"of what is installed, these can be tried: {', '.join(found)}",
+            fix='name one of them with --only, or pip install "layoutmap[jax]", [tensorflow] or [torch]',
         )
-    return [name for name in found if name in (only or found)]
+    return wanted
+
+
+def _check_free() -> None:
+    """Refuse NVIDIA's devices that other processes compute on."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+    try:
+        used = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there are none
+        return
+    if used:
+        raise LayoutMapError(
+            "the devices are in use",
+            facts={"processes, memory": "; ".join(used.splitlines())},
+            why="what runs there would have less memory and time, and so would the self-test",
+            fix="wait for them, choose others with CUDA_VISIBLE_DEVICES, or add --busy",
+        )

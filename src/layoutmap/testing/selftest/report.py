@@ -8,7 +8,7 @@ import json
 import re
 import socket
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layoutmap.core.text_table import html_table, text_table
@@ -60,17 +60,16 @@ class Report:
 
     def rows(self) -> list[list[str]]:
         """A row for each law and subject: how often it was tried, held, failed, and failed as is known; seconds."""
-        counts: dict[tuple[str, str], Counter[str]] = {}
-        seconds: Counter[tuple[str, str]] = Counter()
+        of_law: dict[tuple[str, str], list[Tried]] = {}
         for each in self.tried:
-            key = subject_named(each.subject).title, each.outcome.law
-            counts.setdefault(key, Counter())[_what(each)] += 1
-            seconds[key] += each.outcome.seconds  # type: ignore[assignment]
-        numbers = {key: [of[each] for each in ("held", "failed", "known")] for key, of in counts.items()}
-        return [
-            [*key, str(sum(of)), *(str(number or "") for number in of), f"{seconds[key]:.1f}"]
-            for key, of in numbers.items()
-        ]
+            of_law.setdefault((subject_named(each.subject).title, each.outcome.law), []).append(each)
+        rows: list[list[str]] = []
+        for key, tried in of_law.items():
+            counts = Counter(map(_what, tried))
+            numbers = [counts[each] for each in ("held", "failed", "known")]
+            seconds = sum(each.outcome.seconds for each in tried)
+            rows.append([*key, str(sum(numbers)), *(str(each or "") for each in numbers), f"{seconds:.1f}"])
+        return rows
 
     def to_text(self, width: int | None = None) -> str:
         """Return the table, what the test ran on and the first failure; the verdict comes first and last."""
@@ -105,19 +104,17 @@ class Report:
         facts: dict[str, Any] = {"format": "layoutmap selftest", "version": 1, "says": named(self.headline)}
         facts |= {"complete": self.is_complete, "seconds": round(self.seconds, 1)}
         facts["ran on"] = {name: named(fact) for name, fact in self.facts.items()}
-        facts["laws"] = [
-            dict(zip(_COLUMNS, [*row[:2], *(float(cell or 0) for cell in row[2:])], strict=True))
-            for row in self.rows()
-        ]
+        rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.rows())
+        facts["laws"] = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
         facts["failures"] = [
-            {"subject": each.subject, "seed": each.seed, "law": each.outcome.law, "what": each.outcome.what}
-            | {"why": named(each.outcome.why), "program": each.program}
-            for each in self.failures
+            {"subject": t.subject, "seed": t.seed, "program": t.program}
+            | {name: named(str(fact)) for name, fact in asdict(t.outcome).items()}
+            for t in self.failures
         ]
         return f"{json.dumps(facts, indent=1)}\n"
 
     def _ran_on(self) -> str:
-        return "\n".join(f"{name:15} {fact}" for name, fact in self.facts.items())
+        return "\n".join(f"{name:20} {fact}" for name, fact in self.facts.items())
 
     def _first_failure(self) -> list[str]:
         """The first failure, and its program; nothing if there is none."""
