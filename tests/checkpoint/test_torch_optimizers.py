@@ -129,6 +129,25 @@ def test_training_goes_on_bit_for_bit_with_a_new_model_and_optimizer(tmp_path: P
     assert values(model) == values(other)
 
 
+@pytest.mark.parametrize("name", few([name for name in OPTIMIZERS if name != "adafactor"], "lbfgs"))
+def test_training_in_layouts_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
+    """So it does in layouts; LBFGS, which keeps gradients of all weights in lists, has the losses of one device."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES)
+    model, optimizer = made(0, name)
+    on_one = train(model, optimizer, range(3))
+    torch.manual_seed(0)
+    model = layout_map.build(Net, batch_dim="batch", library="torch")
+    optimizer = OPTIMIZERS[name](trained(model))
+    losses = train(model, optimizer, range(3))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    how = {"layout_map": layout_map, "batch_dim": "batch", "library": "torch"}
+    other, fresh = lm.load(Net, tmp_path, optimizer=lambda m: OPTIMIZERS[name](trained(m)), **how)
+
+    assert pytest.approx(on_one, rel=1e-5) == losses
+    assert train(model, optimizer, range(3, 6)) == train(other, fresh, range(3, 6))
+    assert values(model) == values(other)
+
+
 @pytest.fixture(scope="module")
 def trained_on_mesh(tmp_path_factory: pytest.TempPathFactory):
     """A model in layouts after two steps of AdamW, and where it is saved."""
