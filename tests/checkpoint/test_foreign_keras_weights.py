@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ def trained() -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["x.weights.h5", "x.weights.json"])
+@pytest.mark.parametrize("name", ["x.weights.h5", "x.weights.json", "x.keras"])
 def test_all_that_keras_saved_is_there(tmp_path: Path, name: str) -> None:
     """Weights, moving statistics, bfloat16 and slots are read as they were, of one file or several."""
     model = trained()
     sharded = {"max_shard_size": 1e-6} if name.endswith("json") else {}
-    model.save_weights(tmp_path / name, **sharded)
+    save = model.save if name.endswith(".keras") else model.save_weights
+    save(tmp_path / name, **sharded)
     source = open_source(tmp_path / name)
     layers = ["dense"] * 2 + ["batch_normalization"] * 4 + ["dense_1"] * 2
     numbers = [0, 1, 0, 1, 2, 3, 0, 1]
@@ -94,22 +96,51 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         open_source(file)
 
 
-def test_a_model_is_loaded_from_its_weight_file(tmp_path: Path) -> None:
+def test_what_would_become_larger_is_refused(tmp_path: Path) -> None:
+    """Neither a compressed archive is read, nor values that are compressed or not there: a KB could become a TB."""
+    model = trained()
+    model.save(tmp_path / "x.keras")
+    with (
+        zipfile.ZipFile(tmp_path / "x.keras") as there,
+        zipfile.ZipFile(tmp_path / "y.keras", "w", zipfile.ZIP_DEFLATED) as other,
+        zipfile.ZipFile(tmp_path / "z.keras", "w") as empty,
+    ):
+        for name in there.namelist():
+            other.writestr(name, there.read(name))
+        empty.writestr("config.json", there.read("config.json"))
+    for name, how in {
+        "a": {"compression": "gzip", "data": np.zeros(1 << 20)},
+        "b": {"shape": (1 << 40,)},
+    }.items():
+        with h5py.File(tmp_path / f"{name}.weights.h5", "w") as file:
+            file.create_dataset("vars/0", **how)
+    refused = {
+        "y.keras": "is compressed",
+        "z.keras": "it has no weights",
+        "a.weights.h5": r"vars\.0: its values are not there, or compressed",
+        "b.weights.h5": r"vars\.0: its values are not there, or compressed",
+    }
+    for name, said in refused.items():
+        with pytest.raises(CheckpointError, match=said):
+            lm.load(model, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.weights.h5", "x.keras"])
+def test_a_model_is_loaded_from_its_weight_file(tmp_path: Path, name: str) -> None:
     """A model of Keras in layouts takes its weights from a file, by Keras's places or by a table of names."""
     model = trained()
-    model.save_weights(tmp_path / "x.weights.h5")
+    (model.save if name.endswith(".keras") else model.save_weights)(tmp_path / name)
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {r"d1\.kernel": (None, "model")})
     table = {"d1.kernel": "layers.dense.vars.0"}
-    found = lm.load(trained, tmp_path / "x.weights.h5", layout_map=layout_map)
-    named = lm.load(
-        trained, tmp_path / "x.weights.h5", layout_map=layout_map, names=table, missing="keep", extra="ignore"
-    )
+    found = lm.load(trained, tmp_path / name, layout_map=layout_map)
+    how = {"layout_map": layout_map, "names": table, "missing": "keep", "extra": "ignore"}
+    named = lm.load(trained, tmp_path / name, **how)
 
     kernel = np.asarray(model.layers[0].kernel.value).tolist()
     assert [kernel] * 2 == [np.asarray(each.layers[0].kernel.value).tolist() for each in (found, named)]
     assert ("unsharded", "model") == found.layers[0].kernel.layout.sharding_specs
     with pytest.raises(CheckpointError, match=r"it is a weight file of Keras, and the model is not: dict"):
-        lm.load({"w": jnp.zeros(3)}, tmp_path / "x.weights.h5")
+        lm.load({"w": jnp.zeros(3)}, tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["optimizer", "data", "missing", "extra", "cast"])

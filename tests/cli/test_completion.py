@@ -42,7 +42,7 @@ def folder(tmp_path):
         ("layoutmap plan m:f --json ", "plan.json rules.yaml saved"),
         ("layoutmap diff pl", "plan.json"),
         ("layoutmap diff plan.json ru", "rules.yaml"),
-        ("layoutmap checkpoint ", "describe history verify relayout export"),
+        ("layoutmap checkpoint ", "describe history verify relayout export convert"),
         ("layoutmap checkpoint describe ", "saved"),
         ("layoutmap checkpoint relayout saved new --rules ru", "rules.yaml"),
         ("layoutmap completion z", "zsh"),

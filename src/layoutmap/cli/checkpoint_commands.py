@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from layoutmap.checkpoint.export import export_source
+from layoutmap.checkpoint.foreign.torch_file import TorchFile
 from layoutmap.checkpoint.lineage import History, last_step
 from layoutmap.checkpoint.relayout import write_relayout
 from layoutmap.checkpoint.remote import storage_of
@@ -17,6 +18,7 @@ from layoutmap.checkpoint.specs import variable_specs
 from layoutmap.cli.output import PROBLEMS, WELL, check_targets, columns_of, say, write_all
 from layoutmap.cli.plans import rules_of_file
 from layoutmap.core.errors import CheckpointError, LayoutMapError, listed
+from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import VariableSpec
@@ -130,6 +132,18 @@ def export(options: Any) -> int:
     variables = {each.path: each for each in variable_specs(source.variables.values())}
     with Progress(variables, verb="written") as shown:
         folder = export_source(source, options.new, max_shard_bytes=options.max_shard, progress=shown)
+    say(repr(described(folder)), sys.stdout)
+    return WELL
+
+
+def convert(options: Any) -> int:
+    """Write what `torch.save` wrote as a step of a checkpoint."""
+    source = TorchFile(options.directory, options.part)
+    mesh = Mesh(None, "device=1")
+    layouts = {path: Layout.replicated(mesh, len(each.shape)) for path, each in source.variables.items()}
+    variables = {each.path: each for each in variable_specs(source.variables.values())}
+    with Progress(variables, verb="written") as shown:
+        folder = write_relayout(source, storage_of(options.new), layouts, mesh, "", shown)
     say(repr(described(folder)), sys.stdout)
     return WELL
 

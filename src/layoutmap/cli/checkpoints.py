@@ -1,4 +1,4 @@
-"""`layoutmap checkpoint describe | history | verify | relayout | export`: what the commands take.
+"""`layoutmap checkpoint describe | history | verify | relayout | export | convert`: what the commands take.
 
 They run in `checkpoint_commands`, which loads numpy: that takes as long as all the rest of the command line.
 """
@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   layoutmap checkpoint verify runs/llama --all     in a job at night: exit code 1 if a byte has changed
   layoutmap checkpoint relayout runs/llama serving/llama --rules rules.yaml --mesh batch=1,model=8
   layoutmap checkpoint export runs/llama llama-hf --names llama --max-shard 5GiB     for transformers and others
+  layoutmap checkpoint convert model.pt runs/converted --part model     what torch.save wrote; nothing of it is run
   layoutmap checkpoint describe llama-hf     files of Hugging Face, Keras, orbax and DCP are described, too
 
 exit codes:
@@ -32,7 +33,9 @@ exit codes:
 def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands for checkpoints."""
     parser.epilog = _EXAMPLES
-    commands = parser.add_subparsers(required=True, metavar="describe | history | verify | relayout | export")
+    commands = parser.add_subparsers(
+        required=True, metavar="describe | history | verify | relayout | export | convert"
+    )
 
     def command(name: str, text: str, *, of_a_step: bool = True) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -92,6 +95,17 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         type=size_in_bytes,
         default=5 << 30,
         help='how large a file becomes, as in "2GB"; default: 5GiB',
+    )
+    converted = command(
+        "convert",
+        "Write the tensors of a file of torch.save as a checkpoint. Nothing of the file is run.",
+        of_a_step=False,
+    )
+    converted.add_argument("new", metavar="NEW", help="the directory of the new checkpoint; it may exist")
+    converted.add_argument(
+        "--part",
+        metavar="KEY",
+        help='which entry of the file, as in "model" or "model.encoder"; default: all',
     )
 
 

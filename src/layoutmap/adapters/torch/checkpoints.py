@@ -337,7 +337,9 @@ def _packed(value: Any) -> Any:
 def _array_of(value: Any) -> Any:
     if isinstance(value, DTensor):
         layout = get_engine("torch").layout_of(value)
-        if layout is not None and layout.is_fully_replicated():  # LBFGS has gradients and directions of all weights
+        if (
+            layout is not None and layout.is_fully_replicated()
+        ):  # LBFGS has gradients and directions of all weights
             return next(get_engine("torch").to_shards(value))[1]
         raise CheckpointError(
             "optimizer: a list of its state has a tensor in a layout",

@@ -23,7 +23,7 @@ from layoutmap.core.errors import CheckpointError, listed
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 _KNOWN = (
     "a directory that layoutmap.save wrote to, *.safetensors (a file, several, or with an index), *.weights.h5, "
-    "a directory of orbax or of torch.distributed.checkpoint"
+    "*.keras, a directory of orbax or of torch.distributed.checkpoint"
 )
 
 
@@ -32,8 +32,8 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
 
     Args:
         path: A directory that was saved to, which may be the URL of an object store; the folder of one of its steps, a
-            file `*.safetensors` or its index, a folder with such files, a file `*.weights.h5`, or a directory of orbax
-            or of `torch.distributed.checkpoint`.
+            file `*.safetensors` or its index, a folder with such files, a file `*.weights.h5` or `*.keras`, or a
+            directory of orbax or of `torch.distributed.checkpoint`.
         step: The step, where there are several; `None`: the last one.
 
     Returns:
@@ -61,7 +61,7 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     elif name.endswith((".safetensors", INDEX)):
         _no_step(step, path)
         return Safetensors(where)
-    elif name.endswith((".weights.h5", ".weights.json")):
+    elif name.endswith((".weights.h5", ".weights.json", ".keras")):
         _no_step(step, path)
         return KerasWeights(where)
     elif name.endswith(_PICKLES):
@@ -112,5 +112,5 @@ def _pickle(where: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: pickles are not read",
         why=f"{why}; a checkpoint is data, never code",
-        fix="convert it where you trust it: safetensors.torch.save_file(torch.load(path, weights_only=True), ...)",
+        fix=f"convert it, which runs nothing: layoutmap checkpoint convert {where} NEW, for each such file",
     )

@@ -6,7 +6,6 @@ The values themselves are bytes of files, of which those are read that a block n
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import zipfile
@@ -17,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.foreign.archives import Window
 from layoutmap.checkpoint.foreign.dcp_pickle import Dtype, Tensor, as_sizes, unpickled, wrong
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -106,14 +106,7 @@ class DistributedCheckpoint(Source):
 
     def _block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
         tensor, _, start = self._head(path, chunk)
-        file = self._files[chunk.file]
-        # A tensor may have been saved with its axes in another order in memory, as one that was transposed.
-        order = sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis))
-        shape = [tensor.shape[axis] for axis in order]
-        found = file.block(
-            start + tensor.start * dtype.itemsize, dtype, shape, tuple(index[axis] for axis in order)
-        )
-        return found.transpose([order.index(axis) for axis in range(len(order))])
+        return read_tensor(self._files[chunk.file], start, tensor, dtype, index)
 
     def _head(self, path: str, chunk: _Chunk) -> tuple[Tensor, str, int]:
         """The pickle before the values, read, and the byte of the file at which they begin."""
@@ -122,7 +115,7 @@ class DistributedCheckpoint(Source):
             return self._heads[key]
         file = self._files.get(chunk.file) or ByteFile(self._folder / chunk.file)
         self._files[chunk.file] = file
-        window = _Window(file, chunk.start, chunk.num_bytes)
+        window = Window(file, chunk.start, chunk.num_bytes)
         try:
             with zipfile.ZipFile(cast("Any", window)) as archive:
                 infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -169,20 +162,34 @@ class DistributedCheckpoint(Source):
         return f"<DistributedCheckpoint {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
+def read_tensor(file: ByteFile, start: int, tensor: Tensor, dtype: np.dtype[Any], index: Index) -> NumpyArray:
+    """Return a block of a tensor whose storage begins at a byte of a file, and whose values are side by side there."""
+    # A tensor may have been saved with its axes in another order in memory, as one that was transposed.
+    order = sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis))
+    shape = [tensor.shape[axis] for axis in order]
+    found = file.block(
+        start + tensor.start * dtype.itemsize, dtype, shape, tuple(index[axis] for axis in order)
+    )
+    return found.transpose([order.index(axis) for axis in range(len(order))])
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are side by side in its storage, in any order of its axes."""
+    expected, found = 1, True
+    for axis in sorted(range(len(tensor.shape)), key=lambda axis: (tensor.strides[axis], -axis)):
+        found &= tensor.shape[axis] == 1 or tensor.strides[axis] == expected
+        expected *= tensor.shape[axis]
+    return found or not expected
+
+
 def _check_tensor(
     where: str, path: str, tensor: Tensor, chunk: _Chunk, data: zipfile.ZipInfo, variable: SavedVariable
 ) -> None:
     """Raise unless the head of a chunk says what the metadata says, and its bytes are there."""
     itemsize = numpy_dtype(variable.dtype, path).itemsize
     last = tensor.start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-    expected = 1
-    for axis in sorted(range(len(tensor.shape)), key=lambda axis: (tensor.strides[axis], -axis)):
-        dense = tensor.shape[axis] == 1 or tensor.strides[axis] == expected
-        expected *= tensor.shape[axis]
-        if not dense and math.prod(tensor.shape):
-            raise wrong(
-                where, f"{path}: its values are not side by side", f"its strides are {tensor.strides}"
-            )
+    if not is_dense(tensor):
+        raise wrong(where, f"{path}: its values are not side by side", f"its strides are {tensor.strides}")
     why = ""
     if tensor.shape != block_shape(chunk.index):
         why = f"it has the shape {tensor.shape}, and in the metadata {block_shape(chunk.index)}"
@@ -229,33 +236,3 @@ def _contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[st
         start, length = as_sizes((info.offset, info.length))
         chunks[index.fqn].append(_Chunk(place, info.relative_path, start, length))
     return variables, chunks
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: ByteFile, start: int, num_bytes: int):
-        self._file = file
-        self._start = start
-        self._size = num_bytes
-        self._place = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        self._place = offset + (0, self._place, self._size)[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def read(self, size: int = -1, /) -> bytes:
-        left = max(0, self._size - self._place)
-        count = left if size < 0 else min(size, left)
-        found = self._file.read(self._start + self._place, count)
-        self._place += count
-        return found

@@ -1,20 +1,23 @@
-"""The pickles of `torch.distributed.checkpoint`, read without torch and without running anything.
+"""The pickles of torch and of `torch.distributed.checkpoint`, read without torch and without running anything.
 
-A list below has the classes that DCP writes, and each of them is an inert record here. A pickle that names anything
-else is refused.
+Lists below have what torch writes of tensors and the classes that DCP writes. Each of them is an inert record here. A
+pickle that names anything else is refused.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from layoutmap.core.errors import CheckpointError, brief
 
+_MOST_AXES = 64
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -84,36 +87,36 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a pickle: its storage, and which elements of it are its own."""
+    """A tensor of a pickle: its storage, which elements of it are its own, and their type if the storage has none."""
 
     storage: tuple[Any, ...]
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: str | None
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes inert records of the classes that DCP writes, and refuses all else."""
+class TensorUnpickler(pickle.Unpickler):
+    """Makes inert records of tensors, and refuses all but these in mappings and lists, with numbers and texts."""
+
+    writer = "torch.save writes of tensors"
 
     def __init__(self, where: str, data: bytes):
         super().__init__(io.BytesIO(data))
         self._where = where
 
     def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) in _RECORDS:
-            return type(name, (_Record,), {})
-        if (module, name) in _IGNORED:
-            return _nothing
+        """Return the inert record, or what makes it, in place of what a pickle names."""
         known: dict[tuple[str, str], Any] = {
             ("torch", "Size"): _size,
             ("torch._utils", "_rebuild_tensor_v2"): _tensor,
             ("torch._utils", "_rebuild_tensor_v3"): _tensor,  # of element types that have no class of storage
             ("torch._utils", "_rebuild_parameter"): _first,
-            ("collections", "OrderedDict"): OrderedDict,
-            ("builtins", "set"): set,
+            ("collections", "OrderedDict"): _ordered,
+            ("collections", "Counter"): _first,
         }
         if (module, name) in known:
-            return known[module, name]
+            return partial(known[module, name])  # whose attributes a pickle may set
         if module == "torch" and name in _DTYPES:
             return Dtype(name)
         if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
@@ -121,15 +124,33 @@ class _Unpickler(pickle.Unpickler):
         raise wrong(
             self._where,
             f"its pickle names {module}.{name}",
-            "a pickle can run what it names; a checkpoint is data, never code, and this is none of what DCP writes",
+            f"a pickle can run what it names; a checkpoint is data, never code, and this is nothing that {self.writer}",
             fix="load it where you trust it, and save it as safetensors",
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
+        """Return what a pickle says of a storage."""
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, Dtype) or not isinstance(key, str):
             raise wrong(self._where, "its pickle has no plain storage", f"it has {brief(pid)}")
         return kind, storage.name or None, key
+
+
+class _Unpickler(TensorUnpickler):
+    """Makes inert records of the classes that DCP writes, too."""
+
+    writer = "DCP writes"
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) in _RECORDS:
+            return type(name, (_Record,), {})
+        if (module, name) in _IGNORED:
+            return partial(_nothing)
+        return set if (module, name) == ("builtins", "set") else super().find_class(module, name)
+
+
+def _ordered() -> OrderedDict[Any, Any]:
+    return OrderedDict()
 
 
 def _nothing(*_: Any) -> None:
@@ -137,31 +158,42 @@ def _nothing(*_: Any) -> None:
 
 
 def _size(values: Sequence[Any] = ()) -> tuple[Any, ...]:
-    return tuple(values)
+    return as_sizes(values)
 
 
 def _first(value: Any, *_: Any) -> Any:
     return value
 
 
-def _tensor(storage: Any, start: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-    return Tensor(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides))
+def _tensor(storage: Any, start: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
+    if any(isinstance(each, dict) and each for each in rest):
+        raise ValueError("a tensor is a conjugate or negative view")
+    dtype = next((each.name for each in rest if isinstance(each, Dtype)), storage[1])
+    return Tensor(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides), dtype)
 
 
-def unpickled(where: str, data: bytes) -> Any:
+def unpickled(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler) -> Any:
     """The content of a pickle, in inert records; `where` is its file, for messages."""
     try:
-        return _Unpickler(where, data).load()
+        _check_memo(data)
+        return kind(where, data).load()
     except CheckpointError:
         raise
     except Exception as error:  # what a pickle that is no pickle raises is not said anywhere
         raise wrong(where, "its pickle cannot be read", f"{type(error).__name__}: {error}") from error
 
 
+def _check_memo(data: bytes) -> None:
+    """Raise a `ValueError` if a pickle has Python make a list for more objects than it has bytes to tell of."""
+    for opcode, number, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= cast("int", number) <= len(data):
+            raise ValueError(f"object {number} of {len(data)} bytes")
+
+
 def as_sizes(values: Sequence[Any]) -> tuple[int, ...]:
     """Whole numbers from 0 on; raises a `ValueError` for others."""
     found = tuple(values)
-    if not all(type(n) is int and n >= 0 for n in found):
+    if len(found) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in found):
         raise ValueError(f"{brief(found)} are no sizes")
     return found
 

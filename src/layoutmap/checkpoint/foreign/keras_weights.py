@@ -1,4 +1,4 @@
-"""Weight files of Keras 3: `*.weights.h5`, and `*.weights.json` with the files it names.
+"""Weight files of Keras 3: `*.weights.h5`, in a `*.keras` too, and `*.weights.json` with the files it names.
 
 Variables have Keras's places for names, as in `layers.dense.vars.0`: the file does not have their own. Those below
 `optimizer` are slots. HDF5 has no bfloat16: Keras marks it. Links to other files are not followed.
@@ -15,17 +15,21 @@ from typing import Any, cast
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.foreign.archives import Window, stored_files
+from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
+
+_WEIGHTS = "model.weights.h5"
 
 
 class KerasWeights(Source):
     """The weights of a weight file of Keras.
 
     Args:
-        path: The file `*.weights.h5`, or `*.weights.json` of several.
+        path: The file `*.weights.h5`, a `*.keras` that has one, or `*.weights.json` of several.
 
     Attributes:
         where: The file.
@@ -41,7 +45,7 @@ class KerasWeights(Source):
         h5py = _h5py()
         for file in _files_of(Path(path)):
             try:
-                root = h5py.File(file, "r")
+                root = h5py.File(_within(file) if file.suffix == ".keras" else file, "r")
                 for name, dataset in _datasets(h5py, str(file), root, ""):
                     self._add(str(file), name, dataset)
             except (OSError, KeyError, RuntimeError) as error:
@@ -62,6 +66,10 @@ class KerasWeights(Source):
         if dataset.external is not None or dataset.is_virtual:
             raise _wrong(
                 file, f"{path}: its values are in another file", "a weight file of Keras has its own values"
+            )
+        if dataset.id.get_storage_size() < dataset.nbytes:
+            raise _wrong(
+                file, f"{path}: its values are not there, or compressed", "Keras writes them as they are"
             )
         marked = dataset.attrs.get("dtype")
         if marked != "bfloat16" and dataset.dtype.kind not in "biufc":
@@ -85,6 +93,15 @@ def _datasets(h5py: Any, file: str, group: Any, prefix: str) -> Iterator[tuple[s
             yield from _datasets(h5py, file, found, path)
         else:
             yield path, found
+
+
+def _within(path: Path) -> Window:
+    """The weight file in an archive of Keras."""
+    file = ByteFile(path)
+    files = stored_files(Window(file, 0, file.num_bytes), str(path), "save it again with model.save")
+    if _WEIGHTS not in files:
+        raise _wrong(str(path), "it has no weights", f"a model of Keras has them in {_WEIGHTS}")
+    return files[_WEIGHTS]
 
 
 def _files_of(path: Path) -> list[Path]:

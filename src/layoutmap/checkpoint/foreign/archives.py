@@ -1,0 +1,86 @@
+"""Zip archives whose files are stored as they are, as those of torch and Keras: read in place, never decompressed."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from typing import Any, cast
+
+from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.core.errors import CheckpointError
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file.
+
+    Args:
+        file: The file.
+        start: The byte at which the part begins.
+        num_bytes: Its size.
+    """
+
+    def __init__(self, file: ByteFile, start: int, num_bytes: int):
+        self._file, self.start, self.num_bytes = file, start, num_bytes
+        self._place = 0
+
+    def seekable(self) -> bool:
+        """Whether `seek` works: yes."""
+        return True
+
+    def readable(self) -> bool:
+        """Whether bytes can be read: yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Return the place from which bytes are read next, in the part."""
+        self._place = offset + (0, self._place, self.num_bytes)[whence]
+        return self._place
+
+    def tell(self) -> int:
+        """Return the place from which bytes are read next, in the part."""
+        return self._place
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill a buffer with bytes, as far as the part has some; returns how many."""
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.num_bytes - self._place))
+        self._file.read_into(self.start + self._place, view[:count])
+        self._place += count
+        return count
+
+
+def stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
+    """Return the files of an archive by name.
+
+    Args:
+        window: The archive.
+        where: Where it is, for messages.
+        fix: What to do about an archive that is refused.
+
+    Raises:
+        CheckpointError: It cannot be read, or has compressed files, two of one name, or bytes that are in two of them:
+            of few bytes they would make many.
+    """
+
+    def refused(why: str) -> CheckpointError:
+        return CheckpointError(f"{where}: the archive is not read", why=why, fix=fix)
+
+    found: dict[str, Window] = {}
+    try:
+        with zipfile.ZipFile(cast("Any", window)) as archive:
+            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        for info, after in zip(infos, [*(i.header_offset for i in infos[1:]), window.num_bytes], strict=True):
+            window.seek(info.header_offset)
+            local = window.read(30) or b""
+            start = (
+                info.header_offset + 30 + sum(int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
+            )
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                raise refused(f"{info.filename} is compressed, to be of any size once it is read")
+            if info.filename in found or start + info.file_size > after:
+                raise refused(f"{info.filename} is there twice, or shares bytes with another file")
+            found[info.filename] = Window(window._file, window.start + start, info.file_size)
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError) as error:
+        raise refused(f"{type(error).__name__}: {error}") from error
+    return found
