@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from layoutmap.scope.cost import lower_step, step_cost
     from layoutmap.scope.describing import Checkpoint, describe
     from layoutmap.scope.exporting import export
+    from layoutmap.scope.guarding import Guard, guard
     from layoutmap.scope.inspecting import inspect
     from layoutmap.scope.loading import load
     from layoutmap.scope.manager import CheckpointManager
@@ -54,6 +55,7 @@ __all__ = [  # why: decisions/0124
     "CheckpointError",
     "CheckpointManager",
     "EngineError",
+    "Guard",
     "Layout",
     "LayoutError",
     "LayoutMap",
@@ -80,6 +82,7 @@ __all__ = [  # why: decisions/0124
     "describe",
     "dtensor",
     "export",
+    "guard",
     "inspect",
     "jit_step",
     "layout_map_scope",
@@ -101,6 +104,8 @@ _LATE = {
     "check_parity": "layoutmap.scope.parity",
     "describe": "layoutmap.scope.describing",
     "export": "layoutmap.scope.exporting",
+    "Guard": "layoutmap.scope.guarding",
+    "guard": "layoutmap.scope.guarding",
     "inspect": "layoutmap.scope.inspecting",
     "jit_step": "layoutmap.adapters.jax.steps",
     "StepCost": "layoutmap.cost.table",

@@ -69,6 +69,24 @@ def parallel_and_sharded():
     return model, optimizer
 
 
+def guarded():
+    """The errors of five steps, one process of which skips a part of the third."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = lm.guard(model, optimizer=optimizer, every=2).hook(optimizer)
+    for step in range(5):
+        if step == 2 and dist.get_rank() == 2:
+            model.blocks[0].up.bias.grad[0] += 1
+        try:
+            optimizer.step()
+        except lm.PlanError as error:
+            yield error.what
+            yield [problem.what for problem in error.problems]
+            handle.remove()
+        model.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+
+
 def scenarios():
     model, optimizer = parallel_and_sharded()
     plan = lm.inspect(model, optimizer)
@@ -96,6 +114,7 @@ def scenarios():
         plain.blocks[0].norm.weight.data[2] = 7
     yield "plain, drifted", told(lm.inspect(plain, across=True))
 
+    yield "guarded", list(guarded())
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
 
     def shard_rows(name, module, mesh):

@@ -336,3 +336,31 @@ def test_what_is_no_model_is_refused():
         lm.inspect(object())
     with pytest.raises(lm.ScopeError, match="batch_dim 'nowhere'"):
         lm.inspect(by_columns({"w": jnp.ones(8)}), batch_dim="nowhere")
+
+
+def test_a_guard_looks_at_the_first_step_and_every_third():
+    """A layout that changes is told at the next comparison, with the step and the change."""
+    params = by_columns({"up": {"kernel": jnp.ones((8, 16))}})
+    moved = {"up": {"kernel": put(jnp.ones((8, 16)), "data")}}
+    guarded = lm.guard(params, every=3)
+
+    for tree in (params, moved, moved):
+        guarded(jax.tree.map(lambda x: x + 1, tree))
+    with pytest.raises(
+        lm.PlanError, match=r"at step 3\n +changes +up\.kernel  layout  \(unsharded, model\) -> \(data"
+    ):
+        guarded(moved)
+    with pytest.raises(lm.PlanError, match="at step 0"):
+        lm.guard(moved, lm.inspect(params))(moved)
+    with pytest.raises(lm.ScopeError, match="every=0"):
+        lm.guard(params, every=0)
+
+
+def test_a_guard_tells_of_replicas_that_drift():
+    """Where one device has stepped on alone."""
+    sharding = NamedSharding(MESH, P())
+    pieces = [jax.device_put(jnp.ones(4) + (device.id == 6), device) for device in sharding.device_set]
+
+    with pytest.raises(lm.PlanError, match="drifted apart") as caught:
+        lm.guard({"w": jax.make_array_from_single_device_arrays((4,), sharding, pieces)})()
+    assert ["w"] == [p.subject for p in caught.value.problems]

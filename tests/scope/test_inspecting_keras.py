@@ -92,3 +92,22 @@ def test_a_plain_model_is_on_one_device():
     assert "device=1" == str(plan.mesh)
     assert {path for path in planned if not path.startswith("optimizer.")} <= {*plan}
     assert () == plan.problems
+
+
+def test_a_guard_is_a_callback_of_fit(distribution):
+    """A run that stays as it was goes on; one that another plan was agreed on for ends at its first batch."""
+    distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
+    model, x, y = make(), np.ones((16, 8)), np.ones((16, 4))
+    guarded = lm.guard(model, every=1)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[guarded.callback()])
+
+    assert {"batch=8"} == {str(guarded.plan.mesh)}
+    planned = lm.plan(make, lm.LayoutMap("batch=8", rest="replicated"), library="keras")
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[lm.guard(model, planned).callback()])
+    other = lm.plan(
+        make, lm.LayoutMap("batch=8", {"up.kernel": (None, "batch")}, rest="replicated"), library="keras"
+    )
+    with pytest.raises(
+        lm.PlanError, match=r"up\.kernel +layout +\(unsharded, batch\) -> \(unsharded, unsharded\)"
+    ):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[lm.guard(model, other).callback()])

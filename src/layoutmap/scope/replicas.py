@@ -83,9 +83,9 @@ def _pieces(held: Held, engine: Engine, places: Callable[[Mesh], Places]) -> lis
     dims = {dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
     found: list[tuple[str, str, int]] = []
     for device, values in engine.by_device(held.array):
-        at = places(layout.mesh)[device] if dims else {}
-        piece = ", ".join(f"{dim}={at[dim]}" for dim in layout.mesh.dim_names if dim in dims)
-        found.append((device, piece, checksum(values)))
+        # An array that is whole may be on a device of no mesh.
+        piece = [f"{dim}={places(layout.mesh)[device][dim]}" for dim in layout.mesh.dim_names if dim in dims]
+        found.append((device, ", ".join(piece), checksum(values)))
     return found
 
 

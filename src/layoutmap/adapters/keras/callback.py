@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import keras
@@ -170,3 +170,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._manager.save(self._unsynced, self.step, data=self, metrics=metrics, force=force)
         if self._manager.is_preempted:
             self._unsynced.stop_training = True
+
+
+def after_each_batch(function: Callable[[], None]) -> keras.callbacks.Callback:
+    """A callback that calls a function after each batch of training."""
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: function())
