@@ -105,7 +105,7 @@ FAULTS = (
     Fault(
         "a gradient is not redistributed to its parameter's layout",
         "engines/torch/gradients.py",
-        "_bring_closer(parameter)\n        parameters",
+        "_redistribute(parameter)\n        parameters",
         "pass\n        parameters",
         "torch",
     ),
