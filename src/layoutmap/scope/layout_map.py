@@ -432,7 +432,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
             >>> [(slot, str(plan[slot].layout)) for slot in plan if "v_" in slot]
             [('optimizer.up.kernel.0.v_row', '(unsharded,)'), ('optimizer.up.kernel.0.v_col', '(model,)')]
         """
-        return plan_optimizer(self, tx, params, wrt=wrt, zero_dim=zero_dim)
+        return plan_optimizer(self, tx, params, wrt, zero_dim)
 
     def build_optimizer(
         self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
@@ -472,7 +472,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
             >>> print(lm.dtensor.fetch_layout(state[0].mu["up"]["kernel"]))
             (batch, model)
         """
-        return build_optimizer(self, tx, params, wrt=wrt, zero_dim=zero_dim, strict=strict)
+        return build_optimizer(self, tx, params, wrt, zero_dim, strict)
 
     def apply_optimizer(
         self, state: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
@@ -503,7 +503,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
             >>> print(lm.dtensor.fetch_layout(state[0].mu[0]))
             (model,)
         """
-        return apply_optimizer(self, state, params, wrt=wrt, zero_dim=zero_dim, strict=strict)
+        return apply_optimizer(self, state, params, wrt, zero_dim, strict)
 
     def _repr_html_(self) -> str:
         shown = [(self, "rule"), (self.activations, "activation rule")]

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 # The adapter is imported late: it imports JAX.
 
 
-def plan_optimizer(
-    layout_map: RuleSet, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None
-) -> Plan:
+def plan_optimizer(layout_map: RuleSet, tx: Any, params: Any, wrt: Any, zero_dim: str | None) -> Plan:
     """Say where an optimizer's state would go; see `LayoutMap.plan_optimizer`."""
     from layoutmap.adapters.jax.optimizers import describe, params_of
 
@@ -32,13 +30,7 @@ def plan_optimizer(
 
 
 def build_optimizer(
-    layout_map: RuleSet,
-    tx: Any,
-    params: Any,
-    *,
-    wrt: Any = None,
-    zero_dim: str | None = None,
-    strict: bool = False,
+    layout_map: RuleSet, tx: Any, params: Any, wrt: Any, zero_dim: str | None, strict: bool
 ) -> Any:
     """Make an optimizer's state, each leaf straight in its layout; see `LayoutMap.build_optimizer`."""
     from layoutmap.adapters.jax.models import is_nnx
@@ -55,13 +47,7 @@ def build_optimizer(
 
 
 def apply_optimizer(
-    layout_map: RuleSet,
-    state: Any,
-    params: Any,
-    *,
-    wrt: Any = None,
-    zero_dim: str | None = None,
-    strict: bool = False,
+    layout_map: RuleSet, state: Any, params: Any, wrt: Any, zero_dim: str | None, strict: bool
 ) -> Any:
     """Lay out an optimizer's state that exists; see `LayoutMap.apply_optimizer`."""
     from layoutmap.adapters.jax.optimizers import describe, is_nnx_optimizer, move_state, params_of
