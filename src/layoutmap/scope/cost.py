@@ -191,12 +191,12 @@ def lower_step(
             if adapter.name == "keras"
             else "plan the same rules with the model of keras-hub or flax.nnx, on JAX",
         )
-    dry = Scope(layout_map, adapter)
-    check_dim("batch_dim", batch_dim, dry.mesh, "the batch is sharded over it")
+    context = Scope(layout_map, adapter)
+    check_dim("batch_dim", batch_dim, context.mesh, "the batch is sharded over it")
     with adapter.undisturbed():
-        model = make_in(dry, lambda: training.with_optimizer(make_model(), optimizer), inputs)
-        step = dry.session.step(model, inputs, optimizer, loss)
-    unbuilt = dry.session.unbuilt()
+        model = make_in(context, lambda: training.with_optimizer(make_model(), optimizer), inputs)
+        step = context.session.step(model, inputs, optimizer, loss)
+    unbuilt = context.session.unbuilt()
     missing = problem_of_unbuilt(type(model).__name__, unbuilt, called=True) if unbuilt else None
     return LoweredStep(step, batch_dim, remat, missing, fuse_attention)
 

@@ -123,9 +123,9 @@ def target_of(verify: bool | str, machine: Machine) -> str | None:
     return name
 
 
-def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
+def with_cost(plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
     """Return a plan with the cost of a step of its model, which was made in a dry run."""
-    counting = _Counting(plan, dry, model, inputs, optimizer, asked)
+    counting = _Counting(plan, context, model, inputs, optimizer, asked)
     begin = time.process_time()
     lowered, placed, policy = counting.placed(counting.way)
     counted = lowered.count(placed, policy, with_held=True)
@@ -141,10 +141,10 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
     from layoutmap.scope.advising import advise  # late: parts of the search, which most plans do without
     from layoutmap.searching.space import blocks_of
 
-    step, on_jax = counting.step, dry.adapter.engine_name == "jax"
+    step, on_jax = counting.step, context.adapter.engine_name == "jax"
     variables = [a.variable for a in plan.assignments]
     tried, untried = advise(
-        replace(counting.way, preset=preset_of(dry.layout_map), data=policy.batch_dim),
+        replace(counting.way, preset=preset_of(context.layout_map), data=policy.batch_dim),
         plan,
         found.cost.step.peak_bytes,
         counting.cost,
@@ -161,13 +161,13 @@ def with_cost(plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, a
 class _Counting:
     """Counts steps of one model in several ways; what was traced once is not traced again."""
 
-    def __init__(self, plan: Plan, dry: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked):
-        self._plan, self._dry, self._asked = plan, dry, asked
+    def __init__(self, plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked):
+        self._plan, self._context, self._asked = plan, context, asked
         self._made, self._given = (model, optimizer), inputs
         self.step = self._step(inputs)
         self._lowered: dict[Any, Any] = {}
         self.way = Way(
-            dry.layout_map,
+            context.layout_map,
             on=asked.on,
             inputs=_leaves(inputs),
             named=isinstance(inputs, Mapping),
@@ -178,7 +178,7 @@ class _Counting:
 
     def _step(self, inputs: Any) -> TrainingStep:
         model, optimizer = self._made
-        return self._dry.session.step(model, inputs, optimizer, self._asked.loss)
+        return self._context.session.step(model, inputs, optimizer, self._asked.loss)
 
     def placed(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
         """The counter of a step in a way, the layouts of its variables, and those of all else."""
@@ -186,7 +186,9 @@ class _Counting:
         step = self.step if same else self._step(_like(self._given, way.inputs))
         # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
-        table = make_plan(list(planned.values()), way.rules, layers=self._dry.layers, complete=False).check()
+        table = make_plan(
+            list(planned.values()), way.rules, layers=self._context.layers, complete=False
+        ).check()
         layouts = {a.variable.key: a for a in table.assignments}
         batch_dim = way.batch_dim or usual_batch_dim(table)
         activations = way.rules.activations
@@ -194,7 +196,7 @@ class _Counting:
         key = way.inputs, way.remat, way.fuse_attention
         if key not in self._lowered:
             more = {"remat": way.remat, "fuse_attention": way.fuse_attention}
-            counter = step_counter(self._dry.adapter.engine_name)
+            counter = step_counter(self._context.adapter.engine_name)
             self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
         return self._lowered[key], [layouts[v.key] for v in step.variables], policy
 

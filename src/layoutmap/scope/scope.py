@@ -80,11 +80,11 @@ def scope(layout_map: RuleSet, *, library: str | None = None, **options: Any) ->
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
     check_layout_map(layout_map, "scope")
-    opened = _open(layout_map, _adapter(library), options)
-    with opened.session.defer(), others_refused(opened.adapter):
-        yield opened
-    opened.warn_of_nothing()
-    opened.warn_of_unbuilt()
+    context = _open(layout_map, _adapter(library), options)
+    with context.session.defer(), others_refused(context.adapter):
+        yield context
+    context.warn_of_nothing()
+    context.warn_of_unbuilt()
 
 
 @contextmanager
@@ -95,8 +95,8 @@ def layout_map_scope(layout_map: RuleSet) -> Generator[Scope]:
         DeprecationWarning,
         stacklevel=3,
     )
-    with scope(layout_map) as opened:
-        yield opened
+    with scope(layout_map) as context:
+        yield context
 
 
 @takes_options
@@ -136,10 +136,10 @@ def build(
         True
     """
     check_maker(make_model, layout_map, "build")
-    opened = _open(layout_map, _adapter(library), options)
-    opened.values = values
-    model = make_in(opened, make_model, inputs)
-    opened.warn_of_unbuilt()
+    context = _open(layout_map, _adapter(library), options)
+    context.values = values
+    model = make_in(context, make_model, inputs)
+    context.warn_of_unbuilt()
     return model
 
 
@@ -210,25 +210,25 @@ def plan(
     """
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
-    dry = Scope(layout_map, adapter)
+    context = Scope(layout_map, adapter)
     of_step = verify, adapter.engine_name, remat, fuse_attention
-    asked = asked_cost(on, dry.mesh, batch_dim, loss, inputs, *of_step)
+    asked = asked_cost(on, context.mesh, batch_dim, loss, inputs, *of_step)
     with adapter.undisturbed(), garbage_kept():
         make = make_model
         if optimizer is not None:
             training = capable(adapter, Training, "plan: optimizer")
             make = lambda: training.with_optimizer(make_model(), optimizer)  # noqa: E731
-        model = make_in(dry, make, inputs)
-        unbuilt = dry.session.unbuilt()
-        found = dry.plan
+        model = make_in(context, make, inputs)
+        unbuilt = context.session.unbuilt()
+        found = context.plan
         complete = has_weights(found) and not unbuilt
         final = make_plan(
             [a.variable for a in found.assignments],
-            dry.layout_map,
+            context.layout_map,
             global_init={a.variable.key: a.global_init for a in found.assignments},
             complete=complete,
-            layers=dry.layers,
-            free_activations=dry.free_activations,
+            layers=context.layers,
+            free_activations=context.free_activations,
         ).with_problems(
             [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
         )
@@ -240,7 +240,7 @@ def plan(
     if asked is not None and not final.errors:
         with adapter.undisturbed():
             asked = replace(asked, device_memory=device_memory, advises=advise)
-            return with_cost(final, dry, model, inputs, optimizer, asked)
+            return with_cost(final, context, model, inputs, optimizer, asked)
     return final.judged(device_memory=device_memory)
 
 
@@ -268,9 +268,9 @@ def apply(model: Any, layout_map: RuleSet, **options: Any) -> Any:
     """
     check_model(model, layout_map)
     adapter = adapter_of_model(model)
-    opened = _open(layout_map, adapter, options)
-    laid_out = opened.session.take(model)
-    opened.warn_of_unbuilt()
+    context = _open(layout_map, adapter, options)
+    laid_out = context.session.take(model)
+    context.warn_of_unbuilt()
     return laid_out
 
 
@@ -303,16 +303,16 @@ def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> S
         check_options(f"library={adapter.name!r}, {compared}", lambda values: engine.all_gather(values, mesh))
     if refusal is not None:
         raise refusal
-    opened = Scope(layout_map, adapter, engine, options, across=across)
-    replicated = opened.policy.replicated(0)
+    context = Scope(layout_map, adapter, engine, options, across=across)
+    replicated = context.policy.replicated(0)
     try:
         engine.check_layout(replicated)
     except EngineError:
-        return opened  # the plan says so, with all its other problems
+        return context  # the plan says so, with all its other problems
     # Arrays are to come, so what simulates devices begins, which no question does; and before the session does, inside
     # of which some of it cannot begin.
     engine.native(replicated, 0)
-    return opened
+    return context
 
 
 # why: decisions/0169
@@ -324,17 +324,17 @@ def _options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bo
     return replace(options, own=adapter.own_options(own, options, across=across))
 
 
-def make_in(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+def make_in(context: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
     """Return the model that a function makes, made in a scope and complete."""
 
     def make() -> Any:
-        with others_refused(opened.adapter):
-            return _made(opened, make_model, inputs)
+        with others_refused(context.adapter):
+            return _made(context, make_model, inputs)
 
-    return opened.session.build(make)
+    return context.session.build(make)
 
 
-def _made(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+def _made(context: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
     """Call the function that makes a model, and check what it returns."""
     model = make_model()
     if model is None:
@@ -344,18 +344,18 @@ def _made(opened: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
             fix="end it with: return model",
         )
     owner = adapter_of_model(model).name
-    if owner != opened.adapter.name:
+    if owner != context.adapter.name:
         raise ScopeError(
-            f"{type(model).__name__}: a {owner} model is built in a scope for {opened.adapter.name} models",
+            f"{type(model).__name__}: a {owner} model is built in a scope for {context.adapter.name} models",
             why="a scope is for one library",
             fix=f"pass library={owner!r}",
         )
-    if not opened.session.made(model):
+    if not context.session.made(model):
         raise ScopeError(
             f"{type(model).__name__}: the function returned a model that existed before",
             facts={"model": getattr(model, "name", "")},
             why="only what is made while the function runs is laid out; the model has not been changed",
             fix="make the model inside the function, or lay out the existing one: layout_map.apply(model)",
         )
-    opened.session.complete(model, inputs)
+    context.session.complete(model, inputs)
     return model
