@@ -46,12 +46,12 @@ def export_source(
 ) -> str:
     """Write the weights and moving statistics of a source as files of safetensors.
 
-    Values are read and written in blocks of at most 64 MiB, or one row of a tensor. The folder is there when this
+    Values are read and written in blocks of at most 64 MiB, or one row of a tensor. The folder exists when this
     returns, and durable: all of it, or, whatever happens on the way, none of it.
 
     Args:
         source: What values are read from, such as a `Step`.
-        directory: The folder to make. If it is there, it is empty.
+        directory: The folder to make. If it exists, it is empty.
         names: What the variables are called in the files; see `load`. `None`: what they are called in the source.
         max_shard_bytes: How large a file becomes; one tensor is in one file. Of one file the name is
             `model.safetensors`, several are `model-00001-of-00002.safetensors` and so on, with an index.
@@ -61,7 +61,7 @@ def export_source(
         The folder.
 
     Raises:
-        CheckpointError: The folder is there and not empty, values cannot be read or written, the table has no line for
+        CheckpointError: The folder exists and is not empty, values cannot be read or written, the table has no line for
             a variable, or the format has no such element type.
         RuleError: The table of names cannot be read.
     """

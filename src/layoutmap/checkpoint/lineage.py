@@ -118,7 +118,7 @@ class History:  # why: decisions/0136
         self._known.pop(step, None)
 
     def steps(self) -> dict[int, SavedStep]:
-        """Look which steps are there now; in rising order."""
+        """List the steps that exist now, in rising order."""
         there = self._storage.steps()
         for step in there:
             is_unknown = step not in self._known and step not in self._distrusted
@@ -137,7 +137,7 @@ class History:  # why: decisions/0136
         return max([*damaged, *filter(None, (found,))], key=lambda each: each.step, default=None)
 
     def line(self, position: SavedStep | None) -> list[SavedStep]:
-        """The steps that are there of those that one comes from, and itself, in rising order."""
+        """The existing steps that one comes from, and itself, in rising order."""
         there = self.steps().values()
         return [e for e in there if position and (e.step == position.step or position.comes_from(e))]
 

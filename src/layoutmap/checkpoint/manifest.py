@@ -1,4 +1,4 @@
-"""The manifest of a step: what is in it, where each chunk lies, and the checksums. Written last, as JSON.
+"""The manifest of a step: its variables, the place of each chunk, and the checksums. Written last, as JSON.
 
     {"checksum": "xxh3_64:5a1c...",
      "format": "layoutmap checkpoint", "version": 1,

@@ -89,7 +89,7 @@ class Step(Source):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """All steps that are there now, in rising order."""
+        """All steps that exist now, in rising order."""
         return tuple(self._storage.steps())
 
     @property

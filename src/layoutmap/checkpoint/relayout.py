@@ -38,14 +38,14 @@ def write_relayout(
     Args:
         source: A step of a checkpoint: its number, metadata and states are kept. Or files that others have written,
             which become step 0.
-        storage: Where to; the step is there when this returns, and not before.
+        storage: Where to; the step exists when this returns, and not before.
         layouts: The layout of each variable, by path.
         mesh: The mesh of the layouts.
         plan: The fingerprint of their plan.
         progress: Called with the path of each variable when it is written.
 
     Raises:
-        CheckpointError: Values are not those that were saved, the step is there already, or it cannot be written.
+        CheckpointError: Values are not those that were saved, the step exists already, or it cannot be written.
     """
     manifest: Manifest | None = getattr(source, "manifest", None)
     if manifest is None:

@@ -1,6 +1,6 @@
-"""Where checkpoints lie, elsewhere: in object stores, through fsspec, as in `s3://bucket/folder` or `gs://bucket/folder`.
+"""Storage of checkpoints in object stores, through fsspec, as in `s3://bucket/folder` or `gs://bucket/folder`.
 
-An object store cannot rename a folder, so a step is there when its manifest is: `step-1000/manifest.json`, which is
+An object store cannot rename a folder, so a step exists when its manifest does: `step-1000/manifest.json`, which is
 written last, and only if there is none. All else that a save writes is in a folder of its own within the step's, so
 two saves of one step do not mix, and what a dead one has left is no part of any step:
 
@@ -71,7 +71,7 @@ class RemoteStorage:  # why: decisions/0087
         self._files, self._root = found[0], found[1].rstrip("/")
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, in rising order."""
+        """Return the steps that exist, in rising order."""
         with _naming(self._files, self._root, "it cannot be listed"):
             try:
                 names = [
@@ -93,7 +93,7 @@ class RemoteStorage:  # why: decisions/0087
         return f"{self.folder(step)}/{token}"
 
     def commit(self, step: int, token: str) -> None:
-        """Put the manifest where it says that the step is there, unless another one is there; then tidy up."""
+        """Put the manifest, with which the step exists, unless there is another one; then tidy up."""
         folder = self.folder(step)
         path = self._path(folder, NAME)
         with _naming(self._files, path, f"step {step} cannot be completed", _MAKE_BUCKET):
@@ -106,7 +106,7 @@ class RemoteStorage:  # why: decisions/0087
         head = memoryview(bytearray(_HEAD_BYTES))
         if token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
             raise there_already(self.where, step)  # else an answer was lost, and it was this one's
-        # Whatever else is in the folder belongs to saves that have failed, or will: the manifest is there.
+        # Whatever else is in the folder belongs to saves that have failed, or will: the manifest exists.
         self.remove(f"{folder}/{token}", NAME)
         with suppress(Exception):
             for other in self._files.ls(self._path(folder), detail=False):
@@ -131,7 +131,7 @@ class RemoteStorage:  # why: decisions/0087
             self._files.rm(self._path(self.folder(step)), recursive=True)
 
     def create(self, folder: str, name: str) -> _RemoteSink:
-        """Begin a new file, which is there when it is closed: it is sent in parts as it is written."""
+        """Begin a new file, which exists when it is closed: it is sent in parts as it is written."""
         return _RemoteSink(self._files, self._path(folder, name))
 
     def remove(self, folder: str, name: str) -> None:

@@ -93,7 +93,7 @@ class Retention:
         """The steps that are kept.
 
         Args:
-            metrics: The steps that are there of those that the last one comes from.
+            metrics: The existing steps of those that the last one comes from.
             saved: The one that was saved last, which is always kept.
 
         Example:

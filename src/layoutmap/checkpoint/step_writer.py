@@ -142,7 +142,7 @@ class StepWriter:  # why: decisions/0079
         self._todo = [_copied(each, memory) for each in self._todo]
 
     def write(self, progress: Callable[[str], object] | None = None) -> None:
-        """Write this process's part, and return when the step is there.
+        """Write this process's part, and return when the step exists.
 
         Args:
             progress: Called with the path of each variable when it is written.
@@ -309,7 +309,7 @@ class StepWriter:  # why: decisions/0079
         return None
 
     def _text(self, folder: str, name: str) -> bytes | None:
-        """JSON that another process writes, once all of it is there: the beginning of an object or a list is none."""
+        """JSON that another process writes, once all of it is written: the beginning of an object or a list is none."""
         data = self._head(folder, name)
         try:
             json.loads(data or b"")

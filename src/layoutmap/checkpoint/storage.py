@@ -1,4 +1,4 @@
-"""Where checkpoints lie: folders of a file system, made whole or not at all."""
+"""Storage of checkpoints in folders of a file system, made whole or not at all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sink(Protocol):
 
 
 class Storage(Protocol):
-    """A folder of steps. A step is there when `commit` has returned, and before that it is not."""
+    """A folder of steps. A step exists when `commit` has returned, and not before."""
 
     where: str
     """The folder, as messages name it."""
@@ -51,7 +51,7 @@ class Storage(Protocol):
     """How much is best read at once."""
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, in rising order."""
+        """Return the steps that exist, in rising order."""
         ...
 
     def folder(self, step: int) -> str:
@@ -130,7 +130,7 @@ class LocalStorage:
         self._locks: dict[str, Lock] = {}
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, in rising order."""
+        """Return the steps that exist, in rising order."""
         try:
             names = os.listdir(self._root)
         except FileNotFoundError:
@@ -367,7 +367,7 @@ def sync_folder(path: Path) -> None:
 
 
 def there_already(where: str, step: int) -> CheckpointError:
-    """The error for a step that is there when it is to be saved."""
+    """The error for a step that exists when it is to be saved."""
     return CheckpointError(
         f"{where}: step {step} exists already",
         why="a saved step is never overwritten",

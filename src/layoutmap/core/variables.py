@@ -103,7 +103,7 @@ class VariableSpec:
 
     @property
     def follows(self) -> bool:
-        """Whether it is derived from another variable, which is there beside it."""
+        """Whether it is derived from another variable, which exists beside it."""
         return self.parent is not None and not self.is_packed
 
     @property

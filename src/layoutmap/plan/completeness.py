@@ -1,7 +1,7 @@
 """Whether a plan has all variables that there will be, and what says that it has not.
 
 A layer makes its weights when it is first called. A plan without them is no evidence: nothing of it does not fit, and
-nothing of it moves. So what a plan lacks is a problem of its own kind, which files of plans keep as well: see
+no weight in it is sent. So what a plan lacks is a problem of its own kind, which files of plans keep as well: see
 docs/decisions/0120.
 """
 

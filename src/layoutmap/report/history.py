@@ -45,7 +45,7 @@ def history_text(where: str, steps: Iterable[SavedStep]) -> str:
 
 
 def _parents(known: Sequence[SavedStep]) -> Iterator[int | None]:
-    """For each step the nearest that is there of those that it comes from."""
+    """For each step the nearest existing one of those that it comes from."""
     on: dict[str, list[int]] = {}
     for each in known:
         on.setdefault(each.line, []).append(each.step)

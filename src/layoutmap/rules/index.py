@@ -43,7 +43,7 @@ class RuleIndex:
         self._filed = self._filed_at_once = 0
 
     def append(self, pattern: re.Pattern[str]) -> None:
-        """Add a regex, after those that are there."""
+        """Add a regex, after all others."""
         self._patterns.append(pattern)
 
     def matches(self, path: str) -> Iterator[int]:

@@ -30,7 +30,7 @@ _NewRule = tuple[Any, Any, Any]
 
 @dataclass(slots=True)
 class MeshSlot:
-    """The mesh that the rules of one map share; `None` until the first layout brings it."""
+    """The mesh that the rules of one map share; `None` until the first layout has set it."""
 
     mesh: Mesh | None
 
@@ -124,7 +124,7 @@ class Rules(MutableMapping[str, Layout]):
     # -- the dict of rules
 
     def __setitem__(self, pattern: str, layout: Layout | Sequence[Any]) -> None:
-        """Add a rule, after those that are there.
+        """Add a rule, after all others.
 
         Args:
             pattern: A regex over paths.
@@ -138,7 +138,7 @@ class Rules(MutableMapping[str, Layout]):
         self._add([(pattern, layout, None)])
 
     def add(self, pattern: str, layout: Layout | Sequence[Any], *, uneven: Uneven | None = None) -> None:
-        """Add a rule, after those that are there, and say more of it.
+        """Add a rule, after all others, and say more of it.
 
         Args:
             pattern: See `__setitem__`.

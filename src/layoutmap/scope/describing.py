@@ -61,7 +61,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """All steps that are there, in rising order; empty for what has none."""
+        """All steps that exist, in rising order; empty for what has none."""
         return getattr(self.source, "steps", ())
 
     @property

@@ -26,13 +26,13 @@ def export(
 ) -> str:
     """Write the weights of a model as safetensors, under the names of Hugging Face's libraries if need be.
 
-    Weights and moving statistics are written, bit for bit; what an optimizer has is not. The folder is there when this
+    Weights and moving statistics are written, bit for bit; what an optimizer has is not. The folder exists when this
     returns, and durable: all of it, or, whatever happens on the way, none of it.
 
     Args:
         model: A model, of which one weight at a time is gathered. Or the directory of a checkpoint, which is read in
             blocks, without a model and without a framework.
-        directory: The folder to make. If it is there, it is empty. Add `config.json` and the tokenizer's files to it,
+        directory: The folder to make. If it exists, it is empty. Add `config.json` and the tokenizer's files to it,
             which say how the weights are used.
         step: The step of a checkpoint; `None`: the last one.
         names: What the variables are called in the files: a table of the library, such as `"llama"`, a YAML file, or a
@@ -45,7 +45,7 @@ def export(
         The folder.
 
     Raises:
-        CheckpointError: The folder is there and not empty, something cannot be read or written, the table has no line
+        CheckpointError: The folder exists and is not empty, something cannot be read or written, the table has no line
             for a variable, or the mesh of the model is that of several processes.
         RuleError: The table of names cannot be read.
 

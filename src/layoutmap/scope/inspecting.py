@@ -28,7 +28,7 @@ Place = Layout | Unplaced
 def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, across: bool = False) -> Plan:
     """Return the plan of a model that exists: where each variable is, whoever has put it there.
 
-    Nothing is started, moved, gathered or changed, and nothing is guessed: an array that no layout can say is not in
+    Nothing is started, sent, gathered or changed, and nothing is guessed: an array that no layout can say is not in
     the plan, but among its problems, with how it is held. Where several processes hold a model, each may ask alone.
 
     Args:

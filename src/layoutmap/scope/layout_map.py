@@ -90,7 +90,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
 
         Args:
             model: A model that exists, see `layoutmap.inspect`; or a plan, such as one that was read from JSON.
-            optimizer: Its optimizer; rules are not for slots, but one in another layout than its weight is told.
+            optimizer: Its optimizer; rules are not for slots, but one in another layout than its weight is reported.
 
         Returns:
             The map, on the mesh of the model. What no rule matches is replicated there, and the map says so. Of a model

@@ -53,8 +53,8 @@ class CheckpointManager:
         every_minutes: A step is due when the last save, or the beginning, was that long ago; the first process's clock
             decides, which costs a collective at each call. With neither of the two, every step is due; with both,
             a step is due if one of them says so.
-        wait: Whether `save` returns only when the step is there.
-        patience_seconds: How long a process waits in a save for another one that is there and writes nothing; `None`:
+        wait: Whether `save` returns only when the step exists.
+        patience_seconds: How long a process waits in a save for another one that is alive and writes nothing; `None`:
             ten minutes. One that has died ends the wait at once.
         preemption_seconds: How long the machine still runs after SIGTERM, by which schedulers announce that they take
             it away; `None`: SIGTERM ends the program. With it the next call of `save`, in all processes though one
@@ -117,7 +117,7 @@ class CheckpointManager:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are there, in rising order; one that is being written is not."""
+        """The steps that exist, in rising order; one that is being written is not."""
         return self._storage.steps()
 
     @property
@@ -126,7 +126,7 @@ class CheckpointManager:
         return self._is_preempted
 
     def history(self) -> list[SavedStep]:
-        """Return the steps that the run comes from and that are there, in rising order, once no save is in flight.
+        """Return the steps that the run comes from and that exist, in rising order, once no save is in flight.
 
         Each has its `step`, its `parent`, `created` and `metrics`. Before the first call of `load` or `save` they are
         those of the step that was saved last.

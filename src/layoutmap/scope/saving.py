@@ -50,14 +50,14 @@ def save(
 ) -> str:
     """Save a model as one step of a checkpoint, each shard from where it is.
 
-    The step is there when this returns, and durable: all of it, or, whatever happens on the way, none of it. With
+    The step exists when this returns, and is durable: all of it, or, whatever happens on the way, none of it. With
     several processes all must call this; each writes the shards that it holds, and no shard is written twice.
 
     Args:
         model: The model, of any library, in layouts or plain.
         directory: Where checkpoints of this model are kept: a folder, or a URL that fsspec knows, as in
             `"s3://bucket/run"`. The step is its folder `step-<number>`.
-        step: The number of the step, 0 or more. A step that is there is not written over.
+        step: The number of the step, 0 or more. A step that exists is not written over.
         optimizer: The model's optimizer, where the model does not have it: of torch, a state of optax, an
             `nnx.Optimizer`. That of a compiled Keras model is saved with it.
         data: What else goes on where it is: an iterator over the data, a schedule of learning rates, anything with

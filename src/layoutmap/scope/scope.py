@@ -257,7 +257,7 @@ def apply(model: Any, layout_map: RuleSet, **options: Any) -> Any:
         The model.
 
     Raises:
-        PlanError: Something does not fit. Nothing has been moved then.
+        PlanError: Something does not fit. Nothing has been redistributed then.
 
     Example:
         >>> import keras, layoutmap as lm

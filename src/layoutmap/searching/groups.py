@@ -1,4 +1,4 @@
-"""The variables of a model in groups that a search moves as one: equal blocks are tied, biases follow kernels."""
+"""The variables of a model in groups that a search lays out as one: equal blocks are tied, biases follow kernels."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _dims(spec: ShardingSpec | None) -> tuple[str, ...]:
 
 
 def activation_options(shape: tuple[int, ...], grid: Grid) -> tuple[Specs | None, ...]:
-    """The layouts that are tried for what a block puts out, its batch first; `None`: the compiler chooses."""
+    """The layouts that are tried for the output of a block, its batch first; `None`: the compiler chooses."""
     if grid.data is None:
         return (None,)
     rest = (None,) * (len(shape) - 1)

@@ -32,7 +32,7 @@ def is_variable(value: Any) -> bool:
 
 
 class StepObjects:  # why: decisions/0070
-    """The objects of one call, looked through together: what two of them share is there once.
+    """The objects of one call, looked through together: what two of them share is found once.
 
     Args:
         nodes: The objects. They are not kept alive.

@@ -1,4 +1,4 @@
-"""Optimizers of optax: their state described, made in its layouts, or moved there; and `nnx.Optimizer`."""
+"""Optimizers of optax: their state described, made in its layouts, or redistributed to them; and `nnx.Optimizer`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def make_state(init: Callable[[Any], Any], params: Any, layouts: Sequence[Layout
 
 
 def move_state(state: Any, layouts: Sequence[Layout]) -> Any:
-    """Return an optimizer's state with its leaves moved to their layouts; Variables of nnx are changed in place."""
+    """Return an optimizer's state with its leaves in their layouts; Variables of nnx are changed in place."""
     moved = iter(layouts)
 
     def moved_leaf(leaf: Any) -> Any:

@@ -142,7 +142,7 @@ class JaxSession:
         ]
 
     def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[Any]) -> list[Any]:
-        """Return arrays in their layouts: traced ones computed there, and those that exist moved."""
+        """Return arrays in their layouts: traced ones computed there, and those that exist redistributed."""
         context = self._context
         todo = {
             str(number): (assignment, array)

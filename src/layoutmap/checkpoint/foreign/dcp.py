@@ -185,7 +185,7 @@ def is_dense(tensor: Tensor) -> bool:
 def _check_tensor(
     where: str, path: str, tensor: Tensor, chunk: _Chunk, data: zipfile.ZipInfo, variable: SavedVariable
 ) -> None:
-    """Raise unless the head of a chunk says what the metadata says, and its bytes are there."""
+    """Raise unless the head of a chunk says what the metadata says, and its bytes exist."""
     itemsize = numpy_dtype(variable.dtype, path).itemsize
     last = tensor.start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     if not is_dense(tensor):

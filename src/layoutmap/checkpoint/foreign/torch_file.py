@@ -36,7 +36,7 @@ class TorchFile(Source):  # why: decisions/0139
 
     Attributes:
         where: The file.
-        variables: The tensors by path; one that is there under several is an alias.
+        variables: The tensors by path; one under several paths is an alias.
 
     Raises:
         CheckpointError: It cannot be read, names anything but tensors, or would have more bytes than the file.

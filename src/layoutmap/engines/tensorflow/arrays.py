@@ -1,4 +1,4 @@
-"""Tensors in layouts: made from shards, read shard by shard, moved; each with all its bits.
+"""Tensors in layouts: made from shards, read shard by shard, redistributed; each with all its bits.
 
 DTensor's own relayout adds shards up with zeros around them, so it loses the sign of a zero and the bits of a NaN, and
 does not know all element types. Outside of compiled functions tensors are therefore read and made again shard by

@@ -203,7 +203,7 @@ class _Run:
 
 
 def _moved(counter: Any, counts: int) -> Any:
-    """A counter of 128 bits, low half first, moved on."""
+    """A counter of 128 bits, low half first, advanced."""
     low, high = (int(half) for half in counter.numpy())
     total = (high << 64 | low) + counts
     return tf.constant(np.array([total % (1 << 64), (total >> 64) % (1 << 64)], np.uint64))

@@ -81,7 +81,7 @@ def partitioned(
     Args:
         modules: The modules, with layouts, as bytes of MLIR.
         num_devices: The size of their mesh.
-        on_wait: Called several times a second until they are there.
+        on_wait: Called several times a second until they are compiled.
 
     Raises:
         EngineError: XLA cannot partition one of them.
