@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, MutableMapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 
 class Closing:
@@ -56,6 +56,9 @@ class Patch(Protocol):
         ...
 
 
+_INHERITED = object()
+
+
 class Attribute:
     """An attribute of a class or module, and what takes its place.
 
@@ -64,7 +67,7 @@ class Attribute:
 
     Args:
         owner: The class or module.
-        name: The name of the attribute, which the owner itself has.
+        name: The name of the attribute, which the owner has, or inherits; then it is deleted again.
         make: Makes what takes its place, of what is found there.
     """
 
@@ -74,17 +77,20 @@ class Attribute:
 
     def install(self) -> None:
         """Have it replaced, where it is not."""
-        found: Any = self._owner.__dict__[self._name]
+        found = cast(dict[str, Any], vars(self._owner)).get(self._name, _INHERITED)
         if all(ours is not found for ours, _ in self._made):
-            ours = self._make(found)
+            ours = self._make(getattr(self._owner, self._name) if found is _INHERITED else found)
             self._made.append((ours, found))
             setattr(self._owner, self._name, ours)
 
     def remove(self) -> None:
         """Put back what was found, where what took its place is still there."""
-        now: Any = self._owner.__dict__[self._name]
+        now = cast(dict[str, Any], vars(self._owner)).get(self._name, _INHERITED)
         for pair in [pair for pair in self._made if pair[0] is now]:
-            setattr(self._owner, self._name, pair[1])
+            if pair[1] is _INHERITED:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, pair[1])
             self._made.remove(pair)
 
 

@@ -12,10 +12,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops import guard
+from layoutmap.engines.torch import changes, simulation
+from layoutmap.engines.torch.dtensor_ops.guard import OPERATORS_GUARDED
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.private import stop_guarding_operators
 
 __all__ = ["MESH", "alone", "place", "run_on", "summands", "whole"]
 
@@ -47,8 +46,8 @@ def run_on() -> Any:
 def alone() -> Generator[None]:
     """DTensor without us, but for the simulation, and with plain tensors as replicated."""
     native, _ = engine().native(Layout.replicated(MESH, 0), 0)
-    stop_guarding_operators()
-    guard._meshes.clear()
+    OPERATORS_GUARDED.remove()
+    changes.meshes.clear()
     with warnings.catch_warnings(), simulation.on_ranks(native.mesh.flatten().tolist()):
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         with implicit_replication():

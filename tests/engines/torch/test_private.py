@@ -16,6 +16,7 @@ NOT_OF_TORCH = {
     "_compiled_or_called",
     "_replace",
     "_getframe",
+    "_current_frames",
     "_module",
     "_before",
     "_watch",

@@ -30,6 +30,7 @@ from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import check_batch, check_program, check_values
+from layoutmap.engines.torch.changes import keep
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
 from layoutmap.engines.torch.private import (
@@ -89,6 +90,7 @@ class Forward:
     def attach(self) -> None:
         """Put it in its place."""
         vars(self._the_module()).update({_ATTRIBUTE: self, "compile": functools.partial(_compile, self)})
+        keep(self)
 
     def compile(self, options: Mapping[str, Any]) -> None:
         """Have the module compiled when it is called, or the blocks in it that gather their weights.

@@ -34,19 +34,19 @@ class Watch:
     @plainly
     def look(self) -> None:
         """Set the hooks of parameters that have none."""
-        new: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        new: list[Any] = []
+        holders: dict[int, Callable[[], Any]] = {}  # which hooks may keep, as parameters have the hooks
         for parameters, name, holder in self._held:
             parameter = parameters.get(name)
             if not isinstance(parameter, DTensor) or not (parameter.requires_grad and parameter.is_leaf):
                 continue
             if vars(parameter).get(_WATCHED) != id(parameter):
                 setattr(parameter, _WATCHED, id(parameter))
-                new[id(parameter)] = parameter, partial(_held_by, holder, name)
+                new.append(parameter)
+                holders[id(parameter)] = partial(_held_by, holder, name)
         if new:
             look_after_optimizers()
-            Gradients(
-                [parameter for parameter, _ in new.values()], refer_to=lambda parameter: new[id(parameter)][1]
-            )
+            Gradients(new, refer_to=lambda parameter: holders[id(parameter)])
 
 
 def _held_by(holder: weakref.ref[torch.nn.Module], name: str) -> Any:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layoutmap.adapters.programs import Program
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
+from layoutmap.engines.patches import Item
+from layoutmap.engines.torch.changes import change
+from layoutmap.engines.torch.private import optimizer_hooks
 
 _READ = (torch.optim.Adafactor,)
 # Those that the processes have compared, before their first steps.
@@ -41,13 +43,9 @@ def note_replaced(tensor: torch.Tensor, path: str) -> None:
     look_after_optimizers()
 
 
-@functools.cache
 def look_after_optimizers() -> None:  # why: decisions/0044
-    """From now on, look at each optimizer of this process before it steps; one of plain parameters is left alone.
-
-    It stays: laid out models outlive their scope, and any optimizer may be given their parameters later.
-    """
-    register_optimizer_step_pre_hook(_before_step)
+    """Look at each optimizer of this process before it steps, as long as there are tensors on a mesh."""
+    change(_HOOK)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -108,3 +106,6 @@ def _lay_out(slots: Any, parameter: DTensor) -> None:
             layout = engine.layout_of(parameter)
             if layout is not None and (slot.ndim or name != "step"):
                 slots[name] = engine.relayout(slot, layout)
+
+
+_HOOK = Item(optimizer_hooks, "layoutmap", _before_step)

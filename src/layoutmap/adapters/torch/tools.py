@@ -1,7 +1,7 @@
 """Functions of other libraries on laid out models: done right, or refused by name.
 
-From the first laid out model on, each of these is looked after once it is imported, and that stays, as laid out models
-do. The names that are replaced, and the versions on which that was tested:
+While there are models in layouts, each of these that was imported before one of them was made is looked after. The
+names that are replaced, and the versions on which that was tested:
 
 peft 0.21           tuners.lora.LoraLayer._get_in_out_features(module): the sizes of a layer. It gives factors the size
                     of a shard, as transformers' own tensor parallelism wants them; a layer here has all of its outputs
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,20 +26,22 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.torch.boundary import plain
 from layoutmap.adapters.torch.forward import forward_of
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.private import local_of, storage_key
 
 
 def look_after_tools() -> None:
-    """From now on, look after each of the libraries that are imported."""
+    """Look after each of the libraries that are imported, as long as there are tensors on a mesh."""
     for module in _TOOLS:
         if module in sys.modules:
-            _look_after(module)
+            change(*_patches_of(module))
 
 
 @functools.cache
-def _look_after(module: str) -> None:
-    _TOOLS[module]()
+def _patches_of(module: str) -> tuple[Attribute, ...]:
+    return tuple(_TOOLS[module]())
 
 
 def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,10 +77,9 @@ def _gathered_here(what: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return gathered(tensors)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    own = getattr(owner, name, None)
-    if own is not None:  # else the library says itself what it cannot do
-        setattr(owner, name, functools.wraps(own)(make(own)))
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Attribute]:
+    if hasattr(owner, name):  # else the library says itself what it cannot do
+        yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))
 
 
 def _saving(own: Any) -> Any:
@@ -93,17 +94,17 @@ def _saving(own: Any) -> Any:
     return save_pretrained
 
 
-def _transformers() -> None:
+def _transformers() -> Iterator[Attribute]:
     from transformers import PreTrainedModel
 
-    _replace(PreTrainedModel, "save_pretrained", _saving)
+    yield from _replaced(PreTrainedModel, "save_pretrained", _saving)
 
 
-def _peft() -> None:
+def _peft() -> Iterator[Attribute]:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    _replace(PeftModel, "save_pretrained", _saving)
+    yield from _replaced(PeftModel, "save_pretrained", _saving)
 
     def sizes(own: Any) -> Any:
         def get_in_out_features(self: Any, module: torch.nn.Module) -> Any:
@@ -113,10 +114,10 @@ def _peft() -> None:
 
         return get_in_out_features
 
-    _replace(LoraLayer, "_get_in_out_features", sizes)
+    yield from _replaced(LoraLayer, "_get_in_out_features", sizes)
 
 
-def _accelerate() -> None:
+def _accelerate() -> Iterator[Attribute]:
     from accelerate import Accelerator
 
     def of_model(own: Any) -> Any:
@@ -134,11 +135,11 @@ def _accelerate() -> None:
 
         return prepare_model
 
-    _replace(Accelerator, "get_state_dict", of_model)
-    _replace(Accelerator, "prepare_model", prepared)
+    yield from _replaced(Accelerator, "get_state_dict", of_model)
+    yield from _replaced(Accelerator, "prepare_model", prepared)
 
 
-def _safetensors() -> None:
+def _safetensors() -> Iterator[Attribute]:
     import safetensors.torch
 
     def distinct(own: Any) -> Any:
@@ -155,11 +156,11 @@ def _safetensors() -> None:
 
         return flatten_as_ptr
 
-    _replace(safetensors.torch, "_remove_duplicate_names", distinct)
-    _replace(safetensors.torch, "_flatten_as_ptr", flattened)
+    yield from _replaced(safetensors.torch, "_remove_duplicate_names", distinct)
+    yield from _replaced(safetensors.torch, "_flatten_as_ptr", flattened)
 
 
-def _data_parallel() -> None:
+def _data_parallel() -> Iterator[Attribute]:
     def made(own: Any) -> Any:
         def __init__(self: Any, module: torch.nn.Module, *args: Any, **options: Any) -> None:
             _refuse_wrapping("DistributedDataParallel", module)
@@ -167,7 +168,7 @@ def _data_parallel() -> None:
 
         return __init__
 
-    _replace(torch.nn.parallel.DistributedDataParallel, "__init__", made)
+    yield from _replaced(torch.nn.parallel.DistributedDataParallel, "__init__", made)
 
 
 def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
@@ -181,7 +182,7 @@ def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
         )
 
 
-_TOOLS: dict[str, Callable[[], None]] = {
+_TOOLS: dict[str, Callable[[], Iterator[Attribute]]] = {
     "torch": _data_parallel,
     "transformers.modeling_utils": _transformers,
     "peft": _peft,

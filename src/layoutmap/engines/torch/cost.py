@@ -120,10 +120,10 @@ class LoweredStep:  # why: decisions/0093
 @contextmanager
 def _no_one_else(num_processes: int) -> Generator[None]:
     """While open, this is process 0 of so many, of which the others do not exist."""
-    if dist.is_initialized():
+    if simulation.has_begun():
         raise ScopeError(
             "the cost of a step cannot be counted in this process",
-            facts={"process group": dist.get_backend()},
+            facts={"process group": dist.get_backend(simulation.group())},
             why="it is counted in a process group of its own, and torch has one default group in a process",
             fix="plan in a process that has opened no scope and no process group, as layoutmap plan --on does",
         )

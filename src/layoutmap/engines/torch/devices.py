@@ -25,6 +25,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.changes import AtEnd, change
 from layoutmap.engines.torch.dtensor_ops.outside import look_after
 from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
 
@@ -94,9 +95,11 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.start()
-    known = _known.get((mesh, dist.group.WORLD))
+    group = simulation.group()
+    known = _known.get((mesh, group))
     if known is None:
-        known = _known[mesh, dist.group.WORLD] = _device_mesh(mesh)
+        known = _known[mesh, group] = _device_mesh(mesh)
+    look_after(known)
     _mesh_of.setdefault(known, mesh)
     return known
 
@@ -109,19 +112,27 @@ def forget_process_group(group: Any) -> None:
                 del known[key]
 
 
+def _forget(native: DeviceMesh) -> None:
+    """End the process groups of simulated ranks that a mesh has, before their common one ends."""
+    for group in native.get_all_groups():
+        if group is not simulation.group():
+            dist.destroy_process_group(group)
+    forget_process_group(simulation.group())
+
+
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
     bound = bound_mesh(mesh)
     check_order(mesh)
     names = list(bound.devices or ())
     ranks = np.array([_rank(name) for name in names]).reshape(bound.shape)
     kind = _TYPES[names[0].partition(":")[0]]
-    key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, dist.group.WORLD)
+    key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.group())
     with _lock:
         if key not in _device_meshes:
-            with simulation.on_ranks(ranks.flat):
-                made = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
-            look_after(made)
-            _device_meshes[key] = made
+            with simulation.as_default(), simulation.on_ranks(ranks.flat):
+                _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
+            if simulation.is_simulated():
+                change(AtEnd(functools.partial(_forget, _device_meshes[key])))
         return _device_meshes[key]
 
 

@@ -54,13 +54,15 @@ try:
         LocalTensorMode,
         enabled_local_tensor_mode,
     )
-    from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
+    from torch.distributed._local_tensor import _c10d as _of_collectives
+    from torch.distributed.distributed_c10d import GroupMember
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.optim import _muon as _of_muon
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode, _push_mode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -85,10 +87,12 @@ _NAMES: list[tuple[Any, str]] = [
     (_Planner, "get_next_state"),
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
+    (_of_collectives, "_get_default_group"),
+    (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
     (LocalTensor, "_local_tensors _ranks"),
     (LocalIntNode, "_local_ints"),
     (StridedShard, "_to_replicate_tensor"),
-    (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _old_device_mesh_methods"),
+    (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
     (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
     (torch.nn.Module, "_apply _parameters _buffers _non_persistent_buffers_set"),
     (torch.nn.Module, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
@@ -194,32 +198,13 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class SimulationMode(LocalTensorMode):
-    """A `LocalTensorMode` that leaves random numbers to torch, and patches the methods of meshes once."""
-
-    meshes_are_patched = False
+    """A `LocalTensorMode` that leaves random numbers to torch."""
 
     @plainly
     def __enter__(self) -> Self:
         super().__enter__()
         self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
         return self
-
-    def meshes_patched(self, plain_methods: Mapping[str, Any]) -> None:
-        """Called when the first simulation has patched them, with torch's own methods of `DeviceMesh`, by name."""
-        raise NotImplementedError
-
-    def _patch_device_mesh(self) -> None:
-        if SimulationMode.meshes_are_patched:
-            return
-        SimulationMode.meshes_are_patched = True
-        super()._patch_device_mesh()
-        # Of modes that torch makes in passing, too.
-        for name in ("_patch_device_mesh", "_unpatch_device_mesh"):
-            setattr(LocalTensorMode, name, lambda _: None)
-        self.meshes_patched(self._old_device_mesh_methods or {})
-
-    def _unpatch_device_mesh(self) -> None:
-        """Leave meshes as they are while the process lives."""
 
     def _patch_random_functions(self) -> None:
         """Leave `torch.manual_seed` as it is."""
@@ -301,27 +286,61 @@ def summed_over(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op:
 
 
 class _Modes(threading.local):
-    """The simulations that are active on a thread; each begins with that of all threads."""
+    """The simulations that are active on a thread; each begins with that of all threads.
+
+    Torch has one list for all threads: one that leaves its own simulation would end that of another thread.
+    """
 
     def __init__(self, first: Any) -> None:
         self.value = [first]
 
 
-def simulate_on_all_threads(mode: Any) -> None:
-    """Have a simulation that was entered on this thread hold on all, each of which may enter others apart.
+def simulated(
+    mode: Any, group: Any, coordinate: Callable[..., Any], pickled: Callable[..., Any]
+) -> Sequence[Attribute]:
+    """The patches by which ranks are simulated for DTensors that have a `LocalTensor`, on all threads.
 
-    Torch has one list for all threads: one that leaves its own simulation would end that of another thread.
+    Args:
+        mode: The simulation of all ranks, which is not entered: what computes with a `LocalTensor` enters one.
+        group: The process group of all ranks.
+        coordinate: Returns the coordinates of the simulated ranks in a mesh: called with what torch does, and the mesh.
+        pickled: Returns `DTensor.__reduce_ex__`, of what that is.
     """
-    local_tensors._THREAD_LOCAL_TENSOR_MODE = _Modes(mode)
-    local_tensors._PROCESS_MODE = False
+    mode._disable = False
+    of_mesh = vars(local_tensors._LocalDeviceMesh)
+    methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
+    methods["get_coordinate"] = functools.partial(coordinate, methods["get_coordinate"])
+    return (
+        # Meshes answer by the simulation of the thread: modes need not patch them each time.
+        *(
+            Attribute(LocalTensorMode, name, lambda _: lambda _: None)
+            for name in ("_patch_device_mesh", "_unpatch_device_mesh")
+        ),
+        *(Attribute(DeviceMesh, name, functools.partial(_either, local)) for name, local in methods.items()),
+        Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
+        Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),
+        Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),
+        Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gathered_by_size, type(mode))),
+        Attribute(local_tensors, "_for_each_rank_run_func", _for_ranks_of_arguments),
+        Attribute(DTensor, "__reduce_ex__", pickled),
+    )
 
 
-def run_for_ranks_of_arguments() -> None:
-    """Have what runs for each simulated rank run for those that its arguments have, if these are fewer.
+def _either(local: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a mesh where ranks are simulated on this thread, and where they are not, as in parts of torch."""
+
+    @functools.wraps(plain)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
+
+    return method
+
+
+def _for_ranks_of_arguments(for_ranks: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs for each simulated rank, for those that its arguments have, if these are fewer.
 
     That is so in a backward pass of tensors on a mesh of some of the ranks: it runs outside of their simulation.
     """
-    for_ranks = local_tensors._for_each_rank_run_func
 
     @functools.wraps(for_ranks)
     def for_common_ranks(func: Any, ranks: Any, args: Any, kwargs: Any, **options: Any) -> Any:
@@ -333,19 +352,27 @@ def run_for_ranks_of_arguments() -> None:
                 ranks = ranks & leaf.node._local_ints.keys()
         return for_ranks(func, ranks, args, kwargs, **options)
 
-    local_tensors._for_each_rank_run_func = for_common_ranks
+    return for_common_ranks
 
 
-def gather_strided_shards_by_size(simulated: Callable[[frozenset[int]], AbstractContextManager[Any]]) -> None:
-    """Have strided shards gathered for those simulated ranks together that have the same sizes.
+@contextmanager
+def default_group(group: Any) -> Generator[None]:
+    """While open, a process group is the default one of this process."""
+    before = GroupMember.WORLD
+    GroupMember.WORLD = group
+    try:
+        yield
+    finally:
+        GroupMember.WORLD = before
+
+
+def _gathered_by_size(
+    simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Any
+) -> Any:
+    """How strided shards are gathered: for those simulated ranks together that have the same sizes.
 
     Torch makes a range of the size, which it cannot where another mesh dim has left some ranks more than others.
-
-    Args:
-        simulated: Returns a simulation of these ranks.
     """
-    owner: Any = StridedShard
-    gather = owner._to_replicate_tensor
 
     @functools.wraps(gather)
     def by_size(placement: Any, local: Any, mesh: Any, mesh_dim: int, shape: Sequence[Any]) -> Any:
@@ -361,12 +388,12 @@ def gather_strided_shards_by_size(simulated: Callable[[frozenset[int]], Abstract
             ranks_of_shape.setdefault(tuple(sizes), []).append(rank)
         gathered: dict[int, torch.Tensor] = {}
         for sizes, ranks in ranks_of_shape.items():
-            with simulated(frozenset(ranks)):
+            with simulation(frozenset(ranks)):
                 some = LocalTensor({rank: pieces[rank] for rank in ranks})
                 gathered |= pieces_by_rank(gather(placement, some, mesh, mesh_dim, sizes))
         return LocalTensor(gathered)
 
-    owner._to_replicate_tensor = by_size
+    return by_size
 
 
 # -- tensors without values
@@ -489,10 +516,8 @@ _HANDLED = (
 )
 
 
-def guard_operators(
-    answer: Callable[..., Any], changed: Callable[..., Any], moved: Callable[..., Any]
-) -> None:
-    """Have `answer` decide what `DTensor` does about operators, from now on; what it has decided is forgotten.
+class OperatorsGuarded:
+    """The patch that has `answer` decide what `DTensor` does about operators; what it has decided is forgotten.
 
     Args:
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
@@ -501,22 +526,43 @@ def guard_operators(
         moved: Called with a DTensor that was redistributed for a view of it, its local tensor there, and
             the spec of that.
     """
-    own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
 
-    def propagate(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
-        return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
+    def __init__(self, answer: Callable[..., Any], changed: Callable[..., Any], moved: Callable[..., Any]):
+        own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
 
-    setattr(_DISPATCHER, _PROPAGATE, propagate)
-    _DISPATCHER.layoutmap_tail = functools.partial(_tail, changed)
-    _DISPATCHER.layoutmap_results = functools.partial(_results, moved)
-    for name, instead in _INSTEAD.items():
-        getattr(type(_DISPATCHER), name).__code__ = instead.__code__
-    for name in _HANDLED:  # decided in Python, and not by rules
-        op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
-        handler = _HANDLERS_OF_DTENSOR[op]
-        _DISPATCHER._custom_op_handlers[op] = functools.partial(_answered, answer, handler)
-    setattr(_Planner, "get_next_state", _next_layouts)  # noqa: B010
-    _forget_answers()
+        def propagate(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+            return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
+
+        self._answer = answer
+        self._methods = {
+            _PROPAGATE: propagate,
+            "layoutmap_tail": functools.partial(_tail, changed),
+            "layoutmap_results": functools.partial(_results, moved),
+        }
+
+    def install(self) -> None:
+        """Have it decide, where it does not."""
+        if _PROPAGATE in vars(_DISPATCHER):
+            return
+        vars(_DISPATCHER).update(self._methods)
+        for name, instead in _INSTEAD.items():
+            getattr(type(_DISPATCHER), name).__code__ = instead.__code__
+        for name in _HANDLED:  # decided in Python, and not by rules
+            op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
+            handler = functools.partial(_answered, self._answer, _HANDLERS_OF_DTENSOR[op])
+            _DISPATCHER._custom_op_handlers[op] = handler
+        setattr(_Planner, "get_next_state", _next_layouts)  # noqa: B010
+        _forget_answers()
+
+    def remove(self) -> None:
+        """Have `DTensor` decide for itself again."""
+        for name in self._methods:
+            vars(_DISPATCHER).pop(name, None)
+        for name, code in _OF_TORCH.items():
+            getattr(type(_DISPATCHER), name).__code__ = code
+        _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
+        setattr(_Planner, "get_next_state", _NEXT_LAYOUTS)  # noqa: B010
+        _forget_answers()
 
 
 _NEXT_LAYOUTS = _Planner.get_next_state
@@ -574,13 +620,13 @@ def _answered(
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)
 
 
-def take_assignments(
+def assignments(
     data: Callable[..., None],
     part: Callable[..., None],
     copied: Callable[..., Any],
     address: Callable[[Any], None],
-) -> None:
-    """Have `DTensor`s assigned to and copied by other functions, and their addresses asked for, from now on.
+) -> Sequence[Attribute]:
+    """The patches that have `DTensor`s assigned to and copied by other functions, and their addresses asked for.
 
     Args:
         data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
@@ -588,25 +634,47 @@ def take_assignments(
         copied: Returns `copy.deepcopy(tensor)`: called with what torch does, the tensor and what was copied so far.
         address: Called with a tensor before its address is given.
     """
-    owner: Any = DTensor
-    of_data: Any = torch.Tensor.data
-    of_part = torch.Tensor.__setitem__
-    owner.data = property(of_data.__get__, lambda tensor, value: data(of_data.__set__, tensor, value))
-    of_copy = torch.Tensor.__deepcopy__
-    owner.__deepcopy__ = functools.wraps(of_copy)(lambda tensor, memo: copied(of_copy, tensor, memo))
-    owner.__setitem__ = functools.wraps(of_part)(lambda *args: part(of_part, *args))
-    for name in ("data_ptr", "__dlpack__"):
-        setattr(owner, name, _after(address, getattr(torch.Tensor, name)))
+
+    def of_data(own: Any) -> property:
+        return property(own.__get__, lambda tensor, value: data(own.__set__, tensor, value))
+
+    def by(function: Callable[..., Any]) -> Callable[[Any], Any]:
+        return lambda own: functools.wraps(own)(lambda *args: function(own, *args))
+
+    return (
+        Attribute(DTensor, "data", of_data),
+        Attribute(DTensor, "__setitem__", by(part)),
+        Attribute(DTensor, "__deepcopy__", by(copied)),
+        *(
+            Attribute(DTensor, name, functools.partial(_after, address))
+            for name in ("data_ptr", "__dlpack__")
+        ),
+    )
 
 
-def take_orthogonal_updates(make: Callable[..., torch.Tensor]) -> None:
-    """Have the updates of `torch.optim.Muon` made by another function, from now on.
+def orthogonal_updates(make: Callable[..., torch.Tensor]) -> Attribute:
+    """The patch that has the updates of `torch.optim.Muon` made by another function.
 
     Args:
         make: Called with what torch does, the gradient, and the options of that.
     """
-    own = _of_muon._zeropower_via_newtonschulz
-    _of_muon._zeropower_via_newtonschulz = functools.wraps(own)(functools.partial(make, own))
+
+    def made(own: Any) -> Any:
+        return functools.wraps(own)(functools.partial(make, own))
+
+    return Attribute(_of_muon, "_zeropower_via_newtonschulz", made)
+
+
+class PlainTensorsReplicated:
+    """The patch that has plain tensors count as replicated among DTensors, on the thread that installs it."""
+
+    def install(self) -> None:
+        """Have them count."""
+        set_replicates_plain_tensors(True)
+
+    def remove(self) -> None:
+        """Have torch refuse them again."""
+        set_replicates_plain_tensors(False)
 
 
 def watch_functions(before: Callable[[Any], None], shown: Callable[..., str]) -> None:
@@ -650,15 +718,6 @@ def stop_watching_functions() -> None:
 _SHOW = DTensor.__repr__
 # For which torch calls no function that can be watched.
 _CONVERSIONS: dict[str, Any] = {name: getattr(DTensor, name) for name in ("to_local", "redistribute")}
-
-
-def stop_guarding_operators() -> None:
-    """Have `DTensor` decide for itself again."""
-    vars(_DISPATCHER).pop(_PROPAGATE, None)
-    for name, code in _OF_TORCH.items():
-        getattr(type(_DISPATCHER), name).__code__ = code
-    _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
-    _forget_answers()
 
 
 def _forget_answers() -> None:

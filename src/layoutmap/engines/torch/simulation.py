@@ -1,21 +1,23 @@
 """Several devices in one process, for a program that was started as one process.
 
-A program that `torchrun` has started, or that has a process group, uses that. Any other gets a process group of
+A program that a launcher has started, or that has a process group, uses that. Any other gets a process group of
 simulated ranks, eight unless `simulate` was told another number. A DTensor then holds a `LocalTensor`:
 the pieces of all ranks, on which each operation runs for one rank after the other.
 
-A simulation begins with the first device mesh, and lasts as long as the process: DTensors of simulated ranks compute
-rightly only while it runs. Plain tensors stay plain in it. Questions about devices start nothing: they are answered as
-things will be, should the program not begin a process group of its own before.
+A simulation begins with the first device mesh, and ends with the last tensor on one (`changes`). It is entered by what
+computes with tensors of simulated ranks, and their process group is the default one only while a mesh is made: nothing
+else in the program meets it. Questions about devices start nothing: they are answered as things will be, should the
+program not begin a process group of its own before.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.engines.checks import check_simulated
 from layoutmap.engines.launchers import launcher
-from layoutmap.engines.torch.one_process import refuse_collective, split_nothing
+from layoutmap.engines.torch.changes import AtEnd, change
 from layoutmap.engines.torch.private import (
     COLLECTIVES,
     FakeStore,
@@ -35,44 +37,26 @@ from layoutmap.engines.torch.private import (
     LocalTensor,
     LocalTensorMode,
     SimulationMode,
+    clear_sharding_caches,
+    default_group,
     dispatch_modes,
     enabled_local_tensor_mode,
-    gather_strided_shards_by_size,
     local_of,
     pieces_by_rank,
     ranks_around,
     ranks_of_local,
-    run_for_ranks_of_arguments,
-    simulate_on_all_threads,
+    simulated,
     tree_leaves,
 )
 
 _num_devices = 8
 _lock = threading.RLock()
 _simulation: _Simulation | None = None
-_has_begun = False
+_group: Any = None
 
 
 class _Simulation(SimulationMode):
     """A simulation in which what has nothing to do with simulated ranks is left alone."""
-
-    def meshes_patched(self, plain_methods: Mapping[str, Any]) -> None:
-        """Have methods of meshes answer for the ranks that are simulated now, and as torch does without any."""
-        patched: Any = DeviceMesh
-        of_all = patched.get_coordinate
-
-        def get_coordinate(mesh: DeviceMesh) -> Any:
-            """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
-            ranks = frozenset(ranks_around(mesh))
-            now: Any = enabled_local_tensor_mode() or _simulation
-            if now.ranks <= ranks:
-                return of_all(mesh)
-            with _Simulation(now.ranks & ranks):
-                return mesh.get_coordinate()
-
-        patched.get_coordinate = get_coordinate
-        for name, plain in plain_methods.items():
-            setattr(patched, name, _either(plain, getattr(patched, name)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,21 +66,19 @@ class _Simulation(SimulationMode):
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
             with _Simulation(ranks):
                 return func(*args, **kwargs)
-        if not any(map(_is_per_rank, leaves)):
-            if func.namespace not in COLLECTIVES:
-                return func(*args, **kwargs)
-            refuse_collective(func, args)
+        if func.namespace not in COLLECTIVES and not any(map(_is_per_rank, leaves)):
+            return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _either(plain: Any, local: Any) -> Any:
-    """A method of a mesh where ranks are simulated on this thread, and where they are not, as in parts of torch."""
-
-    @functools.wraps(plain)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
-
-    return method
+def _coordinate(of_all: Callable[..., Any], mesh: DeviceMesh) -> Any:
+    """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
+    ranks = frozenset(ranks_around(mesh))
+    now: Any = enabled_local_tensor_mode()
+    if now.ranks <= ranks:
+        return of_all(mesh)
+    with _Simulation(now.ranks & ranks):
+        return mesh.get_coordinate()
 
 
 def _is_per_rank(value: Any) -> bool:
@@ -106,41 +88,54 @@ def _is_per_rank(value: Any) -> bool:
 
 
 def start() -> None:
-    """Make sure that there is a process group: the one there is, that of the launcher, or a simulated one.
-
-    Raises:
-        EngineError: A simulation would begin inside of a dispatch mode, which would end it.
-    """
-    global _simulation, _has_begun
-    if _has_begun and dist.is_initialized():
+    """Make sure that there is a process group: the one there is, that of the launcher, or a simulated one."""
+    if has_begun():
         return
     with _lock:  # also to look: another thread may have begun, and not be done
-        if dist.is_initialized():
-            _has_begun = True
+        if has_begun():
             return
-        if _num_launched() > 1:
+        if _num_launched():
             dist.init_process_group()
-            _has_begun = True
-            return
-        if dispatch_modes():
-            raise EngineError(
-                "simulated devices were asked for first inside of a dispatch mode",
-                facts={"mode": type(dispatch_modes()[-1]).__name__},
-                why="the simulation lasts as long as the process, and that mode ends before",
-                fix="open a scope, or place an array with layoutmap.dtensor, before the mode begins",
-            )
-        number = world_size()
-        _warn_of_processes(number)
+        else:
+            _begin(world_size())
+
+
+def has_begun() -> bool:
+    """Whether there is a process group."""
+    return _simulation is not None or dist.is_initialized()
+
+
+def _begin(number: int) -> None:
+    global _simulation, _group
+    _warn_of_processes(number)
+    with default_group(None):
+        on_error = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        split_nothing()
-        _simulation = _Simulation(number)
-        _simulation.__enter__()
-        simulate_on_all_threads(_simulation)
-        run_for_ranks_of_arguments()
-        gather_strided_shards_by_size(_Simulation)
-        pickled: Any = DTensor
-        pickled.__reduce_ex__ = _reduced
-        _has_begun = True
+        sys.excepthook = on_error  # torch's names the rank
+        _group = dist.group.WORLD
+    simulation = _Simulation(number)
+    change(
+        AtEnd(_end),
+        *simulated(simulation, _group, _coordinate, lambda own: functools.partialmethod(_reduced, own)),
+    )
+    _simulation = simulation
+
+
+def _end() -> None:
+    global _simulation, _group
+    dist.destroy_process_group(_group)
+    clear_sharding_caches()
+    _simulation = _group = None
+
+
+def group() -> Any:
+    """The process group of all ranks; `None` before there is one."""
+    return _group if _simulation is not None else dist.group.WORLD
+
+
+def as_default() -> AbstractContextManager[None]:
+    """While open, that group is the default one of this process."""
+    return default_group(group())
 
 
 def simulate(number: int) -> None:  # why: decisions/0013
@@ -158,10 +153,10 @@ def simulate(number: int) -> None:  # why: decisions/0013
         _num_devices = number
 
 
-def _reduced(tensor: Any, protocol: Any) -> Any:
+def _reduced(tensor: Any, own: Any, protocol: Any) -> Any:
     """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
     if not isinstance(local_of(tensor), LocalTensor):
-        return super(DTensor, tensor).__reduce_ex__(protocol)
+        return own(tensor, protocol)
     with on_mesh(tensor.device_mesh):
         value: Any = plain(tensor.detach().full_tensor())
     if isinstance(tensor, torch.nn.Parameter):
@@ -184,27 +179,26 @@ def _warn_of_processes(number: int) -> None:
 
 
 def _num_launched() -> int:
-    """The number of processes that the launcher has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of processes that a launcher has started; 0 without one."""
+    number = int(os.environ.get("WORLD_SIZE", "0"))
+    return number if number > 1 or "MASTER_ADDR" in os.environ else 0
 
 
 def is_simulated() -> bool:
     """Whether the ranks are simulated in this process, or will be; nothing is started."""
-    return _simulation is not None or not (dist.is_initialized() or _num_launched() > 1)
+    return _simulation is not None or not (dist.is_initialized() or _num_launched())
 
 
 def world_size() -> int:
     """The number of ranks; nothing is started."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    if _num_launched() > 1:
-        return _num_launched()
-    return _num_devices
+    if has_begun():
+        return dist.get_world_size(group())
+    return _num_launched() or _num_devices
 
 
 def rank() -> int:
     """The rank of this process; 0 in a simulation. Nothing is started."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank(group()) if has_begun() else int(os.environ.get("RANK", "0"))
 
 
 def ranks_here(ranks: Iterable[int]) -> list[int]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.changes import change, meshes
 from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
 from layoutmap.engines.torch.dtensor_ops.memories import copied, note_redistributed, spread
@@ -38,11 +39,11 @@ from layoutmap.engines.torch.placing import (
     summed_placements,
 )
 from layoutmap.engines.torch.private import (
+    OperatorsGuarded,
     argument_names,
     decomposed,
     dtensor,
     gradient_of,
-    guard_operators,
     local_of,
     only_views,
     overload_name,
@@ -54,22 +55,21 @@ from layoutmap.engines.torch.private import (
     written_arguments,
 )
 
-_meshes: set[DeviceMesh] = set()
 _FROM_THE_START = {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
 """Operators whose axis DTensor takes for another one if it is negative, or fails for: its place among the arguments."""
 
 
 def guard(device_mesh: DeviceMesh) -> None:
-    """Have DTensor compute on a mesh only what is proven, from now on; on other meshes it does as it likes."""
-    if device_mesh not in _meshes:
-        _meshes.add(device_mesh)
-        guard_operators(_answer, _changed, _moved)
+    """Have DTensor compute on a mesh only what is proven; on other meshes it does as it likes."""
+    if device_mesh not in meshes:
+        meshes.add(device_mesh)
+        change(OPERATORS_GUARDED)
 
 
 def _changed(op: Any, changed: list[Any]) -> None:
     """Have what DTensor has changed written to what it is a copy of."""
     _refuse_plain(op, changed, {})  # what DTensor remembers of replicated tensors it does to plain ones, too
-    some = [each for each in _dtensors(changed) if each.device_mesh in _meshes] if copied else []
+    some = [each for each in _dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
         spread(op, some)
         for each in some:
@@ -78,13 +78,13 @@ def _changed(op: Any, changed: list[Any]) -> None:
 
 def _moved(source: Any, local: Any, spec: Any) -> None:
     """Note of what a local tensor is a copy, of which views are taken."""
-    if isinstance(source, DTensor) and source.device_mesh in _meshes:
+    if isinstance(source, DTensor) and source.device_mesh in meshes:
         note_redistributed(source, dtensor(local, spec))
 
 
 def is_guarded(device_mesh: DeviceMesh) -> bool:
     """Whether DTensor computes on a mesh only what is proven."""
-    return device_mesh in _meshes
+    return device_mesh in meshes
 
 
 # why: decisions/0057
@@ -100,7 +100,7 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
         kwargs: And by name.
         mesh: Their mesh.
     """
-    if mesh not in _meshes:
+    if mesh not in meshes:
         return own()
     _refuse_plain(op, args, kwargs)
     return _decided(own, op, args, kwargs, mesh)
@@ -298,3 +298,6 @@ def _write(op: Any, old: Any, new: Any) -> None:
             values = values.where(local_of(placed(is_first, axes)).reshape(()), 0)
     local_of(old).copy_(values)
     _changed(op, [old])
+
+
+OPERATORS_GUARDED = OperatorsGuarded(_answer, _changed, _moved)

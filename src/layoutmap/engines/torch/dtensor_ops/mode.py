@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from layoutmap.engines.torch.changes import keep
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
@@ -115,7 +116,9 @@ def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)
     try:
-        with in_call(), _Computing(by_shards):
+        mode = _Computing(by_shards)
+        keep(mode)
+        with in_call(), mode:
             yield
     finally:
         set_replicates_plain_tensors(before)

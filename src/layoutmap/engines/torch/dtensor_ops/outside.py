@@ -12,7 +12,6 @@ torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded i
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,35 +23,30 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.placing import full_tensor, like, placed, summed_placements
 from layoutmap.engines.torch.private import (
+    PlainTensorsReplicated,
+    assignments,
     local_of,
+    orthogonal_updates,
     plainly,
     set_pieces,
-    set_replicates_plain_tensors,
     spec_of,
-    take_assignments,
-    take_orthogonal_updates,
 )
 
 
 def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
-    """Have the DTensors on a mesh compute right outside of `computing`, too, from now on; plain tensors on this thread.
+    """Have the DTensors on a mesh compute right outside of `computing`, too; plain tensors on this thread.
 
     Args:
         device_mesh: The mesh.
     """
-    guard(device_mesh)
-    _take_over()
-    set_replicates_plain_tensors(True)
-
-
-@functools.cache
-def _take_over() -> None:
-    take_assignments(_assign_data, _assign_part, _copied, _refuse_address)
-    take_orthogonal_updates(_orthogonal)
+    if not is_guarded(device_mesh):
+        guard(device_mesh)
+        change(*_CHANGES)
 
 
 @plainly
@@ -111,3 +105,10 @@ def _orthogonal(own: Callable[..., torch.Tensor], gradient: Any, *options: Any) 
     if not isinstance(gradient, DTensor) or not is_guarded(gradient.device_mesh):
         return own(gradient, *options)
     return like(own(full_tensor(gradient), *options), gradient)
+
+
+_CHANGES = (
+    *assignments(_assign_data, _assign_part, _copied, _refuse_address),
+    orthogonal_updates(_orthogonal),
+    PlainTensorsReplicated(),
+)

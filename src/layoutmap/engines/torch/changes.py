@@ -1,0 +1,98 @@
+"""What is changed in torch while there are tensors on a mesh, and taken back when there are none.
+
+DTensors compute right by what is changed in `DTensor` and beside it, so it is changed as long as anything needs it: a
+tensor that this library has placed, one that was computed of it, or an open call. Python's garbage collector tells when
+that may have ended: after each collection of all generations, as `gc.collect()` makes, it is looked for. Nothing is
+taken back while a function of this library runs.
+
+`docs/torch-changes.md` lists what is changed, and `tests/engines/torch/test_changes.py` compares all of torch with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from layoutmap.engines.patches import Patch
+
+meshes: set[DeviceMesh] = set()
+"""The meshes of this library's tensors."""
+_made: list[Patch] = []
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.RLock()  # the garbage collector may come inside
+
+
+class AtEnd:
+    """What is done when changes are taken back.
+
+    Args:
+        do: Does it.
+    """
+
+    def __init__(self, do: Callable[[], object]):
+        self._do = do
+
+    def install(self) -> None:
+        """Nothing yet."""
+
+    def remove(self) -> None:
+        """Do it."""
+        self._do()
+
+
+def change(*patches: Patch) -> None:
+    """Have patches installed until no tensor on a mesh is left."""
+    with _lock:
+        for patch in patches:
+            if patch not in _made:
+                _made.append(patch)
+            patch.install()
+        if _collected not in gc.callbacks:
+            gc.callbacks.append(_collected)
+
+
+def keep(what: Any) -> None:
+    """Have nothing taken back as long as this is there: a module in layouts, or what is open; no search is needed."""
+    _kept.add(what)
+
+
+def take_back() -> None:  # why: decisions/0150
+    """Put torch back as it was found."""
+    with _lock:
+        for patch in reversed(_made):
+            patch.remove()
+        _made.clear()
+        meshes.clear()
+        gc.callbacks.remove(_collected)
+
+
+def _collected(phase: str, info: Mapping[str, int]) -> None:
+    if phase == "stop" and info["generation"] == 2 and not _kept and not _is_needed():
+        take_back()
+
+
+def _is_needed() -> bool:
+    """Whether a function of this library runs, or there is a tensor that was computed on its meshes."""
+    return any(map(_is_inside, sys._current_frames().values())) or any(
+        issubclass(type(each), DTensor) and each.device_mesh in meshes for each in gc.get_objects()
+    )
+
+
+def _is_inside(frame: Any) -> bool:
+    """Whether one of the frames of a thread is a function that may be about to use torch."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_ROOMS) and name != __name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_ROOMS = ("layoutmap.engines.torch", "layoutmap.adapters", "layoutmap.scope", "layoutmap.dtensor")
