@@ -68,6 +68,8 @@ try:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+    from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+    from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
     from torch.utils._pytree import tree_leaves, tree_map
 
     _DISPATCHER: Any = DTensor._op_dispatcher
@@ -197,14 +199,39 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
     return without_modes
 
 
+@contextmanager
+def _without_modes_above(is_found: Callable[[Any], bool]) -> Generator[None]:
+    """While open, this thread is in no dispatch mode of the program above the one that is found."""
+    above: list[Any] = []
+    for mode in reversed(dispatch_modes()):
+        if (
+            is_found(mode) or getattr(mode, "_mode_key", None) is not None
+        ):  # torch's own lie below the program's
+            break
+        above.append(_pop_dispatch_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            _push_dispatch_mode(mode)
+
+
 class SimulationMode(LocalTensorMode):
-    """A `LocalTensorMode` that leaves random numbers to torch."""
+    """A `LocalTensorMode` that leaves random numbers to torch, and is entered below the modes of the program.
+
+    So these see what they would see of real devices, such as collectives.
+    """
 
     @plainly
     def __enter__(self) -> Self:
-        super().__enter__()
+        with _without_modes_above(lambda mode: isinstance(mode, LocalTensorMode)):
+            super().__enter__()
         self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        with _without_modes_above(lambda mode: mode is self):
+            super().__exit__(*error)
 
     def _patch_random_functions(self) -> None:
         """Leave `torch.manual_seed` as it is."""
