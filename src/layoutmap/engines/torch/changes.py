@@ -1,4 +1,4 @@
-"""What is changed in torch while there are tensors on a mesh, and taken back when there are none.
+"""Changes of torch while there are tensors on a mesh, taken back when there are none.
 
 DTensors compute right by what is changed in `DTensor` and beside it, so it is changed as long as anything needs it: a
 tensor that this library has placed, one that was computed of it, or an open call. Python's garbage collector tells when
@@ -30,7 +30,7 @@ _lock = threading.RLock()  # the garbage collector may come inside
 
 
 class AtEnd:
-    """What is done when changes are taken back.
+    """A thing to do when changes are taken back.
 
     Args:
         do: Does it.

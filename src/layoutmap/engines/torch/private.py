@@ -364,7 +364,7 @@ def _either(local: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..
 
 
 def _for_ranks_of_arguments(for_ranks: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs for each simulated rank, for those that its arguments have, if these are fewer.
+    """The function that runs for each simulated rank, for those that its arguments have, if these are fewer.
 
     That is so in a backward pass of tensors on a mesh of some of the ranks: it runs outside of their simulation.
     """
