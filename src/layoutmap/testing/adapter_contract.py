@@ -26,8 +26,8 @@ import numpy.typing as npt
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters import capable, get_adapter
-from layoutmap.adapters.protocol import Building, Inspecting, Training
+from layoutmap.adapters import Capable, get_adapter
+from layoutmap.adapters.protocol import Building, Inspecting, Keeping, Training
 from layoutmap.engines import get_engine
 
 __all__ = ["AdapterContract", "ScopeContract"]
@@ -111,6 +111,12 @@ class AdapterContract:
         """The values of a model's variables, by path."""
         return {path: self.adapter.read(v) for path, v in self.adapter.variables(model).items()}
 
+    def needed(self, capability: type[Capable]) -> Capable:
+        """The adapter as one that a law needs; a law of what it does not know does not apply to it."""
+        if not isinstance(self.adapter, capability):
+            pytest.skip(f"the adapter of {self.library} is no {capability.__name__} adapter")
+        return self.adapter
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make a test of its own for each model, and for each mesh, that a law is about."""
         for argument, values in (("mesh", self.meshes), ("name", self.models())):
@@ -177,6 +183,7 @@ class AdapterContract:
     def test_a_model_that_existed_is_refused(self):
         """`plan`, `build` and `check_parity` refuse a model that existed before, name `apply`, and change nothing."""
         name, make_model = self.one_model()
+        trained = self.needed(Training)
         self.adapter.set_seed(7)
         model, layout_map = make_model(), self.layout_map(name)
         expected = self.values(model)
@@ -191,12 +198,12 @@ class AdapterContract:
         actual = self.values(model)
         assert list(expected) == list(actual)
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
-        trained = capable(self.adapter, Training, "train_step")
         trained.complete(model, self.batch(name))
         assert np.isfinite([*trained.train_step(model, self.batch(name)).values()]).all()
 
     def test_it_trains_like_one_device(self, name: str):
         """Forward pass, gradients and optimizer steps agree with the plain model."""
+        self.needed(Training)
         make_model = self.models()[name]
         report = lm.check_parity(
             make_model,
@@ -212,6 +219,7 @@ class AdapterContract:
 
     def test_a_checkpoint_is_loaded_on_any_mesh(self, tmp_path: Path):
         """What is saved on one mesh is loaded on another, and into a plain model, bit for bit; it is laid out anew."""
+        self.needed(Keeping)
         name, make_model = self.one_model()
         model = self.built(name)
         self.adapter.complete(model, self.batch(name))
@@ -301,13 +309,13 @@ class AdapterContract:
 
     def test_a_model_that_exists_has_the_plan_that_it_was_built_by(self):
         """Read off its arrays, with the rules of its scope; a plain model has the same variables, and no scope."""
+        inspecting = self.needed(Inspecting)
         name, _ = self.one_model()
         built, plain = self.built(name), self.made(name)
         plan = lm.plan(self.models()[name], self.layout_map(name), library=self.library)
         planned = {a.variable.path: a for a in plan.assignments}
         found = {a.variable.path: a for a in lm.inspect(built).assignments}
 
-        inspecting = capable(self.adapter, Inspecting, "inspect")
         assert planned == {path: a for path, a in found.items() if path in planned}
         assert planned.keys() <= {each.variable.path for each in inspecting.described(plain)}
         assert inspecting.context_of(built) is not None
