@@ -8,6 +8,7 @@ from datetime import date
 
 import pytest
 
+from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.laws import LAWS
 from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.subjects import SUBJECTS
@@ -66,3 +67,13 @@ def unheld(subject, seeds):
     ]
     again = [each for seed in suspects for each in Schedule([subject], seed, count=1, laws=laws).run()]
     return {(each.seed, each.outcome.law): each.outcome.why for each in again if each.outcome.is_suspicious}
+
+
+@pytest.mark.parametrize("engine", [os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")])
+def test_the_laws_of_arrays_hold(engine):
+    """Drawn arrays keep every bit; one of these seeds has a dim of size 1 beside another along one axis."""
+    outcomes = [
+        each for seed in (*range(DAY * 1000, DAY * 1000 + 5), 115) for each, _ in try_arrays(engine, seed)
+    ]
+
+    assert [] == [each for each in outcomes if each.what != "held"]

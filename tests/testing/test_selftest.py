@@ -34,7 +34,7 @@ def run(tmp_path):
     """Runs the command in a folder of its own; returns the exit code, what it said, and the JSON that it wrote."""
 
     def run(*options, source=SOURCE, kept=KEPT, **others):
-        environment = os.environ | {"PYTHONPATH": str(source), "TMPDIR": str(tmp_path)}
+        environment = os.environ | {"PYTHONPATH": str(source), "TMPDIR": str(tmp_path), "XLA_FLAGS": ""}
         done = subprocess.run(
             command(*options, *kept), cwd=tmp_path, env=environment, capture_output=True, text=True, **others
         )
@@ -90,6 +90,13 @@ def test_what_cannot_be_tried(run, options, words):
     assert 2 == code
     assert words in said
     assert {} == found
+
+
+def test_devices_of_the_machine(run):
+    """Without `--simulate` it is tried on what there is: here one CPU, which torch would simulate eight of."""
+    code, said, found = run("--simulate", "0", "--only", f"arrays-{HERE}", "--count", "2")
+
+    assert (0, "1 CPU") == (code, found["ran on"][f"{HERE} devices"]), said
 
 
 def test_a_mesh_is_that_of_all_cases(run):
@@ -271,7 +278,8 @@ def test_names_are_left_out(tmp_path):
     for text in (report.to_json(), report.to_html()):
         assert "net.py" in text
         assert not any(name in text for name in (str(tmp_path), f"of {getpass.getuser()} on"))
-    for text in (report.to_json(with_names=True), report.to_html(with_names=True)):
+    report.with_names = True
+    for text in (report.to_json(), report.to_html()):
         assert str(tmp_path) in text
 
 

@@ -46,7 +46,7 @@ def run_selftest_command(options: Any) -> int:
     if report is None:  # another process of the program reports
         return output.WELL
     texts = {"--report": report.to_html, "--json": report.to_json}
-    out = output.write_all({path: texts[option](options.with_names) for option, path in files.items()})
+    out = output.write_all({path: texts[option]() for option, path in files.items()})
     width = output.columns_of(out, options.wide)
     output.say(report.to_text(width), out, width)
     if report.failures:

@@ -73,10 +73,15 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # frameworks print, too, past Python's files
     if int(number):
         simulate_devices(int(number), engine)
-    if engine == "jax" and (started_by := launcher()) and started_by.num_processes > 1:
+    started_by = launcher()
+    if engine == "jax" and started_by is not None and started_by.num_processes > 1:
         import jax
 
         jax.distributed.initialize()
+    elif engine == "torch" and not int(number) and os.environ.get("WORLD_SIZE") == "1":  # else it simulates
+        import torch.distributed
+
+        torch.distributed.init_process_group()
     names = devices(engine)
     there = Devices(len(names), simulated=int(number) > 0, mesh=mesh)
     if mesh and Mesh(None, mesh).size != len(names):

@@ -46,7 +46,7 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
         raise LayoutMapError("processes try one engine together", fix=f"add --engine {', '.join(ENGINES)}")
     if is_alone and not (options.simulate or options.busy):
         _check_free()
-    report = Report(_facts(options, seed))
+    report = Report(_facts(options, seed), with_names=options.with_names)
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
         Waiting(f"trying laws for {options.minutes:g} minutes") as waiting,
