@@ -258,14 +258,6 @@ def test_compiled_steps_are_refused():
         model.train_on_batch(X, np.zeros((8, 64), "float32"))
 
 
-def test_several_steps_in_one_execution_are_refused():
-    """Keras itself refuses `steps_per_execution` on torch, and does so for a model in layouts."""
-    _, model = both(mlp)
-    model.compile("sgd", "mse", steps_per_execution=2)
-    with pytest.raises(ValueError, match="`steps_per_execution` must be 1 with the PyTorch backend"):
-        model.fit(X, np.zeros((8, 64), "float32"), verbose=0, batch_size=4)
-
-
 def test_an_export_is_refused(tmp_path):
     """A model in layouts says how to export it; what is loaded from its file is plain."""
     _, model = both(mlp)

@@ -99,13 +99,6 @@ def passes(*models, rows=8, seed=0):
 
 
 @scenario
-def a_batch_that_does_not_divide():
-    plain, model = pair()
-    passes(plain, model, rows=7)
-    return apart(plain, model, gradient)
-
-
-@scenario
 def steps():
     plain, model = pair(functools.partial(Transformer, size=16, heads=4, depth=1))
     both = optimizers_of(plain, model)

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError
 from layoutmap.core.layout import Layout
@@ -82,45 +81,6 @@ def test_the_bytes_of_a_layout_are_those_of_its_message(layout: Layout):
     assert layout.as_proto().SerializeToString(deterministic=True) == layout.serialized_string()
     assert layout.serialized_string() == layout.serialized_string()
     assert layout.mesh.as_proto() == layout.mesh_proto()
-
-
-@given(st.binary(max_size=40) | strategies.layouts().map(lambda layout: layout.serialized_string()[:-3]))
-def test_any_bytes_are_a_layout_or_an_error_of_ours(data: bytes):
-    """Damaged bytes give a valid layout or an error of this library, never another error or a crash."""
-    try:
-        layout = Layout.from_str(data)
-    except LayoutMapError:
-        return
-
-    assert layout == Layout.from_str(layout.serialized_string())
-
-
-fragments = st.sampled_from(
-    [
-        *"|,=:x 01-",
-        "sharding_specs:",
-        " mesh:",
-        "unsharded",
-        "match",
-        "x=2",
-        "CPU:0",
-        "CPU:1",
-        MESH_TEXT,
-        "parted:",
-    ]
-)
-
-
-@given(st.lists(fragments, max_size=12).map("".join) | st.text(max_size=20))
-def test_any_text_is_a_layout_and_a_mesh_or_an_error_of_ours(text: str):
-    """A text that TensorFlow might mis-read or crash on gives a valid value here, or an error of this library."""
-    for kind in (Layout, Mesh):
-        try:
-            value = kind.from_string(text)
-        except LayoutMapError:
-            continue
-
-        assert value == kind.from_string(value.to_string())
 
 
 MESH_FORM = "write NAME|x=4,y=2|ids|local ids|devices, as Mesh.to_string() does"

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 
 from layoutmap.core.initializers import Initializer, Program
-from layoutmap.core.layout import Layout
-from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.testing.engine_contract import EngineContract
@@ -46,7 +44,3 @@ class TestTorchEngine(EngineContract):
 
     def num_live_arrays(self):
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
-
-def layout_on(dims, *specs):
-    return Layout(specs, Mesh(None, dims))

@@ -87,15 +87,6 @@ def test_each_kind_of_problem_is_reported_in_full(kind):
     assert (kind, severity, text(message)) == (problem.kind, problem.severity, str(problem))
 
 
-def test_rules_that_disagree_on_one_variable():
-    """A tied weight whose paths are given different layouts gets that of the first rule, and a warning."""
-    variables = [weight("embed.table", aliases=("out.table",))]
-    plan = plan_of(variables, {r"out\.": ("model", None), r"embed\.": (None, "model")})
-
-    assert ("model", "unsharded") == plan["out.table"].layout.sharding_specs
-    assert ["tied", "shadowed rule"] == [p.kind for p in plan.problems]
-
-
 def test_a_rule_for_slots_is_refused_by_name():
     """It matches nothing, and what is said is why, and what shards slots."""
     slot = VariableSpec("optimizer.d1.kernel.momentum", (16, 64), "float32", Kind.SLOT, parent="d1.kernel")
@@ -260,15 +251,6 @@ def test_errors_come_first():
     assert ["b.kernel", "c.kernel", "typo", "a.kernel"] == [p.subject for p in plan.problems]
 
 
-def test_a_plan_is_looked_up_by_path_or_alias_and_says_what_is_near():
-    """A path that the plan does not have raises `KeyError` with near misses."""
-    plan = plan_of([weight("d1.kernel", aliases=("d2.kernel",))], {".*": (None, "model")})
-
-    assert plan["d1.kernel"] is plan["d2.kernel"]
-    with pytest.raises(KeyError, match=r"the plan has no variable 'd1.kernal'; near misses: d1\.kernel"):
-        plan["d1.kernal"]
-
-
 def test_a_pattern_with_the_sign_of_a_comment():
     """Patterns are grouped by what they have beside numbers, whatever that is."""
     plan = plan_of([], {"0.#": (None,), "0.0": (None,)})
@@ -379,23 +361,6 @@ def test_planning_again_gives_the_same(drawn):
 
 
 # -- activations
-
-
-def test_activation_rules_without_a_layer_are_found():
-    """Where the library tells its layers, a rule for none of them, or one that others shadow, is a warning."""
-    activations = {r"blocks\.\d+$": ("batch", None), "blocks.*": (None, None), "blokcs.1": (None,)}
-    layout_map = lm.LayoutMap(MESH, {"d1": (None, "model")}, activations)
-    layers = ["blocks", "blocks.0", "blocks.1"]
-    plan = make_plan([weight("d1")], layout_map, layers=layers)
-
-    assert [("blocks", 2), ("blocks.0", 1), ("blocks.1", 1)] == [
-        (match.path, match.rule.number) for match in plan.activations
-    ]
-    assert "activation rule 3  blokcs.1: matches no layer" == only_problem(plan).what
-
-    layout_map.activations.pop("blokcs.1")
-    shadowed = make_plan([weight("d1")], layout_map, layers=layers[1:])
-    assert only_problem(shadowed).what.startswith("activation rule 2  blocks.*: never used")
 
 
 def test_what_is_not_known_of_layers_is_no_problem():

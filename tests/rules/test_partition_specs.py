@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -16,7 +17,6 @@ from layoutmap.rules.partition_specs import rules_by_path
 from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "fsdp=2,tensor=4")
-DIMS = ("fsdp", "tensor")
 PARTS = st.sampled_from(["h", "wq", "kernel", "kernel_scale", "0", "1", "12", "a+b", "(c"])
 PATHS = st.lists(PARTS, min_size=1, max_size=4).map(".".join)
 SPECS = st.sampled_from(
@@ -128,18 +128,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_specs_are_refused_with_their_path_and_a_fix(name):
-    """What, where, why and the fix."""
-    specs, what, fix = REFUSED[name]
-    with pytest.raises(RuleError) as refused:
-        lm.LayoutMap.from_partition_specs(specs, MESH, SHAPES)
-
-    assert what in refused.value.what
-    assert refused.value.why
-    assert fix in refused.value.fix
-
-
 BAD_RULES = {
     "a dict": ({"wq": ()}, "are no rules", "write a list of pairs"),
     "no pair": (["wq"], "rule 1 is 'wq'", "write it as in"),
@@ -151,18 +139,6 @@ BAD_RULES = {
         "leave entries out",
     ),
 }
-
-
-@pytest.mark.parametrize("name", BAD_RULES)
-def test_bad_rules_are_refused_with_their_number_and_a_fix(name):
-    """What, where, why and the fix."""
-    rules, what, fix = BAD_RULES[name]
-    with pytest.raises(RuleError) as refused:
-        lm.LayoutMap.from_partition_rules(rules, MESH, SHAPES)
-
-    assert what in refused.value.what
-    assert refused.value.why
-    assert fix in refused.value.fix
 
 
 def test_what_has_no_shape_or_no_mesh_is_refused():
@@ -215,14 +191,23 @@ BAD_LOGICAL = {
     "path": ([], {"up.bia": ("mlp",)}, "nnx", "up.bia is none of the arrays", "did you mean up.bias?"),
     "both": ([("mlp", "fsdp"), ("embed", "fsdp")], LOGICAL, "nnx", "spec 'fsdp' of axis 1", "leave axis 1"),
 }
+WRONG = {
+    f"{kind}: {name}": (functools.partial(act, *arguments), what, fix)
+    for kind, act, cases in (
+        ("specs", lambda specs: lm.LayoutMap.from_partition_specs(specs, MESH, SHAPES), REFUSED),
+        ("rules", lambda rules: lm.LayoutMap.from_partition_rules(rules, MESH, SHAPES), BAD_RULES),
+        ("logical", logical, BAD_LOGICAL),
+    )
+    for name, (*arguments, what, fix) in cases.items()
+}
 
 
-@pytest.mark.parametrize("name", BAD_LOGICAL)
-def test_bad_logical_rules_are_refused(name):
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_with_its_place_and_a_fix(name):
     """What, where, why and the fix."""
-    rules, axes, semantics, what, fix = BAD_LOGICAL[name]
+    act, what, fix = WRONG[name]
     with pytest.raises(RuleError) as refused:
-        logical(rules, axes, semantics)
+        act()
 
     assert what in refused.value.what
     assert refused.value.why

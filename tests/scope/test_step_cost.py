@@ -636,12 +636,6 @@ def test_inputs_without_a_shape_are_refused():
         lowered(Block, inputs=(ROWS, WIDTH))
 
 
-def test_an_unknown_target_names_those_there_are(block):
-    """XLA compiles for the targets that are listed, and for no other."""
-    with pytest.raises(lm.EngineError, match="target 'h900' is not known"):
-        block.compile(lm.LayoutMap(MESH), target="h900")
-
-
 def test_inputs_of_another_rank_are_refused():
     """A Keras model that cannot be called with the given inputs is a `ScopeError` with their shapes."""
     with pytest.raises(lm.ScopeError, match="cannot be called with inputs of these shapes") as raised:
