@@ -15,17 +15,19 @@ Private names of Keras that are replaced while such a call runs, and put back af
 
     keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
     keras.src.backend.tensorflow.numpy          divide
-    keras.src.backend.tensorflow.nn             conv
+    keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
     tensorflow                                  concat, split, reverse, roll
-    tensorflow.nn                               avg_pool, pool, depthwise_conv2d, separable_conv2d
+    tensorflow.nn                               pool
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -41,13 +43,13 @@ Replicate = Callable[[Any], Any]
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 _OF_ARRAYS = ("reverse", "roll")
-_OF_WINDOWS = ("avg_pool", "pool", "depthwise_conv2d", "separable_conv2d")
+_OF_WINDOWS = ("conv", "depthwise_conv", "separable_conv", "average_pool")
 REPLACED = [
     (keras_random, (*_RANDOM, "dropout")),
     (keras_numpy, ("divide",)),
-    (keras_nn, ("conv",)),
+    (keras_nn, _OF_WINDOWS),
     (tf, ("concat", "split", *_OF_ARRAYS)),
-    (tf.nn, _OF_WINDOWS),
+    (tf.nn, ("pool",)),
 ]
 """The modules and names above."""
 
@@ -111,18 +113,22 @@ def _split(
     value: Any,
     num_or_size_splits: Any,
     axis: Any = 0,
-    num: Any = None,
-    name: str = "split",
+    **kwargs: Any,
 ) -> Any:
-    # Its gradient joins what it has split.
-    axis = axis % len(value.shape) if isinstance(axis, int) else axis
-    return plain(value, num_or_size_splits, axis, num, name)
+    axis = axis % len(value.shape) if isinstance(axis, int) else axis  # its gradient joins what it has split
+    return plain(value, num_or_size_splits, axis, **kwargs)
 
 
 def _composed(name: str) -> Callable[..., Any]:
-    """Return what stands for a function of TensorFlow."""
+    """Return what stands for a function of Keras or TensorFlow."""
     by = getattr(tensorflow_windows, name)
-    return lambda plain, replicate, *args, **kwargs: by(plain, *args, **kwargs)
+
+    def composed(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind(*args, **kwargs)
+        given.apply_defaults()
+        return by(plain, SimpleNamespace(**given.arguments))
+
+    return composed
 
 
 _PATCHES = Patches(
@@ -130,10 +136,10 @@ _PATCHES = Patches(
         *(_replaced(keras_random, name, _random) for name in _RANDOM),
         _replaced(keras_random, "dropout", _dropout),
         _replaced(keras_numpy, "divide", _divide),
-        _replaced(keras_nn, "conv", _composed("conv")),
         _replaced(tf, "concat", _concat),
         _replaced(tf, "split", _split),
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
-        *(_replaced(tf.nn, name, _composed(name)) for name in _OF_WINDOWS),
+        *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
+        _replaced(tf.nn, "pool", _composed("pool")),
     ]
 )

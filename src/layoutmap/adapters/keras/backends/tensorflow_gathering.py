@@ -70,9 +70,9 @@ class Regathered:
     def __call__(self, *args: Any) -> Any:
         """Call it, compiled as it must be."""
         before, operation = self._session.gathering, ""
-        if not self._is_looked_at and before < Gathering.WEIGHTS:
-            operation = _wrong_in_shards(self.traced(*args).graph)
-            self._session.gathering = Gathering.WEIGHTS if operation else before
+        if not self._is_looked_at:
+            needed, operation = _needed(self.traced(*args).graph)
+            self._session.gathering = max(needed, before)
         self._is_looked_at = True
         while True:
             try:
@@ -101,17 +101,20 @@ def _warn(what: str, operation: str, session: KerasSession) -> None:
     warnings.warn(warning, stacklevel=level_of_user(_INNER))
 
 
-def _wrong_in_shards(graph: Any) -> str:
-    """Return an operation of which DTensor's results would be wrong along a sharded axis, or an empty text."""
-    numbers = {
+def _needed(graph: Any) -> tuple[Gathering, str]:
+    """What must be gathered for right numbers, and for which operation: some of DTensor's rules are wrong."""
+    negative = {
         "StridedSlice": 3,
         "ConcatV2": -1,
-    }  # which input is negative then: steps backwards, an axis from the end
+    }  # steps backwards, an axis from the end: which input has them
+    found = Gathering.AS_PLANNED, ""
     for op in graph.get_operations():
-        value = tf.get_static_value(op.inputs[numbers[op.type]]) if op.type in numbers else None
+        value = tf.get_static_value(op.inputs[negative[op.type]]) if op.type in negative else None
+        if op.type == "ScatterNd":  # each device takes indices of all rows for those of its own
+            return Gathering.ALL, op.type
         if value is not None and (value < 0).any():
-            return op.type
-    return ""
+            found = Gathering.WEIGHTS, op.type
+    return found
 
 
 def between_layers(values: Any, session: KerasSession) -> Any:

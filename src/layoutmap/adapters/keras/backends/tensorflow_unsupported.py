@@ -99,7 +99,7 @@ _ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor"
 
 def refused(error: tf.errors.OpError) -> bool:
     """Whether DTensor's compiler has refused a function, none of which has run then."""
-    return "tensorflow/dtensor/mlir" in str(error)
+    return "dtensor_graph_to_mlir_pass" in str(error)
 
 
 def operation_of(error: tf.errors.OpError) -> str:
