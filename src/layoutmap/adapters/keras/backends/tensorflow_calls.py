@@ -16,7 +16,7 @@ from layoutmap.adapters.keras.backends.tensorflow_functions import computing_for
 from layoutmap.adapters.keras.backends.tensorflow_gathering import (
     Gathering,
     between_layers,
-    is_innermost,
+    is_pinned,
     pinned,
 )
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, reading_layout
@@ -62,7 +62,7 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         with temporarily(session.on_thread, "reading", reading_layout(layer)):
-            if not session.on_thread.call_depth or not is_innermost(layer):
+            if not session.on_thread.call_depth or not is_pinned(layer, session):
                 return plain(*args, **kwargs)
             args, kwargs = between_layers((args, kwargs), session)
             return between_layers(plain(*args, **kwargs), session)

@@ -102,7 +102,7 @@ def _warn(what: str, operation: str, session: KerasSession) -> None:
 
 
 def _needed(graph: Any) -> tuple[Gathering, str]:
-    """What must be gathered for right numbers, and for which operation: some of DTensor's rules are wrong."""
+    """The least that must be gathered for right numbers, and for which operation: some of DTensor's rules are wrong."""
     negative = {
         "StridedSlice": 3,
         "ConcatV2": -1,
@@ -157,6 +157,7 @@ def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
     return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape))
 
 
-def is_innermost(layer: Any) -> bool:
-    """Whether a layer computes by itself: it has weights of its own, or no other layers."""
-    return bool(layer._trainable_variables or layer._non_trainable_variables or not layer._layers)
+def is_pinned(layer: Any, session: KerasSession) -> bool:
+    """Whether layouts are kept from being carried into a layer and out of it: it computes by itself."""
+    is_innermost = layer._trainable_variables or layer._non_trainable_variables or not layer._layers
+    return bool(is_innermost) or session.on_thread.gathering == Gathering.ALL
