@@ -123,6 +123,50 @@ def test_a_module_of_nnx():
     assert {f"blocks.{n}.{name}.kernel" for n in range(4) for name in ("up", "down")} <= set(sharded)
 
 
+class Towers(nnx.Module):
+    def __init__(self, rngs):
+        self.users, self.items = nnx.Embed(4096, 32, rngs=rngs), nnx.Embed(2048, 32, rngs=rngs)
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(self.users(x[:, 0])))) * self.items(x[:, 1])
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(256, 256, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+EXPERTS = {
+    Perceptron: (
+        {r"layers\.(0|2)\.kernel": (None, "model"), r"layers\.(1|3)\.kernel": ("model", None)},
+        "float32",
+        256,
+    ),
+    Towers: ({"(users|items).embedding": ("model", None)}, "int32", 2),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_what_is_found_is_never_worse_than_what_an_expert_writes_down(kind):
+    """By what XLA compiles, as well as by what is counted: its maps are among those that are tried."""
+    rules, dtype, width = EXPERTS[kind]
+    inputs = jax.ShapeDtypeStruct((64, width), dtype)
+    options = {"optimizer": optax.adam(1e-3), "library": "jax"}
+    found = lm.search(lambda: kind(nnx.Rngs(0)), inputs, "h100:8", mesh="data=2,model=4", tries=12, **options)
+    hand = lm.LayoutMap("data=2,model=4", rules)
+    step = lm.lower_step(lambda: kind(nnx.Rngs(0)), hand, inputs=inputs, batch_dim="data", **options)
+    ours, theirs = (sum(step.compile(each).sent_by_kind.values()) for each in (found.layout_map, hand))
+    assert ours <= theirs
+    assert found.cost.step.sent_bytes <= step.count(hand).sent_bytes
+
+
 @pytest.mark.long
 def test_where_nothing_fits_activations_are_recomputed():
     """A map that needs recomputed activations says whose, why and how, in its file too, which is read as any other."""

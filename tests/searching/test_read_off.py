@@ -1,7 +1,7 @@
 """The rules that are read off a plan give its layouts, and are few."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layoutmap.core.errors import RuleError
@@ -37,6 +37,7 @@ def layouts(table):
 
 
 @given(st.dictionaries(st.lists(PARTS, min_size=1, max_size=5).map(".".join), SPECS, min_size=1, max_size=30))
+@example({"h": (None, "model"), "h.h": (None, "model")})  # the rule of the first is for both
 def test_a_plan_with_them_has_the_layouts_that_were_found(found):
     """Whatever paths share, each variable gets its own layout; what is replicated needs no rule."""
     plan = plan_of(found)

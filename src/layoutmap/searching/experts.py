@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layoutmap.core.errors import LayoutMapError
@@ -54,10 +54,12 @@ def _preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
     return made
 
 
-def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:
+def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:  # why: decisions/0157
     """The maps that an expert would try on a mesh.
 
-    Without a `model` dim: data parallel and fully sharded; with one: Megatron's split, and both together.
+    Without a `model` dim: data parallel, and fully sharded along the largest axis, what comes in or what goes out; with
+    one: Megatron's split, by what layers do and by their order, and both together. With both the rows of tables, and
+    experts, over each dim.
 
     Args:
         model: The model.
@@ -68,19 +70,62 @@ def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:
     free = dict.fromkeys(model.free_blocks)
     biases = kernels_of_biases(model.groups)
     large = [group for group in model.groups if group.rank > 1 and group not in biases]
+    found: list[tuple[str, Layouts, Mapping[Blocks, Specs | None]]] = []
     if grid.model is None:
-        yield _expert("data parallel", model, grid, {}, free)
+        found.append(("data parallel", {}, free))
         if grid.data:
             every = {group: specs_of(group, Option(data=True), grid) for group in large}
-            yield _expert("fully sharded", model, grid, every, batch)
-        return
-    for data in (False, True) if grid.data else (False,):
+            found.append(("fully sharded", every, batch))
+            for role in ("in", "out"):
+                layouts = {g: _over(g, g.axes(role), grid.data, grid) or every[g] for g in large}
+                found.append((f"fully sharded, {role}put axes", layouts, batch))
+    for data in () if grid.model is None else (False, True) if grid.data else (False,):
         name = "Megatron's split" + ", fully sharded" * data
         if preset:
             yield from _of_preset(f"{name} (preset {preset})", model, grid, preset, data)
             continue
         layouts = {g: specs_of(g, Option(megatron_option(g).model, data), grid) for g in large}
-        yield _expert(name, model, grid, layouts, batch if data else free)
+        found.append((name, layouts, batch if data else free))
+        alternating = {g: specs_of(g, Option(axis, data), grid) for g, axis in _alternating(model, large)}
+        found.append((f"{name}, alternating", {**layouts, **alternating}, batch if data else free))
+    for dim in (grid.data, grid.model):
+        tables = {g: _over(g, g.axes("rows"), dim, grid) for g in large}
+        found.append((f"rows of tables over {dim}", _taken(tables), free))
+        banks = {g: _over(g, (0,), dim, grid) for g in large if g.rank > 2 and 0 not in g.axes("in")}
+        found.append((f"experts over {dim}", _taken(banks), free))
+    known: set[object] = set()
+    for name, layouts, blocks in found:
+        key = frozenset(_taken(layouts).items()), frozenset(blocks.items())
+        if key not in known and (layouts or name == "data parallel"):
+            yield _expert(name, model, grid, layouts, blocks)
+        known.add(key)
+
+
+def _over(group: Group, axes: Sequence[int], dim: str | None, grid: Grid) -> Specs | None:
+    """The specs with one of some axes sharded over a dim, the first that divides; `None`: none does."""
+    if dim is None:
+        return None
+    for axis in axes:
+        if group.divides(axis, grid.mesh.dim_size(dim), heads=True):
+            return tuple(dim if n == axis else None for n in range(group.rank))
+    return None
+
+
+def _taken(layouts: Mapping[Group, Specs | None]) -> dict[Group, Specs]:
+    """Layouts that shard something."""
+    return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
+
+
+def _alternating(model: Model, large: Sequence[Group]) -> Iterator[tuple[Group, int]]:
+    """The axes of plain layers if every other one shards what comes out, and the others what comes in."""
+    places = {variable.path: number for number, variable in enumerate(model.variables)}
+    plain = [g for g in large if g.rank == 2 and g.axes("in") and g.axes("out") and g.head_size is None]
+    if model.blocks and all(group.parity is None for group in plain):
+        return  # what follows what is in the blocks, and the roles of their layers say it
+    every = sorted((places[path], path) for group in plain for path in group.paths)
+    number_of = {path: number for number, (_, path) in enumerate(every)}
+    for group in plain:
+        yield group, group.axes("in" if number_of[group.paths[0]] % 2 else "out")[0]
 
 
 def _expert(

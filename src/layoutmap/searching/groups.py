@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,8 @@ class Group:
         roles: What their layer does with their axes, as `Use.roles`; empty if that is not known.
         num_bytes: Global size of all of them.
         head_size: The size of one head of attention, where heads are side by side in one axis.
+        parity: Of layers that are themselves the items of a list, whether their numbers are odd: Megatron's split of
+            such a list alternates.
     """
 
     paths: tuple[str, ...]
@@ -32,6 +35,7 @@ class Group:
     roles: tuple[str, ...]
     num_bytes: int
     head_size: int | None = None
+    parity: int | None = None
 
     @property
     def rank(self) -> int:
@@ -61,7 +65,8 @@ class Group:
         inside, outside = (math.prod(self.shape[a] for a in self.axes(role)) for role in ("in", "out"))
         if self.rank > 2:  # heads have an axis of their own, which tells on which side they are
             return (self.roles,)
-        return (self.roles, self.head_size is None, (inside > outside) - (inside < outside) or self.layer[-1])
+        how = (inside > outside) - (inside < outside) or (self.layer[-1], self.parity)
+        return (self.roles, self.head_size is None, how)
 
 
 def groups_of(variables: Iterable[VariableSpec]) -> tuple[Group, ...]:
@@ -75,8 +80,17 @@ def groups_of(variables: Iterable[VariableSpec]) -> tuple[Group, ...]:
     found: dict[tuple[object, ...], list[VariableSpec]] = {}
     for variable in variables:
         if variable.kind in (Kind.WEIGHT, Kind.STATE) and not variable.follows and variable.rule_shape:
-            found.setdefault((path_shape(variable.path), variable.rule_shape), []).append(variable)
+            key = path_shape(variable.path), variable.rule_shape, _parity(variable)
+            found.setdefault(key, []).append(variable)
     return tuple(_group(each) for each in found.values())
+
+
+_ITEM = re.compile(r"(\d+)\.[^.]+$")
+
+
+def _parity(variable: VariableSpec) -> int | None:
+    item = _ITEM.search(variable.path)
+    return int(item[1]) % 2 if item and variable.use else None
 
 
 def _group(variables: Sequence[VariableSpec]) -> Group:
@@ -88,6 +102,7 @@ def _group(variables: Sequence[VariableSpec]) -> Group:
         roles,
         sum(v.global_bytes for v in variables),
         head_size,
+        _parity(variables[0]),
     )
 
 
@@ -106,9 +121,11 @@ def searched(groups: Sequence[Group]) -> tuple[tuple[Group, ...], ...]:
 
 def kernels_of_biases(groups: Sequence[Group]) -> Mapping[Group, Group]:
     """For each group of small variables with roles, the kernels of the same layers."""
-    kernels = {group.layer: group for group in groups if group.axes("in") and group.axes("out")}
+    kernels = {
+        (group.layer, group.parity): group for group in groups if group.axes("in") and group.axes("out")
+    }
     return {
-        group: kernels[group.layer]
+        group: kernels[group.layer, group.parity]
         for group in groups
-        if group.roles and not group.axes("in") and group.layer in kernels
+        if group.roles and not group.axes("in") and (group.layer, group.parity) in kernels
     }

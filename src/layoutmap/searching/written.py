@@ -47,7 +47,10 @@ def rules_for(
         wanted = {path for paths in groups for path in paths}
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
         for pattern in _merged(_parts(paths, unwanted) for paths in groups):
-            rules[pattern] = specs
+            matched = {path for path in wanted if re.match(pattern, path)}
+            if matched:  # a rule before it may be for all of them
+                rules[pattern] = specs
+                wanted -= matched
     return rules
 
 
