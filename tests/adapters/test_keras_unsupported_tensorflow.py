@@ -187,12 +187,12 @@ def test_what_dtensor_has_no_gradient_of_trains(layer, shape):
     [
         lambda x: x[:, ::-1],
         lambda x: tf.raw_ops.ConcatV2(values=[x, 2 * x], axis=-1),
-        lambda x: tf.gather_nd(x, np.arange(x.shape[0])[::-1, None]),
+        lambda x: tf.scatter_nd(np.arange(8, dtype="int32")[::-1, None], x, (8, 16)),
     ],
     ids=["slice", "join", "rows"],
 )
 def test_what_would_be_wrong_in_shards_is_gathered(function):
-    """TensorFlow's slices from the end, joins by a negative axis and gathered rows have the numbers of one device."""
+    """TensorFlow's slices from the end, joins by a negative axis and scattered rows have the numbers of one device."""
 
     def make_model():
         layers = [L.Dense(16, name="d"), Calling(function), L.Dense(8, name="e"), L.Dense(4)]
