@@ -1,5 +1,6 @@
 """A guard of a program that trains: every n-th step the model is compared with a plan, and its replicas."""
 
+# why: decisions/0163
 from __future__ import annotations
 
 from dataclasses import replace
@@ -69,7 +70,11 @@ class Guard:
 
     def hook(self, optimizer: Any) -> Any:
         """Have an optimizer of torch call this after each of its steps; returns the handle with which to remove it."""
-        return optimizer.register_step_post_hook(lambda *_: self())
+
+        def stepped(*_: Any) -> None:
+            self()
+
+        return optimizer.register_step_post_hook(stepped)
 
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls this after each batch."""
