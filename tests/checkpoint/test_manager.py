@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
+from layoutmap.scope import saving
 
 PROCESSES = ("jax",)
 
@@ -457,6 +459,45 @@ def test_a_damaged_step_is_skipped_only_if_asked(
 
     assert 1 == float(model["w"][0, 0])
     assert [1.0, 5.0] == [saved(tmp_path, step) for step in (1, 2)]
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are in the order of their saves, though the later one was saved years earlier, as its clock says."""
+    years = iter((2030, 2029, 2000, 1999))
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(next(years), 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr(saving, "datetime", Clock)
+    with lm.CheckpointManager(tmp_path, keep_last=2, wait=True) as manager:
+        for step in (10, 20):
+            manager.save(model_of(step), step)
+        model = manager.load(model_of(0), step=10, later="keep")
+        for step in (12, 14):
+            manager.save(model_of(step), step)
+        created = [each.created[:4] for each in manager.history()]
+    last = lm.CheckpointManager(tmp_path).load(model)
+
+    assert ["2000", "1999"] == created
+    assert [12, 14, 20] == lm.CheckpointManager(tmp_path).steps
+    assert 14 == float(last["w"][0, 0])
+
+
+def test_a_model_on_several_meshes_is_refused(tmp_path: Path) -> None:
+    """Before anything is written, with both meshes, and with the fix to save two models."""
+    meshes = lm.create_mesh("x=8"), lm.create_mesh("y=2,z=4")
+    layouts = lm.Layout(["x"], meshes[0]), lm.Layout(["y"], meshes[1])
+    model = {
+        name: lm.dtensor.relayout(np.zeros(8), layout) for name, layout in zip("ab", layouts, strict=True)
+    }
+    with pytest.raises(
+        CheckpointError, match=r"(?s)a and b are on different meshes.*save them as two models"
+    ):
+        lm.CheckpointManager(tmp_path / "steps").save(model, 1)
+
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_if_all_steps_are_damaged_it_is_an_error(tmp_path: Path) -> None:
