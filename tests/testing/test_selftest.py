@@ -17,6 +17,8 @@ from layoutmap.testing.subjects import SUBJECTS
 
 PROCESSES = ("jax", "tensorflow", "torch")
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
+# Each test starts frameworks anew: in `make test` one engine is enough.
+pytestmark = [pytest.mark.long] if HERE != "jax" else []
 SOURCE = frameworks.ROOT / "src"
 A_LIBRARY = {"jax": "pytree", "tensorflow": "keras-tensorflow", "torch": "torch"}[HERE]
 
@@ -78,7 +80,7 @@ def test_all_is_well(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--mesh", "batch=3,model=3"), "the mesh batch=3,model=3 has 9"),
+        (("--mesh", "batch=3,model=3", "--only", f"arrays-{HERE}"), "the mesh batch=3,model=3 has 9"),
         (("--only", "nothing"), "of what is installed, these can be tried: arrays-"),
         (("--minutes", "0"), "nothing could be tried within 0 minutes"),
     ],
@@ -92,6 +94,7 @@ def test_what_cannot_be_tried(run, options, words):
     assert {} == found
 
 
+@pytest.mark.long
 def test_devices_of_the_machine(run):
     """Without `--simulate` it is tried on what there is: here one CPU, which torch would simulate eight of."""
     code, said, found = run("--simulate", "0", "--only", f"arrays-{HERE}", "--count", "2")
@@ -99,8 +102,9 @@ def test_devices_of_the_machine(run):
     assert (0, "1 CPU") == (code, found["ran on"][f"{HERE} devices"]), said
 
 
+@pytest.mark.long
 def test_a_mesh_is_that_of_all_cases(run):
-    """With `--mesh` arrays are on that mesh, and a failure of a swapped spec on it is found."""
+    """With `--mesh` all cases are on that mesh, and the report says so."""
     code, said, found = run("--only", f"arrays-{HERE}", "--mesh", "data=4,model=2", "--count", "4")
 
     assert (0, "data=4,model=2") == (code, found["ran on"]["mesh"]), said
@@ -149,6 +153,7 @@ def test_a_fault_of_layouts_is_found(run, tmp_path, fault):
         assert is_right == (done.returncode == 0), done.stderr
 
 
+@pytest.mark.long
 def test_a_full_disk_is_named(run):
     """Where a checkpoint cannot be written, the law that saves one fails, and says so."""
 
@@ -162,6 +167,7 @@ def test_a_full_disk_is_named(run):
     assert "File too large" in said
 
 
+@pytest.mark.long
 def test_an_interrupt_keeps_what_is_known(tmp_path):
     """After Ctrl-C what was tried is printed and written, and neither processes nor files are left."""
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}

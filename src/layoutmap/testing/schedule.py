@@ -144,8 +144,8 @@ class Schedule:
         if process.is_quick and any(each.outcome.is_suspicious for each in tried):
             with self._process(subject, quick=False) as again:
                 tried = again.try_case(seed, self._deadline)
-        if subject_named(subject).engine not in self.devices:  # its framework does not start
-            self._stopped.add(subject)
+        if (engine := subject_named(subject).engine) not in self.devices:  # it does not start
+            self._stopped.add(engine)
         if time.monotonic() < self._deadline:  # else it was not tried to its end
             for each in tried:
                 self._results.put(each)
@@ -156,7 +156,7 @@ class Schedule:
         """The subject that has had the least time."""
         with self._lock:
             left = [s for s in self.subjects if self.count is None or self.begun[s] < self.count]
-            left = [s for s in left if s not in self._stopped]
+            left = [s for s in left if subject_named(s).engine not in self._stopped]
             if not left or time.monotonic() >= self._deadline:
                 return None
             subject = min(left, key=lambda each: (self.used[each], self.begun[each]))

@@ -74,11 +74,8 @@ SUBJECTS = {
 }
 """All subjects with models, by the names that commands take."""
 
-ARRAYS = {
-    "arrays-jax": Subject("arrays of JAX", "", "jax"),
-    "arrays-torch": Subject("arrays of PyTorch", "", "torch"),
-    "arrays-tensorflow": Subject("arrays of TensorFlow", "", "tensorflow"),
-}
+_TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
+ARRAYS = {f"arrays-{name}": Subject(f"arrays of {title}", "", name) for name, title in _TITLES.items()}
 """Those without."""
 
 
