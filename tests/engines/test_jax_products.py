@@ -170,6 +170,25 @@ def test_layouts_that_xla_propagates_otherwise():
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*operands), made, rtol=1e-4)
 
 
+def test_products_inside_of_shard_map():
+    """A product that is computed on the mesh, and inside of `shard_map` over one of its dims, has no layout there."""
+    correct()
+    mesh, rng = mesh_of((2, 4)), np.random.default_rng(0)
+    x, kernel = (rng.normal(size=shape).astype("float32") for shape in ((8, 16), (16, 16)))
+    multiply = jax.jit(jax.numpy.matmul)
+    inside = jax.shard_map(multiply, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+
+    made = compiled(
+        lambda x, kernel: inside(multiply(x, kernel), kernel),
+        [x, kernel],
+        mesh,
+        [P("x"), P(None, "y")],
+        P("x"),
+    )(x, kernel)
+
+    np.testing.assert_allclose(x @ kernel @ kernel, made, rtol=1e-4)
+
+
 def lowered(equation, sizes, specs, result_spec):
     """What JAX makes of a product of axes with eight elements."""
     shapes = [jax.ShapeDtypeStruct([8] * len(term), "float32") for term in equation.split("->")[0].split(",")]

@@ -103,7 +103,8 @@ def keep_apart(module: Any, name: str) -> None:
                 else:
                     _gather(module, products[number], value)
             apart |= found
-        _pin(module, layouts)
+        if layouts:
+            _pin(module, layouts)
 
 
 def _put_barrier_behind(result: Any) -> None:
@@ -200,12 +201,21 @@ def _propagated(module: Any) -> tuple[dict[int, Sequence[Any]], set[tuple[int, i
     found: set[tuple[int, int]] = set()
     for op in _products(copy):
         number = op.attributes[_NUMBER].value
-        layouts.setdefault(number, set()).add(tuple(map(_layout, _values(op))))
+        # Inside of `shard_map` each device computes for itself: a constraint there is an error.
+        found_layouts = () if _is_in_shard_map(op) else tuple(map(_layout, _values(op)))
+        layouts.setdefault(number, set()).add(found_layouts)
         to_change = _Product.of(op, meshes).to_change()
         if to_change is not None:
             found.add((number, to_change))
     alike = {number: each.pop() for number, each in layouts.items() if len(each) == 1}
     return {number: each for number, each in alike.items() if any(each)}, found
+
+
+def _is_in_shard_map(op: Any) -> bool:
+    parent = op.operation.parent
+    while parent is not None and parent.name != "sdy.manual_computation":
+        parent = parent.operation.parent
+    return parent is not None
 
 
 def _values(op: Any) -> tuple[Any, Any, Any]:
