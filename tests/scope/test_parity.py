@@ -58,12 +58,7 @@ def test_a_model_that_is_not_compiled():
     assert report.agrees
 
 
-UNNUMBERED = pytest.mark.xfail(
-    reason="a layer's first name has no number, and `parity` sorts it behind all others"
-)
-
-
-@pytest.mark.parametrize("before", [1, pytest.param(0, marks=UNNUMBERED)])
+@pytest.mark.parametrize("before", [1, 0])
 def test_losses_of_outputs_without_names(before):
     """They are compared although Keras calls them by layers, whose numbers go on with each build."""
     keras.utils.clear_session()

@@ -281,9 +281,9 @@ def compared_numbers(
         yield ParityRow(stage, name, _difference(a, b) if both else float("nan"), tolerance)
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """A key that sorts names as their numbers are sorted."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+def _by_number(name: str) -> tuple[str, list[int]]:
+    """The words and the numbers of a name, to sort by: the first of Keras's layers of a kind has no number."""
+    return re.sub(r"_?\d+", "", name), [int(number) for number in re.findall(r"\d+", name)]
 
 
 def compared_variables(
