@@ -14,7 +14,6 @@ from layoutmap.core.errors import LayoutMapError, counted, listed
 from layoutmap.engines.launchers import launcher
 from layoutmap.plan.completeness import what_is_missing
 from layoutmap.plan.problems import group_problems
-from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.plan import Plan
 
 
@@ -45,6 +44,8 @@ def inspected(options: Any) -> Plan:
     Raises:
         LayoutMapError: It has no weights yet.
     """
+    from layoutmap.scope.inspecting import inspect  # loads numpy, which plans do without
+
     name, started_by = options.model, launcher()
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend

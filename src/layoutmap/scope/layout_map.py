@@ -23,7 +23,6 @@ from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shape
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
-from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, plan, scope
@@ -112,6 +111,8 @@ class LayoutMap(RuleSet):  # why: decisions/0040
                1  .*\\.\\d+\\.up$  (unsharded, model)
             the rest is replicated
         """
+        from layoutmap.scope.inspecting import inspect  # loads numpy, which plans do without
+
         found = model if isinstance(model, PlanTable) else inspect(model, optimizer)
         rules = rules_of_plan(found)
         if lost := _not_in_rules(found, rules):
