@@ -1,5 +1,6 @@
 """What DTensor cannot compute: known before the first step, gathered where that helps, and explained."""
 
+import hub_models
 import keras
 import numpy as np
 import pytest
@@ -203,6 +204,22 @@ def test_what_would_be_wrong_in_shards_is_gathered(function):
     layout_map = make_map({r"d\.kernel": (None, "model"), r"e\.kernel": ("model", None)})
     with pytest.warns(lm.LayoutMapWarning, match="gathers"):
         report = lm.check_parity(make_model, layout_map, rows_of((8,)), steps=1, batch_dim="batch")
+
+    assert report.agrees
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mixtral", "vit"])
+def test_a_family_of_keras_hub_that_needs_gathering_trains(name):
+    """Under the preset of its family, a small one trains like one device."""
+    config = hub_models.TINY[name] | {"num_layers": 1}
+    report = lm.check_parity(
+        lambda: hub_models.make(name, config),
+        hub_models.rules(name),
+        hub_models.batch(name),
+        steps=1,
+        batch_dim="batch",
+    )
 
     assert report.agrees
 
