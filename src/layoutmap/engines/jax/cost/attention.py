@@ -107,7 +107,8 @@ def _fused(function: Callable[..., Any], query: Any, key: Any, value: Any, bias:
     if mask is not None:
         bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)
     with jax.named_scope(FUSED):
-        return jax.checkpoint(function, prevent_cse=False)(query, key, value, bias)
+        # Behind a barrier: XLA merges what is computed twice before it partitions.
+        return jax.checkpoint(function)(query, key, value, bias)
 
 
 _THERE = hasattr(_functions, _XLA) and hasattr(_functions, _KERNEL)

@@ -43,7 +43,7 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
     waits for them. So the products that make them come last, and what these read is held until then. Where activations
     are computed again, which a barrier says, that would hold all of them at once; there they come first.
     """
-    if any(op.name == BARRIER for op in ops):
+    if any(op.name == BARRIER and not op.is_fused for op in ops):
         return gradients_first(ops)
     late, backward = _late(ops), _backward(ops)
     first = [op for op in ops if id(op) not in late]
@@ -202,7 +202,13 @@ class Memory:
         return (result,)
 
     def _is_read(self, value: Value) -> bool:
-        return any(use.is_fused or use.name in READ or use.name in COLLECTIVE_NAMES for use in value.uses)
+        made = value.maker
+        # One number for all scores, which XLA shares between calls, is part of each kernel.
+        is_number = made is not None and made.name == "broadcast_in_dim" and made.operands[0].size == 1
+        return any(
+            (use.is_fused and not is_number) or use.name in READ or use.name in COLLECTIVE_NAMES
+            for use in value.uses
+        )
 
     def _peak_inside(self, op: Op) -> int:
         found = 0
