@@ -23,6 +23,7 @@ STATE = {
     "engines.torch.simulation._group": "their process group",
     "engines.torch.changes.meshes": "the meshes of this library's tensors, while there are any",
     "engines.torch.changes._made": "what is changed in torch, to be taken back",
+    "engines.torch.changes._ends": "what ends with them",
     "engines.torch.changes._kept": "modules in layouts and open calls, weakly: nothing is taken back meanwhile",
     "engines.torch.simulation._num_devices": "how many ranks will be simulated, until they are",
     "adapters.torch.from_pretrained._patches": "what replaces functions of transformers while scopes are open",

@@ -25,26 +25,9 @@ from layoutmap.engines.patches import Patch
 meshes: set[DeviceMesh] = set()
 """The meshes of this library's tensors."""
 _made: list[Patch] = []
+_ends: list[Callable[[], object]] = []
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()  # the garbage collector may come inside
-
-
-class AtEnd:
-    """A thing to do when changes are taken back.
-
-    Args:
-        do: Does it.
-    """
-
-    def __init__(self, do: Callable[[], object]):
-        self._do = do
-
-    def install(self) -> None:
-        """Nothing yet."""
-
-    def remove(self) -> None:
-        """Do it."""
-        self._do()
 
 
 def change(*patches: Patch) -> None:
@@ -58,6 +41,11 @@ def change(*patches: Patch) -> None:
             gc.callbacks.append(_collected)
 
 
+def at_end(do: Callable[[], object]) -> None:
+    """Have something done when changes are taken back, the latest first."""
+    _ends.append(do)
+
+
 def keep(what: Any) -> None:
     """Have nothing taken back as long as this is there: a module in layouts, or what is open; no search is needed."""
     _kept.add(what)
@@ -68,6 +56,8 @@ def take_back() -> None:  # why: decisions/0150
     with _lock:
         for patch in reversed(_made):
             patch.remove()
+        while _ends:
+            _ends.pop()()
         _made.clear()
         meshes.clear()
         gc.callbacks.remove(_collected)

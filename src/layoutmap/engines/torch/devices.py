@@ -25,7 +25,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.changes import AtEnd, change
+from layoutmap.engines.torch.changes import at_end
 from layoutmap.engines.torch.dtensor_ops.outside import look_after
 from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
 
@@ -132,7 +132,7 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
             with simulation.as_default(), simulation.on_ranks(ranks.flat):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
-                change(AtEnd(functools.partial(_forget, _device_meshes[key])))
+                at_end(functools.partial(_forget, _device_meshes[key]))
         return _device_meshes[key]
 
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.engines.checks import check_simulated
 from layoutmap.engines.launchers import launcher
-from layoutmap.engines.torch.changes import AtEnd, change
+from layoutmap.engines.torch.changes import at_end, change
 from layoutmap.engines.torch.private import (
     COLLECTIVES,
     FakeStore,
@@ -114,10 +114,8 @@ def _begin(number: int) -> None:
         sys.excepthook = on_error  # torch's names the rank
         _group = dist.group.WORLD
     simulation = _Simulation(number)
-    change(
-        AtEnd(_end),
-        *simulated(simulation, _group, _coordinate, lambda own: functools.partialmethod(_reduced, own)),
-    )
+    change(*simulated(simulation, _group, _coordinate, lambda own: functools.partialmethod(_reduced, own)))
+    at_end(_end)
     _simulation = simulation
 
 
