@@ -1,7 +1,7 @@
-"""Costs of a training step, from shapes: no device, no array and no compiler.
+"""Costs of a training step, from shapes: no device and no array.
 
 lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
-lowered.count(layout_map)                                      less than a second for each map
+lowered.count(layout_map)                                      a second or so for each map
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LoweredStep:
         return plan.with_problems([*missing])
 
     def count(self, layout_map: RuleSet, *, batch_dim: str | None = None) -> StepCost:
-        """Count what a step does under rules; of Llama 3.1 405B on 4,096 devices it takes less than a second.
+        """Count what a step does under rules, in the module that XLA's partitioner makes; it takes a second or so.
 
         Args:
             layout_map: The rules, those for activations too, on any mesh.
