@@ -50,7 +50,7 @@ class Torch:
 
         torch.manual_seed(int(value))
         layout_map = lm.LayoutMap(lm.create_mesh("x=2,y=4"), {"weight": ("x", "y"), "bias": (None,)})
-        model = layout_map.build(lambda: torch.nn.Linear(SIZE, SIZE))
+        model = layout_map.build(lambda: torch.nn.Linear(SIZE, SIZE), library="torch")
         optimizer = torch.optim.AdamW(model.parameters())
         for parameter in model.parameters():
             parameter.grad = parameter.detach() * value

@@ -47,8 +47,8 @@ def rules_for(
         wanted = {path for paths in groups for path in paths}
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
         for pattern in _merged(_parts(paths, unwanted) for paths in groups):
-            matched = {path for path in wanted if re.match(pattern, path)}
-            if matched:  # a rule before it may be for all of them
+            matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
+            if matched:  # a rule before it may be for all of them, by another of their paths
                 rules[pattern] = specs
                 wanted -= matched
     return rules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layoutmap.core.variables import Kind
 from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
@@ -17,7 +18,7 @@ def what_is_inspected_is_what_was_planned(trial: Trial) -> Iterator[str]:
     for a in found.assignments:
         path, expected = a.variable.path, planned.get(a.variable.path)
         if expected is None:
-            if not path.startswith("optimizer."):  # optimizers may make slots that no plan can know
+            if a.variable.kind not in (Kind.SLOT, Kind.METRIC):  # training makes some that no plan can know
                 yield f"{path}: inspected, and not planned"
             continue
         for name in ("variable", "layout", "match"):
