@@ -7,8 +7,11 @@ import numpy as np
 import torch
 
 from layoutmap.core.initializers import Initializer, Program
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.element_types import to_numpy
+from layoutmap.engines.torch.engine import engine
 from layoutmap.testing.engine_contract import EngineContract
 
 
@@ -44,3 +47,10 @@ class TestTorchEngine(EngineContract):
 
     def num_live_arrays(self):
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_a_plain_tensor_is_on_the_first_device_of_a_simulation():
+    """Beside simulated devices, a tensor in no layout is held by the first one."""
+    engine().relayout(torch.zeros(2), Layout(["x"], Mesh(None, "x=2")))
+
+    assert ["CPU:0"] == [device for device, _ in engine().by_device(torch.zeros(2))]

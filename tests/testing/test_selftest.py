@@ -249,24 +249,22 @@ def test_processes_try_one_model_together(run_together):
     assert 2 == said.count("well: ")  # at the top and the end of one report
     assert f"{ {'torch': 2, 'jax': 8}[HERE] } CPU" == found["ran on"][f"{HERE} devices"]
     assert "process 0 of 2" in found["ran on"]["started"]
-    assert 1.0 == next(
-        row["held"] for row in found["laws"] if row["law"] == "processes have the same replicas"
-    )
+    assert 1.0 == next(row["held"] for row in found["laws"] if row["law"] == "replicas have the same bits")
 
 
 @pytest.mark.long
 @pytest.mark.skipif(HERE != "torch", reason="where a replica is changed by hand, in the engine of torch")
 def test_a_replica_that_one_process_has_changed_is_found(run_together, tmp_path):
-    """One process adds 1 to weights after a step: the law names the variable and the process, in the first's report."""
+    """One process adds 1 to weights after a step: the law names the variable and the device, in the first's report."""
     right = "            loss.backward()\n        optimizer.step()\n"
     change = "p.data.to_local().add_(torch.distributed.get_rank())"
     wrong = f"{right}        [{change} for p in model.parameters() if hasattr(p, 'to_local')]\n"
     source = with_fault(tmp_path, "adapters/torch/__init__.py", right, wrong)
     code, said, found = run_together("--only", "torch", "--count", "1", source=source)
-    whys = [each["why"] for each in found["failures"] if each["law"] == "processes have the same replicas"]
+    whys = [each["why"] for each in found["failures"] if each["law"] == "replicas have the same bits"]
 
     assert 1 == code, said
-    assert any("process 1 has other bits than process 0" in why for why in whys)
+    assert any("checksum" in why and "CPU:1" in why for why in whys)
 
 
 def test_names_are_left_out(tmp_path):

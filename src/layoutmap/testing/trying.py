@@ -78,10 +78,6 @@ def main(arguments: list[str]) -> int:
         import jax
 
         jax.distributed.initialize()
-    elif engine == "torch" and not int(number) and os.environ.get("WORLD_SIZE") == "1":  # else it simulates
-        import torch.distributed
-
-        torch.distributed.init_process_group()
     names = devices(engine)
     there = Devices(len(names), simulated=int(number) > 0, mesh=mesh)
     if mesh and Mesh(None, mesh).size != len(names):

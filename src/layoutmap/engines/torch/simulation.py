@@ -196,6 +196,8 @@ def world_size() -> int:
 
 def rank() -> int:
     """The rank of this process; 0 in a simulation. Nothing is started."""
+    if _simulation is not None:  # torch asks the default group, too, which a simulation has none of
+        return 0
     return dist.get_rank(group()) if has_begun() else int(os.environ.get("RANK", "0"))
 
 

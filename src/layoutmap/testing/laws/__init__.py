@@ -37,7 +37,7 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     keeping.it_is_loaded_on_another_mesh,
     keeping.it_is_loaded_by_another_engine,
     keeping.a_model_that_exists_is_laid_out,
-    training.processes_have_the_same_replicas,
+    training.replicas_have_the_same_bits,
     training.a_step_that_fails_changes_nothing,
 )
 LAWS = {law.__name__.replace("_", " "): law for law in _FUNCTIONS}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 
 import numpy as np
 
-from layoutmap.core.blocks import ends_of
-from layoutmap.core.checksums import checksum
-from layoutmap.engines import get_engine
+from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.parity import compared, compared_variables
 from layoutmap.testing.laws.trial import TOLERANCE, NotTried, Trial
 
@@ -48,19 +45,10 @@ def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
         yield from map(str, trial.beyond_rounding(found.rows))
 
 
-def processes_have_the_same_replicas(trial: Trial) -> Iterator[str]:
-    """Processes that hold one shard of a variable have the same bits of it, also after steps of training."""
-    if not trial.group.several:
-        raise NotTried("one process holds all shards")
-    engine, stored = get_engine(trial.adapter.engine_name), trial.adapter.stored(trial.pair[1])
-    shards = ((each.variable.path, *shard) for each in stored for shard in engine.to_shards(each.array))
-    held = {f"{path} at {ends_of(index)}": checksum(values) for path, index, values in shards}
-    known: dict[str, tuple[int, int]] = {}
-    for process, text in enumerate(trial.group.texts(json.dumps(held))):
-        for shard, value in json.loads(text).items():
-            expected, first = known.setdefault(shard, (value, process))
-            if value != expected:
-                yield f"{shard}: process {process} has other bits than process {first}"
+def replicas_have_the_same_bits(trial: Trial) -> Iterator[str]:
+    """Devices and processes that hold one shard of a variable have the same bits of it, also after steps."""
+    problems = inspect(trial.pair[1], across=True).problems
+    yield from (str(problem) for problem in problems if problem.kind in ("differs", "drifted"))
 
 
 def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
