@@ -214,6 +214,13 @@ FAULTS = (
         "mask = like(plain(_in_memory_as(x).fill_(1), p, True).flip(0), x)",
         "torch",
     ),
+    Fault(
+        "an array of a model that exists counts as replicated",
+        "scope/inspecting.py",
+        "        if place.mesh is mesh or place.mesh == mesh:\n            return place\n",
+        "        if place.mesh is mesh or place.mesh == mesh:\n            return Layout.replicated(mesh, rank)\n",
+        "nnx",
+    ),
 )
 
 
