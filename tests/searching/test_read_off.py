@@ -94,6 +94,20 @@ def test_slots_and_aliases_need_no_rule():
     assert layouts(plan) == layouts(make_table([a.variable for a in plan.assignments], rules))
 
 
+def test_no_rule_is_left_that_decides_nothing():
+    """A rule for some layers may match another path to a variable, which then needs no rule of its own."""
+    plan = plan_of(
+        {"l0.kernel": (None, "model"), "l1.kernel": (None, "model"), "l2.layer.kernel": (None, "model")},
+        **{"l2.layer.kernel": {"aliases": ("l2.kernel",)}},
+    )
+    rules = rules_of_plan(plan)
+    planned = make_table([a.variable for a in plan.assignments], rules)
+
+    assert layouts(plan) == layouts(planned)
+    assert () == planned.problems
+    assert 1 == len(rules)
+
+
 def test_a_layout_that_no_rule_gives_is_refused_by_name():
     """A packed weight lies as a rule for the weight before says, and its own axes cannot be chosen."""
     packed = {"parent": "up.kernel", "axes": ((), (1,)), "parent_shape": (8, 8)}
