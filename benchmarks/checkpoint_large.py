@@ -49,19 +49,20 @@ def module_of(mib: int) -> Any:
 def show_module(mib: int, rounds: int, folder: str) -> None:
     """Print what a load into a plain module takes."""
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     import layoutmap as lm
 
     torch.set_num_threads(1)
     module, other = module_of(mib), module_of(mib)
     lm.save(module, f"{folder}/lm")
-    dcp.save(dict(module.state_dict()), checkpoint_id=f"{folder}/dcp")
+    save(dict(module.state_dict()), checkpoint_id=f"{folder}/dcp")
     ways: dict[str, Callable[[], object]] = {
         verify: lambda verify=verify: lm.load(other, f"{folder}/lm", verify=verify)
         for verify in ("first", "while", "no")
     }
-    ways["DCP"] = lambda: dcp.load(dict(other.state_dict()), checkpoint_id=f"{folder}/dcp")
+    ways["DCP"] = lambda: load(dict(other.state_dict()), checkpoint_id=f"{folder}/dcp")
     found = best(ways, rounds, time.process_time)
     assert all(map(torch.equal, module.parameters(), other.parameters()))
     print(

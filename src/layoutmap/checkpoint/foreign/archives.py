@@ -21,7 +21,7 @@ class Window(io.RawIOBase):
     """
 
     def __init__(self, file: ByteFile, start: int, num_bytes: int):
-        self._file, self.start, self.num_bytes = file, start, num_bytes
+        self.file, self.start, self.num_bytes = file, start, num_bytes
         self._place = 0
 
     def seekable(self) -> bool:
@@ -45,7 +45,7 @@ class Window(io.RawIOBase):
         """Fill a buffer with bytes, as far as the part has some; returns how many."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self.num_bytes - self._place))
-        self._file.read_into(self.start + self._place, view[:count])
+        self.file.read_into(self.start + self._place, view[:count])
         self._place += count
         return count
 
@@ -80,7 +80,7 @@ def stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
                 raise refused(f"{info.filename} is compressed, to be of any size once it is read")
             if info.filename in found or start + info.file_size > after:
                 raise refused(f"{info.filename} is there twice, or shares bytes with another file")
-            found[info.filename] = Window(window._file, window.start + start, info.file_size)
+            found[info.filename] = Window(window.file, window.start + start, info.file_size)
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError) as error:
         raise refused(f"{type(error).__name__}: {error}") from error
     return found

@@ -166,7 +166,7 @@ def _first(value: Any, *_: Any) -> Any:
 
 
 def _tensor(storage: Any, start: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
-    if any(isinstance(each, dict) and each for each in rest):
+    if any(isinstance(each, dict) and each != {} for each in rest):
         raise ValueError("a tensor is a conjugate or negative view")
     dtype = next((each.name for each in rest if isinstance(each, Dtype)), storage[1])
     return Tensor(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides), dtype)
