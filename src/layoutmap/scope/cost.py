@@ -201,16 +201,32 @@ def lower_step(
     return LoweredStep(step, batch_dim, remat, missing, fuse_attention)
 
 
-def step_cost(make_model: Callable[[], Any], layout_map: RuleSet, *, inputs: Any, **options: Any) -> StepCost:
+def step_cost(
+    make_model: Callable[[], Any],
+    layout_map: RuleSet,
+    *,
+    inputs: Any,
+    batch_dim: str | None = None,
+    optimizer: Any = None,
+    loss: Callable[..., Any] | None = None,
+    remat: str | None = None,
+    fuse_attention: bool = False,
+    library: str | None = None,
+) -> StepCost:
     """Count what a training step of a model does on each device: what it sends, computes and holds.
 
     No array is allocated and no device is needed: the mesh may be any size.
 
     Args:
-        make_model: Makes the model and returns it.
+        make_model: See `lower_step`, as for all arguments.
         layout_map: The rules, those for activations too.
         inputs: What the model is called with, of the shape of a global batch.
-        **options: Those of `lower_step`: `batch_dim`, `optimizer`, `loss`, `remat`, `fuse_attention`, `library`.
+        batch_dim: The mesh dim over which batches are sharded.
+        optimizer: What updates the weights.
+        loss: What is derived.
+        remat: Whose activations are computed again in the backward pass.
+        fuse_attention: Whether attention is one fused kernel.
+        library: See `layoutmap.plan`.
 
     Raises:
         PlanError: Rules do not fit the model.
@@ -230,4 +246,15 @@ def step_cost(make_model: Callable[[], Any], layout_map: RuleSet, *, inputs: Any
         [('all_reduce', ('data',), 'down.kernel'), ('all_reduce', ('data',), 'up.kernel'), \
 ('all_reduce', ('model',), 'down')]
     """
-    return lower_step(make_model, layout_map, inputs=inputs, **options).count(layout_map)
+    lowered = lower_step(
+        make_model,
+        layout_map,
+        inputs=inputs,
+        batch_dim=batch_dim,
+        optimizer=optimizer,
+        loss=loss,
+        remat=remat,
+        fuse_attention=fuse_attention,
+        library=library,
+    )
+    return lowered.count(layout_map)

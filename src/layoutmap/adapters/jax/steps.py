@@ -45,11 +45,26 @@ _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a
 
 
 @overload
-def jit_step(function: Callable[..., Any], **options: Any) -> JitStep: ...
+def jit_step(
+    function: Callable[..., Any],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    batch_dim: str | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> JitStep: ...
 
 
 @overload
-def jit_step(**options: Any) -> Callable[[Callable[..., Any]], JitStep]: ...
+def jit_step(
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    batch_dim: str | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Callable[[Callable[..., Any]], JitStep]: ...
 
 
 def jit_step(
@@ -109,8 +124,14 @@ def jit_step(
         >>> print(lm.dtensor.fetch_layout(params["kernel"]), lm.dtensor.fetch_layout(state[0].mu["kernel"]))
         (unsharded, model) (unsharded, model)
     """
-    options = donate_argnums, static_argnums, static_argnames, batch_dim, batch_argnums
-    return JitStep(function, *options) if function else lambda function: JitStep(function, *options)
+    options: Any = {
+        "donate_argnums": donate_argnums,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "batch_dim": batch_dim,
+        "batch_argnums": batch_argnums,
+    }
+    return functools.partial(JitStep, **options) if function is None else JitStep(function, **options)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,11 +192,12 @@ class JitStep:
     def __init__(
         self,
         function: Callable[..., Any],
-        donate_argnums: int | Sequence[int],
-        static_argnums: int | Sequence[int],
-        static_argnames: str | Sequence[str],
-        batch_dim: str | None,
-        batch_argnums: int | Sequence[int] | None,
+        *,
+        donate_argnums: int | Sequence[int] = (),
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        batch_dim: str | None = None,
+        batch_argnums: int | Sequence[int] | None = None,
     ):
         functools.update_wrapper(self, function)
         self._function = function
