@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor.experimental import implicit_replication
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.torch import changes, simulation
+from layoutmap.engines.torch import changes, devices, simulation
 from layoutmap.engines.torch.dtensor_ops.guard import OPERATORS_GUARDED
 from layoutmap.engines.torch.engine import engine
 
@@ -48,7 +49,11 @@ def alone() -> Generator[None]:
     native, _ = engine().native(Layout.replicated(MESH, 0), 0)
     OPERATORS_GUARDED.remove()
     changes.meshes.clear()
-    with warnings.catch_warnings(), simulation.on_ranks(native.mesh.flatten().tolist()):
+    with (
+        patch.object(devices, "look_after"),  # which each use of the mesh has called
+        warnings.catch_warnings(),
+        simulation.on_ranks(native.mesh.flatten().tolist()),
+    ):
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         with implicit_replication():
             yield

@@ -27,7 +27,12 @@ from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import at_end
 from layoutmap.engines.torch.dtensor_ops.outside import look_after
-from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
+from layoutmap.engines.torch.private import (
+    ShardOrderEntry,
+    groups_of,
+    order_of_placements,
+    placements_of_order,
+)
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
@@ -114,7 +119,7 @@ def forget_process_group(group: Any) -> None:
 
 def _forget(native: DeviceMesh) -> None:
     """End the process groups of simulated ranks that a mesh has, before their common one ends."""
-    for group in native.get_all_groups():
+    for group in groups_of(native):
         if group is not simulation.group():
             dist.destroy_process_group(group)
     forget_process_group(simulation.group())
