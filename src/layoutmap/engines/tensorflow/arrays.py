@@ -161,7 +161,7 @@ def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
     if layout is None:
         yield getattr(tensor, "device", ""), tensor.numpy()
         return
-    names: Sequence[str] = bound_mesh(layout.mesh).devices or ()
+    names: Sequence[str] = tuple(bound_mesh(layout.mesh).devices or ())
     places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
     for place, component in zip(places, dtensor.unpack(tensor), strict=True):
         yield names[place], component.numpy()

@@ -74,7 +74,8 @@ class ComputingLaws(EngineCases):
     def test_computing_on_a_mesh(self):
         """What is computed while computing runs on a mesh is on it, replicated; an exception ends that."""
         values = np.arange(8, dtype=np.int32).reshape(4, 2)
-        for mesh in (self.mesh("x=2,y=4"), self.mesh("a=4", first=2)):
+        # Dims of no other law: an array is on the first of two equal meshes, one of which may name its devices.
+        for mesh in (self.mesh("p=2,q=4"), self.mesh("r=4", first=2)):
             made: Any = None
             with contextlib.suppress(ZeroDivisionError), self.engine.run_on(mesh):
                 array = self.make_array(values)
