@@ -111,3 +111,16 @@ def test_a_guard_is_a_callback_of_fit(distribution):
         lm.PlanError, match=r"up\.kernel +layout +\(unsharded, batch\) -> \(unsharded, unsharded\)"
     ):
         model.fit(x, y, batch_size=8, verbose=0, callbacks=[lm.guard(model, other).callback()])
+
+
+def test_a_mesh_dim_of_one_device_is_as_planned_after_a_step():
+    """It parts nothing, and XLA leaves it out of the layouts of a step's results: the weights have not moved."""
+    mesh = lm.create_mesh("data=1,model=8")
+    rules = {r"up\.kernel": (None, "model"), r"(up|down)\.bias": ("data",)}
+    model = lm.LayoutMap(mesh, rules, rest="replicated").build(make)
+    planned = layouts(lm.inspect(model))
+    model.fit(np.ones((8, 8)), np.ones((8, 4)), verbose=0)
+    found = lm.inspect(model)
+
+    assert planned == {path: layouts(found)[path] for path in planned}
+    assert [] == [problem for problem in found.problems if problem.kind == "moved"]

@@ -180,6 +180,14 @@ def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
             )
 
 
+def _parts(layout: Layout) -> tuple[Mesh, list[list[str]]]:
+    """The mesh dims that part each axis: of one device there is nothing to part, and XLA leaves it out of results."""
+    sizes = layout.mesh.dim_sizes
+    return layout.mesh, [
+        [dim for dim in layout.mesh_dims_of(axis) if sizes[dim] > 1] for axis in range(layout.rank)
+    ]
+
+
 def _with_rules(found: Plan, planned: PlanTable) -> Plan:
     """A plan with the rules, notes and problems of the scope in which its model was laid out."""
     known: dict[str, list[Assignment]] = {}
@@ -190,7 +198,7 @@ def _with_rules(found: Plan, planned: PlanTable) -> Plan:
     for each in found.assignments:
         path, shape = each.variable.path, each.variable.shape
         alike = [a for a in known.get(path, ()) if a.variable.shape == shape]
-        same = [a for a in alike if a.layout == each.layout]
+        same = [a for a in alike if _parts(a.layout) == _parts(each.layout)]
         if alike and not same:
             facts = ("laid out in", str(alike[0].layout)), ("now in", str(each.layout))
             why = "the program has replaced the array since its scope laid it out"
@@ -198,7 +206,9 @@ def _with_rules(found: Plan, planned: PlanTable) -> Plan:
                 Problem("moved", "warning", path, f"{path}: it is in another layout now", facts, why)
             )
         assignments.append(
-            replace(each, match=same[0].match, global_init=same[0].global_init) if same else each
+            replace(each, layout=same[0].layout, match=same[0].match, global_init=same[0].global_init)
+            if same
+            else each
         )
     order = {a.variable.path: number for number, a in reversed([*enumerate(planned.assignments)])}
     assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
