@@ -221,6 +221,15 @@ def test_a_plan_is_read_strictly(text, what):
     assert caught.value.fix
 
 
+@pytest.mark.parametrize("dtype", ["key<fry>", "key<rbg>"])
+def test_a_random_key_of_jax_comes_back(dtype):
+    """Its element type has the name of its generator."""
+    variables = [VariableSpec("rngs.default.key", (), dtype, Kind.RNG)]
+    plan = make_plan(variables, lm.LayoutMap(MESH, {}, rest="replicated"))
+
+    assert plan == lm.Plan.from_json(plan.to_json())
+
+
 def test_half_a_surrogate_pair_in_a_path_comes_back():
     """Python's texts may hold what no encoding can write; the plan's JSON, page and fingerprint can all be made."""
     plan = make_plan([VariableSpec("a\ud800", (8,), "int8")], lm.LayoutMap(MESH, {"a": ("model",)}))

@@ -62,7 +62,7 @@ FORMAT = "layoutmap plan"
 VERSION = 3
 _OTHERWISE = Match("", None).otherwise
 _ERROR: Uneven = "error"  # what a rule says of an axis that does not divide, if it says nothing
-_DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*")
+_DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # of keys of JAX, too: key<fry>
 _ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # of an axis: see `Use`
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates; no encoding can write it
 
