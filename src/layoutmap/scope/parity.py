@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, cast
 
@@ -77,11 +77,15 @@ class ParityReport:
         losses: The losses of the plain model and of the sharded one, before each step; empty if a step of the model's
             own logs no `"loss"`.
         not_compared: What could not be compared, and why.
+        only_rounding: Of each gradient that was compared, by path, which elements are only rounding.
     """
 
     rows: tuple[ParityRow, ...]
     losses: tuple[tuple[float, float], ...]
     not_compared: tuple[str, ...] = ()
+    only_rounding: Mapping[str, npt.NDArray[np.bool_]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def first_difference(self) -> ParityRow | None:
@@ -202,8 +206,9 @@ def compared(
     """
     losses: list[tuple[float, float]] = []
     missing: list[str] = []
-    rows = tuple(_compare(adapter, plain, sharded, batch, steps, tolerance, losses, missing))
-    return ParityReport(rows, tuple(losses), tuple(missing))
+    rounding: dict[str, npt.NDArray[np.bool_]] = {}
+    rows = tuple(_compare(adapter, plain, sharded, batch, steps, tolerance, losses, missing, rounding))
+    return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
 def _check_apart(adapter: Training, plain: Any, sharded: Any) -> None:
@@ -232,6 +237,7 @@ def _compare(  # why: decisions/0008
     tolerance: float,
     losses: list[tuple[float, float]],
     missing: list[str],
+    rounding: dict[str, npt.NDArray[np.bool_]],
 ) -> Iterator[ParityRow]:
     yield from compared_variables(adapter, "weights", plain, sharded, 0.0)
     outputs = _flat(adapter.forward(plain, batch)), _flat(adapter.forward(sharded, batch))
@@ -253,7 +259,6 @@ def _compare(  # why: decisions/0008
             f"gradients of {some}, since the model's train_step passes them to no optimizer of the model"
         )
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
-    rounding: dict[str, npt.NDArray[np.bool_]] = {}
     for path, gradient, actual in found:
         error = _difference(gradient, actual, least=largest)
         factor = None if error <= tolerance else _factor(gradient, actual, tolerance)

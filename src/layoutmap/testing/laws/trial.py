@@ -152,7 +152,7 @@ class Trial:
         if all(
             np.isfinite(number).all() for number in expected.values()
         ):  # some diverge, at one rate for all
-            yield from compared_variables(adapter, stage, plain, sharded, TOLERANCE)
+            yield from compared_variables(adapter, stage, plain, sharded, TOLERANCE, report.only_rounding)
 
     def _run(self, model: Any, batch: Any) -> dict[str, float]:
         """A step with other rows than before; of Keras `fit`, whose last batch is smaller, too."""
