@@ -86,11 +86,14 @@ def check_links(page: Path, text: str) -> list[str]:
 def check_first_words(text: str) -> list[str]:
     """A docstring begins with the thing that is returned or done; a test's is a law, which may be of anything."""
     return [
-        f"{getattr(node, 'lineno', 1)}: a docstring begins with {found[0]!r}, which names no thing"
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and not getattr(node, "name", "").startswith("test_")
-        and (found := re.match(r"(What|Those|Its?)\b", ast.get_docstring(node) or ""))
+        f"{node.lineno}: a docstring begins with {found[0]!r}, which names no thing"
+        for parent in ast.walk(ast.parse(text))
+        if not str(getattr(parent, "name", "")).startswith("test_")
+        for node in ast.iter_child_nodes(parent)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and (found := re.match(r"(What|Those|Its?)\b", node.value.value.strip()))
     ]
 
 

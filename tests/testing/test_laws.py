@@ -22,8 +22,9 @@ HERE = [
 ]
 PARTS, OF_PART = 8, 15
 FOUND = {
-    # A strided shard of which simulated ranks have different sizes: torch made one range for all of them.
-    "torch": [8000029],
+    # A strided shard of which simulated ranks have different sizes: torch made one range for all of them. A gradient of
+    # only rounding, which Adagrad makes a step of.
+    "torch": [8000029, 20261125708],
     # DTensor took the layout of a regularizer's gradient for that of a grouped convolution's filter.
     "keras-tensorflow": [3600074],
 }

@@ -73,7 +73,7 @@ _MEANT = {
     "pytrees": "jax",
     "pytorch": "torch",
 }
-"""What a library is called, too."""
+"""Other names of a library."""
 
 
 def get_adapter(name: str) -> Building:

@@ -61,7 +61,7 @@ class ScopeContext(Protocol):  # why: decisions/0042
     """Whether the mesh has devices of other processes: then all of them do the same, each with its own data."""
 
     options: ScopeOptions
-    """What the user asked for; the adapter's own options are in `options.own`."""
+    """The options that the user gave; those of the adapter's own are in `options.own`."""
 
     policy: LayoutPolicy
     """The layouts of batches, of weights in a computation and of what layers return."""

@@ -11,7 +11,7 @@ from layoutmap.core.arguments import as_int
 from layoutmap.core.errors import CheckpointError, listed
 
 Metrics = Mapping[int, Mapping[str, float]]
-"""What is known of each step, by its number."""
+"""The facts of each step, by its number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ or only for this shell:
   source <(layoutmap completion bash)
 """
 OPTIMIZERS = "adadelta adafactor adagrad adam adamax adamw ftrl lion muon nadam rmsprop sgd"
-"""Those of Keras, by the names that `compile` takes."""
+"""Optimizers of Keras, by the names that `compile` takes."""
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:

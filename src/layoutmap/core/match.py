@@ -11,7 +11,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import Uneven
 
 Rest = Literal["replicated"]
-"""What a map says of variables that no rule matches."""
+"""The layout that a map gives variables that no rule matches."""
 
 KERAS = "keras:"
 """How a rule over what Keras calls a variable begins, and how such a name does where it stands among paths."""

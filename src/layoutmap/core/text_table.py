@@ -13,7 +13,7 @@ _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:no
 _READABLE = 30  # characters of a column; it is not shortened to less while another can be left out
 _NAMED = re.compile(r" *\S+(?: \S+)* {2,}")  # a name, before the column of its text
 ALL_COLUMNS = "to_text() shows all"
-"""What a table says that is not complete; the command line puts its own option in its place."""
+"""The last line of a table that is not complete; the command line puts its own option in its place."""
 
 
 def size(num_bytes: float) -> str:

@@ -22,7 +22,7 @@ from layoutmap.core.errors import RuleError, brief
 from layoutmap.core.layout import Layout
 
 Uneven = Literal["error", "replicate", "shrink"]
-"""What is to happen to an axis that does not divide."""
+"""The policy for an axis that does not divide."""
 
 Axes = tuple[tuple[int, ...], ...]
 """For each axis of a derived variable the axes of its parent that it is made of, major to minor; `()`: of none."""

@@ -21,7 +21,7 @@ SCORED_ATTENTION = (
     "attention keeps its scores in memory, since the model calls no fused kernel (flash attention): one would not "
     "keep them"
 )
-"""What is assumed of calls of attention."""
+"""The assumption about calls of attention."""
 
 PARTITIONED, ESTIMATE = "XLA's partitioner, buffers estimated", "estimate"
 """How the figures of a step are known."""

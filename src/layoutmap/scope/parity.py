@@ -84,7 +84,7 @@ class ParityReport:
     losses: tuple[tuple[float, float], ...]
     not_compared: tuple[str, ...] = ()
     only_rounding: Mapping[str, npt.NDArray[np.bool_]] = field(
-        default_factory=dict, repr=False, compare=False
+        default_factory=dict[str, npt.NDArray[np.bool_]], repr=False, compare=False
     )
 
     @property

@@ -15,7 +15,7 @@ from layoutmap.searching.experts import Expert
 from layoutmap.searching.space import Model, Space
 
 MARGIN = 1.2
-"""What is counted is taken times this before it is held against the limit: XLA needs up to that much more."""
+"""The factor of counted memory before it is compared with the limit: XLA needs up to that much more."""
 
 _MESHES = 3  # that a descent is worth
 TIE = 0.01

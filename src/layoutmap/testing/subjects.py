@@ -18,9 +18,9 @@ It then has faults of its own: it divides 0 by 0 in the gradient of some maxima,
 is found so is tried again without them.
 """
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""What has torch take a device of the machine where nothing started several processes: else it simulates some."""
+"""The environment in which torch takes a device of the machine where no launcher has started several processes."""
 PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"}
-"""What has products of float32 keep all bits on devices that have faster ones; the user's environment may say else."""
+"""Settings by which products of float32 keep all bits where devices have faster ones, unless the user set others."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ SUBJECTS = {
 
 _TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
 ARRAYS = {f"arrays-{name}": Subject(f"arrays of {title}", "", name) for name, title in _TITLES.items()}
-"""Those without."""
+"""Subjects without a model library."""
 
 
 def subject_named(name: str) -> Subject:

@@ -19,7 +19,7 @@ from layoutmap.core.steps import Tracer
 from layoutmap.core.variables import Kind
 
 _OFF = 0
-"""What `nnx.use_eager_sharding` is set to: false, and known from the `False` that a program may set."""
+"""The value that `nnx.use_eager_sharding` is set to: false, and known from the `False` that a program may set."""
 
 
 def take_apart(model: nnx.Module) -> Parts:

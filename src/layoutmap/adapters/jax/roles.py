@@ -16,7 +16,7 @@ from layoutmap.core.variables import Use
 
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _HEAD_SIZE = "head_dim"
-"""What attention modules call the size of a head."""
+"""Names that attention modules have for the size of a head."""
 
 
 def uses(modules: Sequence[tuple[Sequence[Any], nnx.Module]]) -> dict[tuple[str, ...], Use]:

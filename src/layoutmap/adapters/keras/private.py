@@ -91,7 +91,7 @@ NAMES: Names = (
     (H5IOStore, ("__getitem__", "keys")),
     (saving_lib, ("get_attr_skipset",)),
 )
-"""What is probed: classes and modules, and names of theirs."""
+"""Classes and modules that are probed, and names of theirs."""
 
 ATTRIBUTES: Names = (
     (CommonVariable, ("_value", "_initializer", "_dtype", "_direct_assign")),

@@ -23,7 +23,7 @@ from layoutmap.core.variables import Use
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 _HEAD_SIZES = ("head_dim", "key_value_dim")
-"""What attention layers that keep heads in one axis call the size of a head."""
+"""Names that attention layers with all heads in one axis have for the size of a head."""
 
 
 def uses(layers: Iterable[Any]) -> dict[int, Use]:

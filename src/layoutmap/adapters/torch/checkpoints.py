@@ -26,7 +26,7 @@ from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch
 from layoutmap.engines.torch.private import left_out_of_state_dicts, tree_map, uncompiled
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""What a group says of the tensors of this process and of how they are computed with: it is kept as it is."""
+"""Entries of a group about the tensors of this process and the way to compute with them, which are kept as they are."""
 _NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 """Settings for which an optimizer makes slots in its first step, and fails later where these are missing."""
 

@@ -12,7 +12,7 @@ from layoutmap.adapters.torch.paths import Found
 from layoutmap.core.variables import Use
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
-"""What attention modules of transformers call the size of a head."""
+"""Names that attention modules of transformers have for the size of a head."""
 
 
 def head_sizes(root: torch.nn.Module) -> dict[int, int]:

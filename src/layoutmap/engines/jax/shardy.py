@@ -32,7 +32,7 @@ else:
 TESTED = "0.10"
 PASS = "builtin.module(sdy-propagation-pipeline)"
 MESH = "layoutmap"
-"""What the mesh is called in modules."""
+"""The name of the mesh in modules."""
 
 MARK = "layoutmap_mark"
 """The one dim of the mesh of marks: constraints on what layers return, which are to get their layouts."""

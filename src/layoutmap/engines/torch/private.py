@@ -114,7 +114,7 @@ _NAMES: list[tuple[Any, str]] = [
     (_SAVING, "_top_saved_tensors_default_hooks"),
     (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction _checkpoint_hook"),
 ]
-"""What has private names, and the names; those of instances, too."""
+"""Objects that have private names, and the names; those of instances, too."""
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -436,7 +436,7 @@ UNFORESEEN = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""What a fake tensor raises if a result's shape depends on values, or nobody has said how to foresee it."""
+"""Errors that a fake tensor raises if a result's shape depends on values, or nobody has said how to foresee it."""
 
 
 @functools.cache

@@ -83,7 +83,7 @@ class LayoutLaws(EngineCases):
         assert self.engine.layout_of(array) is None
 
     def test_a_plain_array_is_told_as_what_it_is(self):
-        """It has no layout, and is brought to what it is used with; one in a layout has that, asked in either way."""
+        """A plain array has no layout, and is copied to the mesh that it is used on; any other has its own."""
         plain = self.engine.found(self.make_array(np.zeros(2, np.float32)))
         layout = Layout(["x"], self.mesh("x=2"))
         array = self.engine.relayout(np.zeros(2, np.float32), layout)

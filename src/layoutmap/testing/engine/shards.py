@@ -136,7 +136,7 @@ class ShardLaws(EngineCases):
             assert layout.num_distinct_shards == len(shards)
 
     def test_what_is_written_to_the_memory_of_an_array_is_in_it(self):
-        """What is written to an array's memory, if an engine gives it, is in the array; it is that of all shards."""
+        """Values written to the memory that an engine gives are in the array; it is the memory of all shards."""
         values = random_values((4, 8), "float32", seed=7)
         layout = Layout(["x", "y"], self.mesh("x=2,y=4"))
         arrays = [

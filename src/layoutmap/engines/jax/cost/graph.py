@@ -11,13 +11,13 @@ from typing import Any
 from layoutmap.core.variables import itemsize
 
 LAYER = "layer="
-"""What the path of a layer is announced by in the names of operations."""
+"""The text before the path of a layer in the names of operations."""
 
 UPDATE = "layoutmap_update"
-"""What is in the names of the operations of an optimizer."""
+"""Text in the names of the operations of an optimizer."""
 
 FUSED = "layoutmap_fused"
-"""What is in the names of the operations that one kernel computes, as attention without its scores in memory."""
+"""Text in the names of the operations that one kernel computes, as attention without its scores in memory."""
 
 Place = tuple[str, bool, bool, bool]
 """Of an operation: its layer's path, and whether it is backward, an update, fused."""

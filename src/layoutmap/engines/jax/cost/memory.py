@@ -19,7 +19,7 @@ FUSED = frozenset(_FUSED.split())
 """Operations that are computed inside of what takes their results, and so hold nothing."""
 
 DEAR = frozenset(("tanh", "erf"))
-"""Those of them whose results XLA keeps for the backward pass, rather than compute them again."""
+"""Operations of these whose results XLA keeps for the backward pass, rather than compute them again."""
 
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
 """Operations whose results are their operands."""

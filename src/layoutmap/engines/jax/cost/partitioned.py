@@ -41,7 +41,7 @@ _UNEQUAL = re.compile(
     r", (?:channel_id|metadata|sharding|frontend_attributes|use_global_device_ids|to_apply|backend_config)="
     r"(?:\{[^}]*\}|[^,]*)"
 )
-"""What two operations that do the same may differ in."""
+"""Attributes in which two operations that do the same may differ."""
 
 _IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
 """Numbers from 0 on, in a shape, with its axes in another order."""

@@ -43,7 +43,7 @@ _OF_CALL = "_layoutmap_of_call"  # of a memory that is a copy: a call looks afte
 copied: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """The memories in use that are copies."""
 outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-"""Those of them that have former values."""
+"""Copies that have former values."""
 _here = threading.local()
 
 

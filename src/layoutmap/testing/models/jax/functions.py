@@ -11,7 +11,7 @@ from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, divisors
 
 Held = str | Mapping[str, Shape | str]
-"""What a layer holds: a module, as an expression; or by name weights, as shapes, and constants, as expressions."""
+"""The values of a layer: a module, as an expression; or by name weights, as shapes, and constants, as expressions."""
 Made = tuple[str, Held, Shape]
 """The expression of a layer, what it holds, and the shape that it puts out, without rows. `{x}` stands for what the
 layer takes, with an axis of rows, `{h}` for what it holds, and `{w}` for a weight of that name."""

@@ -23,8 +23,8 @@ _LOSSES = {
     "jnp.sqrt(((y - t) ** 2).sum(-1) + 0.1).mean()": 1,
 }
 WRAPPERS = {"": 16, "remat": 2, "scan": 3, "experts": 2, "each": 2}
-"""What is around a layer, and how often: `scan` and `experts` hold several layers as one, `each` calls the layer for
-each element of an axis."""
+"""The wrapping of a layer, and how often it is drawn: `scan` and `experts` hold several layers as one, `each` calls the
+layer for each element of an axis."""
 _EACH_OF_NOTHING = "jax.vmap(lambda x: {call}, {axis}, 1)({x})"
 _MOST_ELEMENTS = 2048
 

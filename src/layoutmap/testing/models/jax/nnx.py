@@ -54,7 +54,7 @@ def stacked(number, make, rngs):
 
 """,
 }
-"""What a program defines itself, by name."""
+"""Definitions of a program's own, by name."""
 
 
 @dataclass(frozen=True)

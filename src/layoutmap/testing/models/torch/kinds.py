@@ -17,7 +17,7 @@ from layoutmap.testing.models.torch.windows import convolution, pooling, transpo
 from layoutmap.testing.models.values import WIDTHS, divisors
 
 Drawing = tuple[str, str, Shape]
-"""What is made, what is computed with it, and the shape of that.
+"""The made module, the computation with it, and the shape of its result.
 
 Made is `{m}`, the value given `{x}`, and the result `{y}`. The first line computes it; others change it.
 """
