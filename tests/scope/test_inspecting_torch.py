@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from engines import several_processes
+
+import layoutmap as lm
 
 PROCESSES = ("torch",)
 
@@ -171,3 +174,24 @@ def test_under_torchrun_one_process_prints_and_the_others_where_they_differ(tmp_
     assert 1 == ended.stdout.count("Plan: 2 variables on device=2")
     assert "error: weight: the processes hold it in different ways" in ended.stdout
     assert "process 1: holds 2 variables in other ways than process 0: weight, bias" in ended.stdout
+
+
+def test_a_mesh_whose_devices_are_named_elsewhere_is_the_same():
+    """A program that has placed a tensor on a mesh with names lays a model out on the same mesh by its dims."""
+    mesh = lm.create_mesh("x=8", engine="torch")
+    placed = lm.dtensor.relayout(torch.zeros(8), lm.Layout(["x"], mesh))
+    layout_map = lm.LayoutMap("x=8", {"weight": ("x", None)}, rest="replicated")
+    model = layout_map.build(lambda: torch.nn.Linear(8, 8), library="torch")
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    plan = lm.inspect(model, optimizer)
+
+    assert placed.device_mesh == model.weight.device_mesh
+    assert (
+        ("x", "unsharded")
+        == plan["weight"].layout.sharding_specs
+        == plan["optimizer.weight.exp_avg"].layout.sharding_specs
+    )
+    assert [] == [problem for problem in plan.problems if problem.kind in ("another mesh", "moved")]
+    assert plan["weight"].match.rule is not None

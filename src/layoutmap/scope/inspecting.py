@@ -68,7 +68,12 @@ def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, 
     stored = adapter.described(model, optimizer)
     engine = get_engine(adapter.engine_name)
     places = _places([each.array for each in stored], engine)
+    context = adapter.context_of(model)
+    scope = context if isinstance(context, Scope) else None
     mesh = _mesh_of(places)
+    if scope is not None and _is_same(scope.plan.mesh, mesh, engine):
+        mesh = scope.plan.mesh
+    places = [_as_on(mesh, place, engine) for place in places]
     check_dim("batch_dim", batch_dim, mesh, "the batch is sharded over it")
     held = [
         Held(each.variable, each.array, place, _on(mesh, place, len(each.variable.shape)))
@@ -83,9 +88,8 @@ def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, 
     if across:
         problems += differences(held, engine, mesh)
     plan = Plan(mesh, tuple(assignments), in_order(problems))
-    context = adapter.context_of(model)
-    if isinstance(context, Scope):
-        return _with_rules(plan, context.plan)
+    if scope is not None:
+        return _with_rules(plan, scope.plan)
     return plan.with_problems([*_unused_dims(plan, batch_dim)])
 
 
@@ -97,6 +101,20 @@ def _places(arrays: Sequence[Any], engine: Engine) -> list[Place]:
         engine.found(array, meshes) if meshes and isinstance(place, Unplaced) and not place.devices else place
         for array, place in zip(arrays, places, strict=True)
     ]
+
+
+def _as_on(mesh: Mesh, place: Place, engine: Engine) -> Place:
+    """The same place, on a mesh of the same devices that a layout may know by another form."""
+    if not isinstance(place, Layout) or place.mesh is mesh or not _is_same(place.mesh, mesh, engine):
+        return place
+    return Layout(place.sharding_specs, mesh)
+
+
+def _is_same(one: Mesh, other: Mesh, engine: Engine) -> bool:
+    """Whether two meshes are one, of which the program has named the devices in one place and not in another."""
+    if one == other or one.mesh_dims != other.mesh_dims or None not in (one.devices, other.devices):
+        return one == other
+    return engine.bind(one).devices == engine.bind(other).devices
 
 
 def _mesh_of(places: Sequence[Place]) -> Mesh:
@@ -112,7 +130,7 @@ def _mesh_of(places: Sequence[Place]) -> Mesh:
 def _on(mesh: Mesh, place: Place, rank: int) -> Layout | None:
     """The layout on the mesh of a plan; `None`: it has none there."""
     if isinstance(place, Layout):
-        if place.mesh is mesh or place.mesh == mesh:
+        if place.mesh == mesh:
             return place
         return Layout(place.sharding_specs, mesh) if _is_part(place.mesh, mesh) else None
     if place.is_copied or place.devices == mesh.devices:
@@ -152,7 +170,7 @@ def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
                 facts,
                 "a layout says for each axis over which named mesh dims it is sharded, in equal shards: this is not in "
                 "the plan",
-                "",
+                "lay it out by names, in equal shards, or look at it with the framework's own tools",
             )
         elif mesh.size > 1:
             why = "it counts as replicated"
@@ -175,9 +193,8 @@ def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
             error = layout.uneven_error(variable.shape, axis, path)
             facts = tuple((name, str(value)) for name, value in error.facts.items())
             what = f"{path}: axis {axis} is sharded unevenly"
-            yield Problem(
-                "uneven", "warning", path, what, facts, f"{error.why}: some devices hold more than others"
-            )
+            why = f"{error.why}: some devices hold more than others"
+            yield Problem("uneven", "warning", path, what, facts, why, error.fix)
 
 
 def _parts(layout: Layout) -> tuple[Mesh, list[list[str]]]:
@@ -202,8 +219,9 @@ def _with_rules(found: Plan, planned: PlanTable) -> Plan:
         if alike and not same:
             facts = ("laid out in", str(alike[0].layout)), ("now in", str(each.layout))
             why = "the program has replaced the array since its scope laid it out"
+            fix = "give the new one that layout: lm.dtensor.relayout(array, layout); or change the rule"
             moved.append(
-                Problem("moved", "warning", path, f"{path}: it is in another layout now", facts, why)
+                Problem("moved", "warning", path, f"{path}: it is in another layout now", facts, why, fix)
             )
         assignments.append(
             replace(each, layout=same[0].layout, match=same[0].match, global_init=same[0].global_init)

@@ -70,7 +70,8 @@ def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Proble
         if len(set(texts)) > 1:
             what = f"{path}: the processes hold it in different ways"
             why = "each holds its part of one model, so all must make the same one"
-            found.append(Problem("differs", "error", path, what, _facts(of_processes(texts)), why))
+            fix = "make it in each process by the same code, with the same map, sizes and element types"
+            found.append(Problem("differs", "error", path, what, _facts(of_processes(texts)), why, fix))
         found += _drifted(path, [piece for each in told for piece in each.get(path, ("", []))[1]])
     return found
 

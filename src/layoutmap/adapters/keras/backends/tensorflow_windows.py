@@ -72,16 +72,22 @@ def pool(plain: Plain, given: Any) -> Any:
 
 def reverse(plain: Plain, given: Any) -> Any:
     """Return the array gathered from the end along some axes."""
-    values = given.tensor
-    for axis in np.ravel(tf.get_static_value(given.axis)).tolist():
+    values, axes = given.tensor, tf.get_static_value(given.axis)
+    if (
+        axes is None or not values.shape.is_fully_defined()
+    ):  # known in the step alone: DTensor may say what it cannot
+        return plain(**vars(given))
+    for axis in np.ravel(axes).tolist():
         values = tf.gather(values, tf.range(values.shape[axis] - 1, -1, -1), axis=axis % len(values.shape))
     return values
 
 
 def roll(plain: Plain, given: Any) -> Any:
     """Return the array with its ends joined to its beginnings along some axes."""
-    values = given.input
-    for shift, axis in zip(np.ravel(given.shift).tolist(), np.ravel(given.axis).tolist(), strict=True):
+    values, shifts, axes = given.input, tf.get_static_value(given.shift), tf.get_static_value(given.axis)
+    if shifts is None or axes is None or not values.shape.is_fully_defined():
+        return plain(**vars(given))
+    for shift, axis in zip(np.ravel(shifts).tolist(), np.ravel(axes).tolist(), strict=True):
         size = values.shape[axis]
         last = shift % max(size, 1)
         if last:
