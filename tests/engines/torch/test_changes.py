@@ -139,3 +139,27 @@ def test_the_default_process_group_is_the_programs():
     simulation.start()
 
     assert not torch.distributed.is_initialized()
+
+
+FIRST_RANK_IS_NOT_ON_IT = """
+import gc, torch, layoutmap as lm
+from torch.distributed.tensor import DTensor
+
+def total(devices):
+    mesh = lm.create_mesh("x=4", devices=[f"CPU:{n}" for n in devices], engine="torch")
+    placed = lm.dtensor.relayout(torch.ones(8), lm.Layout(["x"], mesh))
+    return float(lm.dtensor.relayout(placed, lm.Layout([None], mesh)).to_local().sum())
+
+lm.simulate_devices(8)
+own = DTensor.__deepcopy__
+first = total(range(4, 8))
+gc.collect()
+print(own is DTensor.__deepcopy__, torch.distributed.is_initialized(), first, total(range(4)))
+"""
+
+
+def test_torch_is_put_back_after_a_mesh_without_the_first_rank():
+    """Torch has no process groups of such a mesh; one that is made later computes."""
+    ended = run(FIRST_RANK_IS_NOT_ON_IT, {})
+
+    assert ("True False 8.0 8.0\n", 0) == (ended.stdout, ended.returncode), ended.stderr

@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,7 @@ from layoutmap.engines.patches import Patch
 meshes: set[DeviceMesh] = set()
 """The meshes of this library's tensors."""
 _made: list[Patch] = []
-_ends: list[Callable[[], object]] = []
+_ends = ExitStack()
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()  # the garbage collector may come inside
 
@@ -43,7 +44,7 @@ def change(*patches: Patch) -> None:
 
 def at_end(do: Callable[[], object]) -> None:
     """Have something done when changes are taken back, the latest first."""
-    _ends.append(do)
+    _ends.callback(do)
 
 
 def keep(what: Any) -> None:
@@ -56,11 +57,10 @@ def take_back() -> None:  # why: decisions/0150
     with _lock:
         for patch in reversed(_made):
             patch.remove()
-        while _ends:
-            _ends.pop()()
         _made.clear()
         meshes.clear()
         gc.callbacks.remove(_collected)
+        _ends.close()  # at last: one that fails leaves the others no work
 
 
 def _collected(phase: str, info: Mapping[str, int]) -> None:
