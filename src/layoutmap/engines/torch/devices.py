@@ -27,12 +27,7 @@ from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import at_end
 from layoutmap.engines.torch.dtensor_ops.outside import look_after
-from layoutmap.engines.torch.private import (
-    ShardOrderEntry,
-    groups_of,
-    order_of_placements,
-    placements_of_order,
-)
+from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
@@ -119,7 +114,8 @@ def forget_process_group(group: Any) -> None:
 
 def _forget(native: DeviceMesh) -> None:
     """End the process groups of simulated ranks that a mesh has, before their common one ends."""
-    for group in groups_of(native):
+    is_here = simulation.rank() in simulation.ranks_of(native)  # else torch knows no groups of it
+    for group in native.get_all_groups() if is_here else ():
         if group is not simulation.group():
             dist.destroy_process_group(group)
     forget_process_group(simulation.group())

@@ -173,11 +173,6 @@ def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
     return dict(local._local_tensors)
 
 
-def groups_of(mesh: DeviceMesh) -> list[Any]:
-    """The process groups of a mesh, one for each dim; none, where this process is not on it."""
-    return [mesh.get_group(dim) for dim in range(len(getattr(mesh, "_dim_group_names", ())))]
-
-
 def ranks_around(mesh: DeviceMesh) -> list[int]:
     """All ranks of the mesh that a mesh was taken from."""
     return mesh._rank_map.tolist()
