@@ -192,7 +192,7 @@ class _Asked:
     def __init__(
         self, own: Own, held: Sequence[tuple[Weight, Any]], context: ScopeContext, *, is_ahead: bool
     ) -> None:
-        self.held, self._home, self._dtype = held, context, own.dtype
+        self.held, self._context, self._dtype = held, context, own.dtype
         self._versions: dict[int, int] = {}
         self._gathers: list[Gather] = []
         self._relaid: list[tuple[Any, Layout]] = []
@@ -237,7 +237,7 @@ class _Asked:
 
     def tensors(self) -> dict[int, Any]:
         """The weights as they compute, by the ids of what modules hold; what computes as it is is left out."""
-        together = {id(tensor): self._home.engine.relayout(tensor, layout) for tensor, layout in self._relaid}
+        together = {id(tensor): self._context.engine.relayout(tensor, layout) for tensor, layout in self._relaid}
         for gather in self._gathers:
             together |= zip(map(id, gather.tensors), gather.gathered(), strict=True)
         for tensor in self._cast:
