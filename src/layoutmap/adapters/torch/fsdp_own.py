@@ -237,7 +237,9 @@ class _Asked:
 
     def tensors(self) -> dict[int, Any]:
         """The weights as they compute, by the ids of what modules hold; what computes as it is is left out."""
-        together = {id(tensor): self._context.engine.relayout(tensor, layout) for tensor, layout in self._relaid}
+        together = {
+            id(tensor): self._context.engine.relayout(tensor, layout) for tensor, layout in self._relaid
+        }
         for gather in self._gathers:
             together |= zip(map(id, gather.tensors), gather.gathered(), strict=True)
         for tensor in self._cast:
