@@ -31,7 +31,7 @@ STATE = {
     "adapters.torch.optimizer_hooks._compared": "optimizers that all processes have compared, while they live",
     "engines.peers._alive": "connections to other processes, while a scope or a step uses them",
     "engines.peers._close_in_forks": "a hook of Python's on forks, registered once",
-    "engines.tensorflow.selfcheck._sound": "whether DTensor trains right in this process: found by one experiment",
+    "engines.tensorflow.selfcheck._sound": "whether DTensor computes right in this process: found by experiments",
     "engines.torch.deferred_init.jump.works": "whether torch's generators jump as they should: found by one experiment",
     # what is known of a framework's objects that cannot be told from the objects
     "engines.tensorflow.arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",

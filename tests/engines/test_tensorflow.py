@@ -1,6 +1,7 @@
 """The TensorFlow engine keeps the contract, and what only TensorFlow can be asked."""
 
 import gc
+import itertools
 import re
 from typing import ClassVar
 
@@ -332,6 +333,23 @@ def test_a_mesh_may_name_devices_by_either_name():
     assert [f"{DEVICE}CPU:{i}" for i in (3, 1, 0, 2)] == natives[0].mesh.local_devices()
     assert [0, 1, 2, 3] == [component.numpy().item() for component in dtensor.unpack(tensor)]
     assert [f"{DEVICE}CPU:{i}" for i in (3, 1, 0, 2)] == [c.device for c in dtensor.unpack(tensor)]
+
+
+@pytest.mark.parametrize("rank", [4, 5, 3, 2])
+def test_relayouts_in_a_compiled_function_keep_the_values(rank):
+    """A tensor that goes from shards of one axis to shards of another has the same values, for each pair of axes."""
+    values = np.arange(4**rank, dtype=np.float32).reshape([4] * rank)
+    layouts = [
+        layout_on("x=2,y=4", *("x" if each == axis else None for each in range(rank))) for axis in range(rank)
+    ]
+    tensors = [engine().relayout(values, each) for each in layouts]
+
+    @tf.function(autograph=False)
+    def relayouts(tensors):
+        return [[engine().relayout(tensor, each) for each in layouts] for tensor in tensors]
+
+    for tensor in itertools.chain(*relayouts(tensors)):
+        assert_same_bits(values, engine().to_numpy(tensor))
 
 
 def test_tensors_that_tensorflow_laid_out_have_a_layout():

@@ -1,12 +1,14 @@
-"""Where DTensor would train wrongly it is not used; each test has a process of its own, as DTensor decides once."""
+"""Where DTensor would compute wrongly it is not used; each test has a process of its own, as DTensor decides once."""
 
 import forked
 import pytest
 
-from layoutmap.engines.tensorflow.selfcheck import SETTING
+from layoutmap.engines.tensorflow.selfcheck import FAULTS
 
 PROCESSES = ("tensorflow",)
 pytestmark = pytest.mark.every_case
+
+COMBINING, ALL_TO_ALL = (fault.setting for fault in FAULTS)
 
 STEP = """
 whole = dtensor.Layout.replicated(mesh, 1)
@@ -25,6 +27,13 @@ def step(rows):
 
 step(rows)
 print(first.numpy()[0])
+"""
+RELAYOUT = """
+values = np.arange(2 * 8 * 8 * 2).reshape(2, 8, 8, 2)
+moved = dtensor.copy_to_mesh(tf.constant(values), dtensor.Layout.replicated(mesh, 4))
+for axis in (1, 2):
+    moved = dtensor.relayout(moved, dtensor.Layout(["x" if each == axis else "unsharded" for each in range(4)], mesh))
+print(np.array_equal(dtensor.relayout(moved, dtensor.Layout.replicated(mesh, 4)).numpy(), values))
 """
 FIRST_USE = 'dtensor.relayout(tf.zeros(8), dtensor.Layout(["x"], mesh))\n'
 REFUSAL = """
@@ -53,27 +62,36 @@ on_one_device = lm.DVariable(tf.zeros(8), layout=lm.Layout(["x"], lm.Mesh(None, 
 ENGINE_FIRST = "import layoutmap.engines.tensorflow.engine\n"
 VARIABLE_FIRST = "import layoutmap as lm\nlm.DVariable(0, layout=lm.Layout([], lm.Mesh(None, 'x=4')))\n"
 
+BOTH_OFF = {COMBINING: "0", ALL_TO_ALL: "0"}
 WRONG = {
-    "DTensor is used first": (FIRST_USE + REFUSAL, None),
-    "the setting is made for combining": (ENGINE_FIRST + REFUSAL, "1"),
+    "DTensor is used first": (FIRST_USE + REFUSAL, {}, COMBINING, "0"),
+    "the setting is made for combining": (ENGINE_FIRST + REFUSAL, {COMBINING: "1"}, COMBINING, "1"),
+    "DTensor is used first, without combining": (FIRST_USE + REFUSAL, {COMBINING: "0"}, ALL_TO_ALL, "0"),
+    "the setting is made for all-to-all": (ENGINE_FIRST + REFUSAL, {ALL_TO_ALL: "1"}, ALL_TO_ALL, "1"),
 }
 RIGHT = {
-    "the engine is loaded first": (ENGINE_FIRST + FIRST_USE + REFUSAL, None),
-    "the setting is in the environment": (FIRST_USE + REFUSAL, "0"),
-    "nothing is done before": (REFUSAL, None),
-    "a variable is the first thing that is made": (VARIABLE_FIRST + REFUSAL, None),
+    "the engine is loaded first": (ENGINE_FIRST + FIRST_USE + REFUSAL, {}),
+    "the settings are in the environment": (FIRST_USE + REFUSAL, BOTH_OFF),
+    "nothing is done before": (REFUSAL, {}),
+    "a variable is the first thing that is made": (VARIABLE_FIRST + REFUSAL, {}),
 }
-TENSORFLOWS = {"without the setting": (STEP, None), "with the setting": (STEP, "0")}
+TENSORFLOWS = {
+    "combining": (STEP, {}),
+    "no combining": (STEP, {COMBINING: "0"}),
+    "all-to-all": (RELAYOUT, {}),
+    "no all-to-all": (RELAYOUT, {ALL_TO_ALL: "0"}),
+}
 
 
 @pytest.fixture(scope="module")
 def outputs():
     """What each of the texts prints."""
     jobs = {**WRONG, **RIGHT, **TENSORFLOWS}
+    unset: dict[str, str | None] = {COMBINING: None, ALL_TO_ALL: None}
     ran = forked.wait_for_all(
         [
-            forked.start(forked.EIGHT_DEVICES + text, environment={SETTING: setting})
-            for text, setting in jobs.values()
+            forked.start(forked.EIGHT_DEVICES + text, environment=unset | settings)
+            for text, settings, *_ in jobs.values()
         ]
     )
     for each in ran:
@@ -81,25 +99,28 @@ def outputs():
     return {name: each.stdout for name, each in zip(jobs, ran, strict=True)}
 
 
-@pytest.mark.parametrize(("case", "expected"), [("without the setting", 0.0), ("with the setting", 8.0)])
-def test_tensorflow_trains_wrongly_unless_it_is_set_right(case, expected, outputs):
-    """A step whose variable must become 8 leaves it at 0 in TensorFlow 2.21; with the setting it is right."""
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("combining", "0.0"), ("no combining", "8.0"), ("all-to-all", "False"), ("no all-to-all", "True")],
+)
+def test_tensorflow_computes_wrongly_unless_it_is_set_right(case, expected, outputs):
+    """In TensorFlow 2.21 a step leaves a variable at 0 that must become 8, and a relayout mixes up blocks."""
     assert f"{expected}\n" == outputs[case]
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_process_that_would_train_wrongly_is_refused(case, outputs):
-    """Where steps would be wrong no variable is made, and the error says what, where, why and what to type."""
-    said = outputs[case]
+def test_a_process_that_would_compute_wrongly_is_refused(case, outputs):
+    """Where numbers would be wrong no variable is made, and the error says what, where, why and what to type."""
+    said, (*_, setting, value) = outputs[case], WRONG[case]
+    fault = next(each for each in FAULTS if each.setting == setting)
 
-    assert 3 == said.count("DTensor computes training steps wrongly in this process")
-    assert f"  {SETTING}  {WRONG[case][1] or 0}\n" in said
-    assert "combines all-reduces reads variables before they are written" in said
-    assert f"start again with {SETTING}=0 in the environment" in said
+    assert 3 == said.count(f"DTensor computes {fault.what} wrongly in this process")
+    assert f"  {setting}  {value}\n" in said
+    assert f"start again with {setting}=0 in the environment" in said
     assert said.endswith("0 made\n")
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_a_process_that_trains_right_is_not_refused(case, outputs):
-    """With the engine loaded before DTensor's first use, or with the setting in the environment, variables are made."""
+def test_a_process_that_computes_right_is_not_refused(case, outputs):
+    """With the engine loaded before DTensor's first use, or the settings in the environment, variables are made."""
     assert "3 made\n" == outputs[case]

@@ -51,7 +51,7 @@ from layoutmap.engines.tensorflow.arrays import (
 from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs, simulate
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
 from layoutmap.engines.tensorflow.programs import PieceProgram
-from layoutmap.engines.tensorflow.selfcheck import check_training
+from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.variable import DVariable
 
 dtensor: Any = tf.experimental.dtensor
@@ -114,7 +114,7 @@ class TensorFlowEngine:
         natives = [self._checked(assignment) for assignment in assignments.values()]
         check_initializers(assignments, initializers)
         for native in natives[:1]:
-            check_training(native.mesh)
+            check_computing(native.mesh)
         made: dict[str, Any] = {}
         checksums: list[tuple[str, int]] = []
         try:

@@ -1,16 +1,18 @@
-"""Whether DTensor computes training steps right in this process.
+"""Whether DTensor computes right in this process.
 
-DTensor's pass that combines all-reduces is switched on by default, and moves reads of variables before the writes that
-they come after: every optimizer with state then trains wrongly, without a word. The setting that switches it off is
-read once, at the process's first DTensor operation. It is made when this module is loaded; should something else have
-used DTensor before, that is too late, and only an experiment shows it.
+Two of its defaults give wrong numbers without a word. Its pass that combines all-reduces moves reads of variables
+before the writes that they come after, so that every optimizer with state trains wrongly. Its all-to-all mixes up the
+blocks of a tensor of four axes or more that goes from shards of one axis to shards of another, the first axis aside.
+The settings that switch both off are read once, at the process's first DTensor operation. They are made when this
+module is loaded; should something else have used DTensor before, that is too late, and only an experiment shows it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -18,38 +20,51 @@ from layoutmap.core.errors import EngineError
 
 dtensor: Any = tf.experimental.dtensor
 
-SETTING = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
 _lock = threading.Lock()
-_sound: dict[str, bool] = {}
-
-# Steps are right with it; who has set it otherwise is refused by name, not overruled.
-os.environ.setdefault(SETTING, "0")
+_sound: dict[tuple[str, str], bool] = {}
 
 
-def check_training(native_mesh: Any) -> None:  # why: decisions/0009
-    """Refuse a process in which training steps are computed wrongly.
+class Fault(NamedTuple):
+    """A fault of DTensor that a setting of the environment switches off.
 
-    One small step is computed, once for each kind of device. On a mesh of one device there is nothing to combine.
+    Attributes:
+        setting: The variable of the environment, which is 0 where the fault is off.
+        what: The computation that is wrong.
+        why: The fault itself, and the way in which it was found.
+        is_absent: Takes DTensor's mesh; returns whether a small computation on it is right.
+    """
+
+    setting: str
+    what: str
+    why: str
+    is_absent: Callable[[Any], bool]
+
+
+def check_computing(native_mesh: Any) -> None:  # why: decisions/0009
+    """Refuse a process in which DTensor computes wrongly.
+
+    One small computation is made for each of its faults, once for each kind of device. On a mesh of one device there is
+    nothing to send.
 
     Raises:
-        EngineError: They are.
+        EngineError: It does.
     """
     if native_mesh.size == 1:
         return
     kind = native_mesh.device_type()
-    with _lock:
-        if kind not in _sound:
-            _sound[kind] = _step_is_right(native_mesh)
-        if _sound[kind]:
-            return
-    raise EngineError(
-        "DTensor computes training steps wrongly in this process",
-        facts={SETTING: os.environ.get(SETTING, "not set")},
-        why="its pass that combines all-reduces reads variables before they are written, and was on when the process "
-        "first used DTensor; a step that should give 8 gave another number",
-        fix=f"start again with {SETTING}=0 in the environment, or import layoutmap and make its mesh before anything "
-        "else uses DTensor",
-    )
+    for fault in FAULTS:
+        with _lock:
+            if (kind, fault.setting) not in _sound:
+                _sound[kind, fault.setting] = fault.is_absent(native_mesh)
+            if _sound[kind, fault.setting]:
+                continue
+        raise EngineError(
+            f"DTensor computes {fault.what} wrongly in this process",
+            facts={fault.setting: os.environ.get(fault.setting, "not set")},
+            why=fault.why,
+            fix=f"start again with {fault.setting}=0 in the environment, or import layoutmap and make its mesh before "
+            "anything else uses DTensor",
+        )
 
 
 def _step_is_right(mesh: Any) -> bool:
@@ -77,3 +92,41 @@ def _step_is_right(mesh: Any) -> bool:
     step(rows)
     got = [dtensor.unpack(v.read_value())[0].numpy().tolist() for v in (first, second)]
     return got == [[size] * 4, [2 * size] * 4]
+
+
+def _blocks_are_in_order(mesh: Any) -> bool:
+    """Whether a tensor of four axes that was in shards of its second axis is right in shards of its third."""
+    dim = max(mesh.dim_names, key=mesh.dim_size)
+    size = mesh.dim_size(dim)
+    whole = dtensor.Layout.replicated(mesh, 4)
+    values = tf.reshape(tf.range(2 * size * size * 2), (2, size, size, 2))
+    before, after = (
+        dtensor.Layout([dim if axis == sharded else dtensor.UNSHARDED for axis in range(4)], mesh)
+        for sharded in (1, 2)
+    )
+    moved = dtensor.pack([values] * mesh.num_local_devices(), whole)
+    for layout in (before, after, whole):
+        moved = dtensor.relayout(moved, layout)
+    return bool((dtensor.unpack(moved)[0].numpy() == values.numpy()).all())
+
+
+FAULTS = (
+    Fault(
+        "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION",
+        "training steps",
+        "its pass that combines all-reduces reads variables before they are written, and was on when the process "
+        "first used DTensor; a step that should give 8 gave another number",
+        _step_is_right,
+    ),
+    Fault(
+        "DTENSOR_USE_ALL_TO_ALL_RELAYOUT",
+        "relayouts of tensors with four axes",
+        "its all-to-all mixes up their blocks, and was on when the process first used DTensor; a tensor that was "
+        "sharded along another axis had its values in another order",
+        _blocks_are_in_order,
+    ),
+)
+
+# DTensor computes right with them; who has set them otherwise is refused by name, not overruled.
+for _fault in FAULTS:
+    os.environ.setdefault(_fault.setting, "0")

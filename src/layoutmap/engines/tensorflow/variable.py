@@ -24,7 +24,7 @@ from layoutmap.engines.tensorflow.arrays import (
     to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import native_layout
-from layoutmap.engines.tensorflow.selfcheck import check_training
+from layoutmap.engines.tensorflow.selfcheck import check_computing
 
 dtensor: Any = tf.experimental.dtensor
 
@@ -103,7 +103,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         self._layout: Layout = used
         shape: Any = initial_value.shape
         native = check_placed(used, tuple(shape), kwargs.get("name") or "DVariable")
-        check_training(native.mesh)
+        check_computing(native.mesh)
         value = initial_value if present is not None else move(initial_value, used)
         with default_mesh_lock:
             super().__init__(value, *args, **kwargs)
