@@ -278,6 +278,19 @@ def test_an_axis_over_two_dims_is_in_the_plan():
     assert ["d1.kernel", "out.kernel"] == [p.subject for p in caught.value.problems]
 
 
+def test_outputs_with_an_axis_over_two_dims_are_in_the_plan():
+    """So is a rule for a layer's outputs."""
+    make_model = model_of(lambda: L.Dense(16, name="d1"), (8,))
+    layout_map = make_map({r".*kernel": (None, "model")})
+    layout_map.activations["d1$"] = (("batch", "model"), None)
+    with pytest.raises(lm.PlanError, match="cannot shard one axis over several mesh dims") as caught:
+        layout_map.build(make_model)
+
+    assert ["d1"] == [p.subject for p in caught.value.problems]
+    planned = [p for p in lm.plan(make_model, layout_map).problems if p.kind == "unsupported layout"]
+    assert str(planned) == str(list(caught.value.problems))
+
+
 def test_dtensor_itself_still_cannot():
     """What is worked around fails in plain DTensor, or is wrong: when this test fails, TensorFlow has fixed it."""
     mesh = dtensor.create_mesh([("batch", 2), ("model", 4)], devices=[f"CPU:{i}" for i in range(8)])

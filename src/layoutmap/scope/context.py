@@ -196,9 +196,12 @@ class Scope:
             self._peers.begin()
 
     def _not_held(self, plan: Plan) -> Iterator[Problem]:
-        """A problem for each variable whose layout or element type the engine cannot hold; no device is asked for."""
+        """A problem for what the engine cannot hold of variables and layers' outputs; no device is asked for."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout | str, EngineError | None] = {}
+        for match in plan.activations:
+            if match.rule and (error := _refusal(engine.check_layout, match.rule.layout)) is not None:
+                yield Problem("unsupported layout", *_refused(match.path, error))
         several = has_several_models(a.variable for a in plan.assignments)
         for assignment in plan.assignments:
             layout, variable = assignment.layout, assignment.variable
@@ -208,9 +211,13 @@ class Scope:
                 refusals[variable.dtype] = _refusal(engine.check_dtype, variable.dtype, "")
             # What follows another variable has its layout, whose problem is reported there.
             if assignment.match and (error := refusals[layout]) is not None:
-                yield Problem("unsupported layout", *_refused(variable, error, several))
+                yield Problem(
+                    "unsupported layout", *_refused(variable.path, error, variable.model if several else "")
+                )
             if (error := refusals[variable.dtype]) is not None:
-                yield Problem("unsupported", *_refused(variable, error, several))
+                yield Problem(
+                    "unsupported", *_refused(variable.path, error, variable.model if several else "")
+                )
 
     def _unused_dims(self, plan: Plan) -> Iterator[Problem]:
         """A note for each mesh dim that is not used; what a dry run cannot know, which has no batch dim."""
@@ -278,11 +285,11 @@ def mesh_of(layout_map: RuleSet) -> Mesh:
     return layout_map.mesh
 
 
-def _refused(variable: VariableSpec, error: EngineError, several: bool) -> tuple[Any, ...]:
-    """The rest of a problem of a variable that the engine refuses."""
-    what = f"{variable.path}: {error.what.removeprefix(': ')}"
+def _refused(path: str, error: EngineError, model: str = "") -> tuple[Any, ...]:
+    """The rest of a problem of a variable, or of a layer's outputs, that the engine refuses."""
+    what = f"{path}: {error.what.removeprefix(': ')}"
     facts = tuple((name, str(value)) for name, value in error.facts.items())
-    return "error", variable.path, what, facts, error.why, error.fix, variable.model if several else ""
+    return "error", path, what, facts, error.why, error.fix, model
 
 
 def _refusal(check: Callable[..., None], *asked: object) -> EngineError | None:

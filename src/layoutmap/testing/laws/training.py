@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,14 +60,16 @@ def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
     wrong = [np.asarray(each)[..., None, None] for each in flat]  # too many axes
     batch = wrong if len(wrong) > 1 else wrong[0], targets
     alone = [trial.adapter.read(variable) for variable in trial.adapter.variables(plain).values()]
-    if not _raises(trial, plain, batch):
+    # TensorFlow forgets the rank of inputs where it traces a step for a second shape, and may raise for that alone.
+    computations = trial.adapter.train_step, trial.adapter.gradients
+    if not all(_raises(each, plain, batch) for each in computations):
         raise NotTried("its plain model takes inputs of other shapes")
     if not all(map(_is_same, alone, map(trial.adapter.read, trial.adapter.variables(plain).values()))):
         raise NotTried("its plain model changes its state before it raises")
     was = trial.adapter.train_step(sharded, trial.case.batch)
     variables = trial.adapter.variables(sharded)
     before = {path: trial.adapter.read(variable) for path, variable in variables.items()}
-    if not _raises(trial, sharded, batch):
+    if not _raises(trial.adapter.train_step, sharded, batch):
         yield "a step that raises on one device did not raise in layouts"
     for path, variable in trial.adapter.variables(sharded).items():
         if path in before and not _is_same(before[path], trial.adapter.read(variable)):
@@ -82,9 +84,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return np.array_equal(one, other, equal_nan=True)
 
 
-def _raises(trial: Trial, model: object, batch: object) -> bool:
+def _raises(compute: Callable[[Any, Any], object], model: object, batch: object) -> bool:
     try:
-        trial.adapter.train_step(model, batch)
+        compute(model, batch)
     except Exception:
         return True
     return False
