@@ -1,4 +1,4 @@
-"""Products of matrices and of tensors, and convolutions, in layouts that nobody chose, are those of one device.
+"""Products, convolutions, gathers and scatters, in layouts that nobody chose, are those of one device.
 
 As a program it counts which of many drawn ones are wrong in XLA, and with this package's correction:
 
@@ -69,6 +69,10 @@ def einsum(equation):
     return lambda *operands: jax.numpy.einsum(equation, *operands)
 
 
+def read(table, indices):
+    return jax.numpy.take(table, indices, axis=0)
+
+
 def whole_numbers(rng, *shapes):
     return [rng.integers(-3, 4, shape).astype("float32") for shape in shapes]
 
@@ -128,6 +132,24 @@ def test_a_convolution_wanted_over_the_dims_of_the_sum():
     specs = [P("y", None, "x"), P(None, "x", "z")]
 
     assert is_right(convolve, operands, mesh_of((2, 2, 2)), specs, P(("z", "y"), None, "x"))
+
+
+GATHERED = {
+    "rows of a sharded table": ((30, 12), (4, 6), [P("y"), P("x")], P("x", "y", "z")),
+    "columns of a sharded table": ((64, 4, 16), (2, 2), [P(None, None, "x"), P()], P("y", None, ("x", "z"))),
+}
+"""A table, the shape of indices into its first axis, the layouts of both, and one that is wanted of what they read."""
+
+
+@pytest.mark.parametrize("name", few(GATHERED, "rows of a sharded table"))
+def test_gathered_over_other_dims(name):
+    """An embedding's output is right in a layout over a dim that shards neither its table nor its tokens."""
+    correct()
+    shape, number, specs, result_spec = GATHERED[name]
+    rng = np.random.default_rng(0)
+    operands = whole_numbers(rng, shape)[0], rng.integers(0, shape[0], number)
+
+    assert is_right(read, operands, mesh_of((2, 2, 2)), specs, result_spec)
 
 
 def test_inside_of_a_loop():
@@ -320,6 +342,37 @@ def drawn_convolution(seed):
     return f"{options} of {shapes}", function, operands, mesh, specs[:2], specs[2]
 
 
+def drawn_gather(seed):
+    """The same, of rows of a table, or of its gradient; half of them are of a batch of tables."""
+    rng = random.Random(seed)
+    mesh = mesh_of(rng.choice(MESHES))
+    axes = {letter: rng.choice([2, 4]) for letter in "bij"} | {
+        letter: rng.choice([4, 8, 16]) for letter in "uv"
+    }
+    axes["n"] = rng.choice([16, 32, 64])  # XLA chooses by the bytes of the table and of what is read
+    batch = ["b"] * rng.choice([0, 0, 1])
+    columns, rows = list("uv")[: rng.choice([0, 1, 2])], list("ij")[: rng.choice([1, 2])]
+    terms = [[*batch, "n", *columns], batch + rows, batch + rows + columns]
+    shapes = [[axes[letter] for letter in term] for term in terms]
+    values = np.random.default_rng(seed)
+    indices = values.integers(0, axes["n"], shapes[1])
+    if rng.random() < 0.6:
+        operands, name, function = [*whole_numbers(values, shapes[0]), indices], "rows", read
+    else:
+        operands, name = [*whole_numbers(values, shapes[2]), indices], "gradient"
+        terms = [terms[2], terms[1], terms[0]]
+        function = functools.partial(added, rows=axes["n"])
+    function = jax.vmap(function) if batch else function
+    specs = drawn_specs(rng, terms, axes, None, mesh)
+    return f"{name} of {shapes}", function, operands, mesh, specs[:2], specs[2]
+
+
+def added(updates, indices, rows):
+    """The gradient of a table whose rows were read."""
+    table = jax.numpy.zeros((rows, *updates.shape[indices.ndim :]), updates.dtype)
+    return table.at[indices].add(updates)
+
+
 def drawn_specs(rng, terms, axes, summed, mesh):
     """The layouts of two operands and of a result; half of the operands are sharded alike along an axis of the sum."""
     alike = {}
@@ -345,7 +398,7 @@ def spec_of(rng, term, sizes, mesh, given):
     return PartitionSpec(*(axes[letter] or None for letter in term))
 
 
-KINDS = {"products": drawn_product, "convolutions": drawn_convolution}
+KINDS = {"products": drawn_product, "convolutions": drawn_convolution, "gathers": drawn_gather}
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Products whose results are wanted over mesh dims that they add up over, kept apart from that layout by a barrier.
+"""Products and gathers whose results XLA computes wrongly in the layout that is wanted: a barrier keeps that apart.
 
 XLA's partitioner gives each group of devices a part of the sum. Where the result is wanted over the dims that tell the
 groups apart, it takes the devices of a group in the order that the result's layout has, which need not be that in
@@ -8,6 +8,9 @@ get. Behind a product that XLA could compute wrongly goes a barrier: then the la
 operands', and an operation of its own redistributes it to the wanted one. Where the operands are sharded over other
 dims along what is added up, so that one of them must be redistributed in any case, the smaller one is gathered.
 At the end each product is held in the layouts that were found, since XLA could find others (docs/decisions/0126).
+
+A gather from a sharded operand, such as an embedding's table, can be wrong where its result is wanted over a mesh dim
+that shards neither its operand nor its indices along that axis.
 
 Private names, tested on JAX 0.9.2 and 0.10.2:
 
@@ -23,7 +26,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -204,7 +207,7 @@ def _propagated(module: Any) -> tuple[dict[int, Sequence[Any]], set[tuple[int, i
         # Inside of `shard_map` each device computes for itself: a constraint there is an error.
         found_layouts = () if _is_in_shard_map(op) else tuple(map(_layout, _values(op)))
         layouts.setdefault(number, set()).add(found_layouts)
-        to_change = _Product.of(op, meshes).to_change()
+        to_change = (_Gather if op.name == _GATHER else _Product).of(op, meshes).to_change()
         if to_change is not None:
             found.add((number, to_change))
     alike = {number: each.pop() for number, each in layouts.items() if len(each) == 1}
@@ -267,7 +270,7 @@ class _Product:
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, op: Any, meshes: Mapping[str, Mapping[str, int]]) -> _Product:
+    def of(cls, op: Any, meshes: Mapping[str, Mapping[str, int]]) -> Self:
         values = _values(op)
         layouts = [_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
@@ -350,6 +353,20 @@ class _Product:
         return sharded + [piece for piece in self.dims if piece not in sharded]
 
 
+class _Gather(_Product):
+    """The layouts of a gather's operand, of its indices and of its result."""
+
+    def to_change(self) -> int | None:
+        """The result, where a mesh dim shards an axis of it, and that axis of neither the operand nor the indices."""
+        if not self._placed(0):
+            return None
+        found = self._placed(_RESULT).items()
+        is_apart = any(
+            label not in (self._placed(0).get(piece), self._placed(1).get(piece)) for piece, label in found
+        )
+        return _RESULT if is_apart else None
+
+
 def _size(pieces: Iterable[Piece]) -> int:
     """Over how many devices they shard an axis."""
     return math.prod(end // begin for _, begin, end in pieces)
@@ -414,4 +431,31 @@ def _labels_of_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], lis
     return lhs, rhs, result  # type: ignore[return-value]
 
 
-_LABELS = {"stablehlo.dot_general": _labels_of_dot, "stablehlo.convolution": _labels_of_convolution}
+def _labels_of_gather(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+    numbers = _hlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+    shape = op.operands[0].type.shape
+    lhs, rhs, result = (
+        [(of, axis) for axis in range(len(value.type.shape))] for of, value in enumerate(_values(op))
+    )
+    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    for axis, other in batching:
+        lhs[axis] = rhs[other]
+    of_indices = [axis for axis in range(len(rhs)) if axis != numbers.index_vector_dim]
+    rows = [axis for axis in range(len(result)) if axis not in numbers.offset_dims]
+    for axis, other in zip(rows, of_indices, strict=True):
+        result[axis] = rhs[other]
+    sliced = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(len(lhs)) if axis not in sliced]
+    sizes = _ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])
+    for axis, other in zip(numbers.offset_dims, kept, strict=True):
+        if sizes[other] == shape[other]:
+            result[axis] = lhs[other]
+    return lhs, rhs, result  # type: ignore[return-value]
+
+
+_GATHER = "stablehlo.gather"
+_LABELS = {
+    "stablehlo.dot_general": _labels_of_dot,
+    "stablehlo.convolution": _labels_of_convolution,
+    _GATHER: _labels_of_gather,
+}
