@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from layoutmap.engines.launchers import launcher
@@ -31,13 +30,11 @@ class Subject:
         title: Its name for people.
         library: The kind of models, of `layoutmap.testing.models.LIBRARIES`; empty: arrays alone.
         engine: The engine's name.
-        unheld: Laws that are known not to hold for each case.
     """
 
     title: str
     library: str
     engine: str
-    unheld: Collection[str] = ()
 
     def environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
         """Return the environment of a process that tries it.
@@ -59,15 +56,10 @@ class Subject:
         return PRECISION | (_ALONE if launcher() is None else {}) | os.environ | settings
 
 
-_REFUSED_LATE = frozenset(
-    {"it trains as on one device", "the plan is what is built", "a step that fails changes nothing"}
-)
-"""DTensor refuses some layouts only in the step: docs/what-works.md has the rate."""
-
 SUBJECTS = {
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
     "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
-    "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow", _REFUSED_LATE),
+    "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow"),
     "torch": Subject("torch.nn", "torch", "torch"),
     "nnx": Subject("flax.nnx", "nnx", "jax"),
     "pytree": Subject("pytrees of JAX", "pytree", "jax"),

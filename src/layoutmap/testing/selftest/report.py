@@ -15,7 +15,7 @@ from layoutmap.core.text_table import html_table, text_table
 from layoutmap.testing.schedule import Tried
 from layoutmap.testing.subjects import subject_named
 
-_COLUMNS = ("tried on", "law", "tried", "held", "failed", "known", "seconds")
+_COLUMNS = ("tried on", "law", "tried", "held", "failed", "seconds")
 _LINES_OF_WHY = 20
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()]+/)+(?=[^\s/'\",:;()])")
 _STYLE = (
@@ -45,8 +45,8 @@ class Report:
 
     @property
     def failures(self) -> list[Tried]:
-        """The cases of laws that did not hold, and are not known not to hold."""
-        return [each for each in self.tried if _what(each) == "failed"]
+        """The cases of laws that did not hold."""
+        return [each for each in self.tried if each.outcome.is_suspicious]
 
     @property
     def headline(self) -> str:
@@ -59,21 +59,21 @@ class Report:
         return f"WRONG: {len(self.failures)} of {begun} failed: {'; '.join(laws)}"
 
     def rows(self) -> list[list[str]]:
-        """A row for each law and subject: how often it was tried, held, failed, and failed as is known; seconds."""
+        """A row for each law and subject: how often it was tried, held and failed; seconds."""
         of_law: dict[tuple[str, str], list[Tried]] = {}
         for each in self.tried:
             of_law.setdefault((subject_named(each.subject).title, each.outcome.law), []).append(each)
         rows: list[list[str]] = []
         for key, tried in of_law.items():
             counts = Counter(map(_what, tried))
-            numbers = [counts[each] for each in ("held", "failed", "known")]
+            numbers = [counts[each] for each in ("held", "failed")]
             seconds = sum(each.outcome.seconds for each in tried)
             rows.append([*key, str(sum(numbers)), *(str(each or "") for each in numbers), f"{seconds:.1f}"])
         return rows
 
     def to_text(self, width: int | None = None) -> str:
         """Return the table, what the test ran on and the first failure; the verdict comes first and last."""
-        table = text_table(_COLUMNS, self.rows(), _COLUMNS[2:], width=width, drop=["seconds", "known"])
+        table = text_table(_COLUMNS, self.rows(), _COLUMNS[2:], width=width, drop=["seconds"])
         parts = ["\n".join(table), self._ran_on(), *self._first_failure()]
         return "\n\n".join([self.headline, *parts, self.headline])
 
@@ -136,6 +136,4 @@ def without_names(text: str) -> str:
 
 
 def _what(tried: Tried) -> str:
-    if not tried.outcome.is_suspicious:
-        return tried.outcome.what
-    return "known" if tried.outcome.law in subject_named(tried.subject).unheld else "failed"
+    return "failed" if tried.outcome.is_suspicious else tried.outcome.what
