@@ -178,18 +178,14 @@ def test_an_interrupt_keeps_what_is_known(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     ) as process:
         until = time.monotonic() + 120
         while not (folder := list(tmp_path.glob("layoutmap-selftest-*"))) and time.monotonic() < until:
             time.sleep(0.1)
         time.sleep(20)  # a framework starts, and some cases are tried
-        assert (
-            0
-            == subprocess.run(
-                ["pgrep", "-s", str(process.pid), "-f", "testing.trying"], capture_output=True
-            ).returncode
-        )
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+        ).stdout.split()
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=60)
 
@@ -199,7 +195,8 @@ def test_an_interrupt_keeps_what_is_known(tmp_path):
     assert said.startswith("well: ")
     assert folder
     assert not folder[0].exists()
-    assert 0 != subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True).returncode
+    assert children
+    assert 0 != subprocess.run(["ps", "-p", ",".join(children)], capture_output=True).returncode
 
 
 STARTED = {
