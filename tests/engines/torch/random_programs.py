@@ -293,6 +293,19 @@ class Program:
                 continue
         return program
 
+    def unseen(self) -> Program:
+        """Its first two lines that make a variable, and a change of a variable that autograd does not see."""
+        rng = random.Random(f"unseen {self.seed}")
+        lines = [each for each in self.lines if re.match(r"(with torch.no_grad\(\): )?v\d+ = ", each)][:2]
+        program = replace(self, lines=tuple(lines), num_gradients=min(self.num_gradients, 1))
+        variables = program.variables(on_mesh=False)[0]
+        exec("\n".join(lines), {"torch": torch, "F": F}, variables)
+        floats = [name for name, each in variables.items() if each.is_floating_point()]
+        change = rng.choice(("mul_(2)", "add_(1)", "tanh_()", "zero_()", "[..., 0].mul_(3)"))
+        return replace(
+            program, lines=(*lines, f"{rng.choice(floats)}.data{'' if change[0] == '[' else '.'}{change}")
+        )
+
     def __str__(self) -> str:
         head = [f"v{i}: {each}" for i, each in enumerate(self.inputs)]
         return "\n".join(

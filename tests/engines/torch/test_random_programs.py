@@ -13,10 +13,10 @@ QUICK, PARTS, LONG = 10, 4, 160
 IN_CALL = pytest.mark.parametrize("in_call", [True, False], ids=["in a call", "outside of calls"])
 
 
-def assert_right(seeds, in_call):
+def assert_right(seeds, in_call, changed=lambda program: program):
     """Fail with the shortest program of the first seed that is wrong or fails; a refusal says why, and is none."""
     for seed in seeds:
-        program = Program.random(seed)
+        program = changed(Program.random(seed))
         if verdict(program, in_call=in_call).split(":")[0] in ("wrong", "failed"):
             program = shrunk(program, in_call=in_call)
             pytest.fail(f"{verdict(program, in_call=in_call)}\n{program}", pytrace=False)
@@ -33,6 +33,12 @@ def test_programs_that_failed_outside_of_calls():
     assert_right((8278, 8321, 8382), in_call=False)
 
 
+@IN_CALL
+def test_values_that_autograd_does_not_see_change(in_call):
+    """Gradients are those of plain tensors, or refused, where a value changes through `data` before they are taken."""
+    assert_right(range(QUICK), in_call, Program.unseen)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @IN_CALL
@@ -40,6 +46,7 @@ def test_programs_that_failed_outside_of_calls():
 def test_more_programs(part, in_call):
     """They do, too."""
     assert_right(range(QUICK + part, QUICK + LONG, PARTS), in_call)
+    assert_right(range(QUICK + part, QUICK + LONG, PARTS), in_call, Program.unseen)
 
 
 def test_the_search_can_fail():

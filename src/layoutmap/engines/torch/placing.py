@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch import simulation, unseen
 from layoutmap.engines.torch.private import (
     dtensor,
     is_of_view,
@@ -129,15 +129,28 @@ class OwnGradient(torch.autograd.Function):
     """
 
     def __init_subclass__(cls) -> None:
-        cls.backward = staticmethod(plainly(cls.backward))
+        own = plainly(cls.backward)
+
+        def backward(ctx: Any, *upstream: Any) -> Any:
+            unseen.check(ctx.numbers)
+            return own(ctx, *upstream)
+
+        cls.backward = staticmethod(backward)
 
     @classmethod
     @plainly
     def of(cls, tensor: torch.Tensor, *others: Any) -> Any:
         """The function's result."""
         if tensor.requires_grad and torch.is_grad_enabled():
-            return cls.apply(tensor, *others)
+            result = cls.apply(tensor, *others)
+            result.grad_fn.numbers = unseen.numbers_of(*cls.needed(tensor, result))
+            return result
         return cls.forward(SimpleNamespace(), tensor, *others)
+
+    @staticmethod
+    def needed(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors in whose place a backward pass may have other ones."""
+        return tensor, result
 
 
 class _Sum(OwnGradient):
@@ -208,6 +221,13 @@ class _Reduced(OwnGradient):
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.mesh = tensor.device_mesh
         return placed(tensor, attainable_placements(tensor))
+
+    @staticmethod
+    def needed(tensor: Any, result: Any) -> tuple[torch.Tensor, ...]:
+        # No gradient of a sum needs the sum; that of a maximum, or of a norm, does.
+        pending = [p for p in tensor.placements if p.is_partial()]
+        is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)
+        return (tensor,) if is_sum else (tensor, result)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch.dtensor_ops.shards import mesh_of
-from layoutmap.engines.torch.placing import everywhere, full_tensor, is_everywhere, like
+from layoutmap.engines.torch.placing import everywhere, full_tensor, is_everywhere, like, with_gradient
 from layoutmap.engines.torch.private import (
     OPERATORS,
     operator_of,
@@ -24,6 +24,7 @@ from layoutmap.engines.torch.private import (
     tree_map,
     written_arguments,
 )
+from layoutmap.engines.torch.unseen import check, numbers_of
 
 
 def on_gathered(
@@ -148,8 +149,24 @@ def _of_list(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
 
 
+def product(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`prod`; for DTensors torch computes its gradient without the result, which may be changed unseen."""
+    given = dict(kwargs)
+    x = args[0] if args else given.pop("input")
+    numbers = numbers_of(x)
+
+    def checked(gradient: Any) -> Any:
+        check(numbers)
+        return gradient
+
+    result = function(with_gradient(x, checked), *args[1:], **given)
+    numbers += numbers_of(result)
+    return result
+
+
 GATHERED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_gathered),
+    torch.prod: product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _of_list),
     # Their gradients compare values, which have to be exact: a sum that is written to is rounded.

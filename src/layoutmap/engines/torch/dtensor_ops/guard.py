@@ -19,7 +19,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.changes import change, meshes
 from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
-from layoutmap.engines.torch.dtensor_ops.memories import copied, note_redistributed, spread
+from layoutmap.engines.torch.dtensor_ops.memories import copied, count_unseen, note_redistributed, spread
 from layoutmap.engines.torch.dtensor_ops.proven import (
     ALONG,
     ANY_ORDER,
@@ -69,6 +69,7 @@ def guard(device_mesh: DeviceMesh) -> None:
 def _changed(op: Any, changed: list[Any]) -> None:
     """Have what DTensor has changed written to what it is a copy of."""
     _refuse_plain(op, changed, {})  # what DTensor remembers of replicated tensors it does to plain ones, too
+    count_unseen(changed)
     some = [each for each in _dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
         spread(op, some)
@@ -204,6 +205,8 @@ def _is_aligned(target: Any, axis: int, tensors: Any) -> bool:
 
 def _may_pass(tensors: list[Any], name: str) -> bool:
     """Whether DTensor's own way is right for the placements of these tensors."""
+    if name in ("alias", "detach"):  # what autograd saves is the tensor itself
+        return True
     if any(each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors):
         return False  # such a sum is made by `or`, and a product with numbers would be by addition
     waiting = {p for tensor in tensors for p in tensor.placements if not _is_plain(p)}

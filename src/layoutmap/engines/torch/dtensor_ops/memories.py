@@ -36,6 +36,7 @@ from layoutmap.engines.torch.private import (
     tree_leaves,
     watch_functions,
 )
+from layoutmap.engines.torch.unseen import count, is_unseen, memory_of
 
 _ORIGIN = "_layoutmap_origin"  # of a memory that is a copy: of what
 _COPIES = "_layoutmap_copies"  # of a memory: those that are copies of it
@@ -45,11 +46,6 @@ copied: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Copies that have former values."""
 _here = threading.local()
-
-
-def memory_of(tensor: Any) -> torch.UntypedStorage:
-    """The storage of a DTensor on this device, or on the first; torch has one object of it while it is allocated."""
-    return simulation.plain(local_of(tensor)).untyped_storage()
 
 
 class _Place(NamedTuple):
@@ -203,7 +199,7 @@ def _refuse_overlaps(name: str, changed: list[Any]) -> None:
     Raises:
         EngineError: It has.
     """
-    roots = [_root(memory_of(each)) for each in changed]
+    roots = [list(_up_to_the_root(memory_of(each)))[-1] for each in changed]
     for (one, root), (other, its_root) in combinations(zip(changed, roots, strict=True), 2):
         if root is its_root and memory_of(one) is not memory_of(other) and _overlap(one, other):
             for each in (one, other):
@@ -217,11 +213,18 @@ def _refuse_overlaps(name: str, changed: list[Any]) -> None:
             )
 
 
-def _root(memory: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The tensor that a copy, or a copy of a copy, was made of."""
+def _up_to_the_root(memory: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
+    """A memory, what it is a copy of, and so on."""
+    yield memory
     while (origin := _origin(memory)) is not None:
-        memory = memory_of(origin.source)
-    return memory
+        yield (memory := memory_of(origin.source))
+
+
+def count_unseen(changed: list[Any]) -> None:
+    """Count changes of tensors, and of what these are copies of, that autograd does not see."""
+    for each in filter(is_unseen, changed):
+        for memory in _up_to_the_root(memory_of(each)):
+            count(memory)
 
 
 def _overlap(one: Any, other: Any) -> bool:

@@ -24,6 +24,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
+from layoutmap.engines.torch.dtensor_ops.gathered import product
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.placing import full_tensor, like, placed, summed_placements
@@ -36,6 +37,7 @@ from layoutmap.engines.torch.private import (
     set_pieces,
     spec_of,
 )
+from layoutmap.engines.torch.unseen import count, hide, memory_of
 
 
 def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
@@ -65,6 +67,8 @@ def _assign_data(own: Callable[..., None], tensor: Any, value: Any) -> None:
             value = placed(value, summed_placements(tensor.placements))
         else:
             value = like(full_tensor(value), tensor)
+        if tensor.is_leaf:  # autograd has saved the tensor itself
+            count(memory_of(tensor))
         set_pieces(tensor, local_of(value), spec_of(value))
     own(tensor, value)
 
@@ -108,7 +112,7 @@ def _orthogonal(own: Callable[..., torch.Tensor], gradient: Any, *options: Any) 
 
 
 _CHANGES = (
-    *assignments(_assign_data, _assign_part, _copied, _refuse_address),
+    *assignments(hide, _assign_data, _assign_part, _copied, _refuse_address, product),
     orthogonal_updates(_orthogonal),
     PlainTensorsReplicated(),
 )

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered, warn_of_gathering
-from layoutmap.engines.torch.dtensor_ops.memories import leave_to_calls, memory_of
+from layoutmap.engines.torch.dtensor_ops.memories import leave_to_calls
 from layoutmap.engines.torch.placing import (
     attainable_placements,
     everywhere,
@@ -42,6 +42,7 @@ from layoutmap.engines.torch.private import (
     tree_leaves,
     tree_map,
 )
+from layoutmap.engines.torch.unseen import hide, is_unseen, memory_of
 
 _SLICE = "_layoutmap_slice"
 copies: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -108,6 +109,8 @@ def note_copies(function: Callable[..., Any], args: Any, kwargs: Any, results: A
         if of is not None:
             found = of._replace(view=_then(of.view, take), is_tracked=is_tracked and of.is_tracked)
         setattr(copy, _SLICE, found)
+        if is_unseen(source):
+            hide(copy)
         leave_to_calls(copy)
         copies[id(copy)] = copy
         return copy
@@ -169,7 +172,10 @@ def follow(function: Callable[..., Any], changed: Any) -> None:
             if each is not target and its.memory is memory:
                 is_tracked = its.is_tracked and not (each.is_leaf and each.requires_grad)
                 with torch.set_grad_enabled(torch.is_grad_enabled() and is_tracked):
-                    each.copy_(its.view(its.source))
+                    once = tuple(
+                        slice(None if stride else 1) for stride in each.stride()
+                    )  # of what is expanded
+                    _written(each, target)[once].copy_(its.view(its.source)[once])
 
 
 def _write_back(name: str, target: Any, of: _Slice) -> None:
@@ -186,13 +192,18 @@ def _write_back(name: str, target: Any, of: _Slice) -> None:
     with torch.set_grad_enabled(torch.is_grad_enabled() and of.is_tracked):
         values = full_tensor(source).clone()
         of.view(values).copy_(full_tensor(target))
-        source.copy_(like(values, source))
+        _written(source, target).copy_(like(values, source))
+
+
+def _written(tensor: Any, changed: Any) -> Any:
+    """A tensor to be written to as another one was: autograd sees it, or not."""
+    return tensor.data if is_unseen(changed) else tensor
 
 
 def count_change(tensor: Any) -> None:
     """Have autograd see that what a call took a slice of was changed, by a change of the slice after it."""
     of = _slice_of(base_of(tensor))
-    if of is not None and not of.source.is_inference():
+    if of is not None and not of.source.is_inference() and not is_unseen(tensor):
         torch.autograd.graph.increment_version(of.source)
 
 
