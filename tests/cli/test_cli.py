@@ -220,6 +220,7 @@ def test_the_cost_of_a_step_is_printed_and_its_memory_is_in_the_exit_code(folder
         f"does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB per device, at the peak of a step" in out
     )
     code, out, _ = run(capsys, "plan", *model, "--on", "mine.yaml:small:8")
+    assert out.splitlines()[0] == run(capsys, "plan", *model, "--on", "mine.yaml")[1].splitlines()[0]
     assert 1 == code
     assert out.startswith("Verdict: does not fit: ")
     assert "of 1.0 KiB per device, at the peak of a step" in out

@@ -1,5 +1,6 @@
 """`layoutmap selftest` says what holds on devices, finds faults that are put in by hand, and leaves nothing behind."""
 
+import itertools
 import json
 import os
 import resource
@@ -12,7 +13,9 @@ import time
 import frameworks
 import pytest
 
+from layoutmap.cost.machines import machine_named
 from layoutmap.testing.selftest.report import Report
+from layoutmap.testing.speeds import KINDS
 from layoutmap.testing.subjects import SUBJECTS
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -151,6 +154,20 @@ def test_a_fault_of_layouts_is_found(run, tmp_path, fault):
         environment = os.environ | {"PYTHONPATH": str(path)}
         done = subprocess.run(program, env=environment, capture_output=True, text=True)
         assert is_right == (done.returncode == 0), done.stderr
+
+
+@pytest.mark.skipif(HERE == "tensorflow", reason="TensorFlow's devices are not measured")
+def test_what_was_measured_is_a_machine(run, tmp_path):
+    """Each collective over each mesh dim is measured, and the file that is written is that of a machine."""
+    options = ("--only", f"speeds-{HERE}", "--mesh", "x=2,model=4", "--count", "1")
+    code, said, found = run(*options, "--write-machine", "mine.yaml")
+
+    assert 0 == code, said
+    measured = {(each["kind"], each["dim"]) for each in found["measured"][HERE] if "kind" in each}
+    assert set(itertools.product(KINDS, ("x", "model"))) == measured
+    on = machine_named(f"{tmp_path}/mine.yaml").device
+    assert f"measured by layoutmap selftest: 8 simulated CPU on {HERE}" == on.about
+    assert 8 == on.node_size
 
 
 @pytest.mark.long
@@ -304,3 +321,26 @@ def test_devices_that_others_use_are_refused(tmp_path):
 
         assert 2 == done.returncode
         assert words in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HERE != "torch", reason="where the collective is slowed, in the engine of torch")
+def test_a_slow_collective_is_found(run_together, tmp_path):
+    """A machine file is written of two processes; an all-gather that waits is then far below it, and named."""
+    options = ("--only", "speeds-torch", "--count", "1", "--mesh", "model=2")
+    code, said, found = run_together(*options, "--write-machine", "mine.yaml")
+
+    assert 0 == code, said
+    assert 1 == machine_named(f"{tmp_path}/mine.yaml").device.fast.name.count("in a host")
+    right = "            for _ in range(times):\n                tensor"
+    wait = "            __import__('time').sleep(2 * (kind == 'all_gather'))\n"
+    source = with_fault(tmp_path, "engines/torch/speeds.py", right, wait + right)
+    code, said, found = run_together(*options, "--on", "mine.yaml", source=source)
+
+    assert 1 == code, said
+    assert (
+        "no collective is far slower than the machine file says, or than over other dims"
+        == (found["failures"][0]["law"])
+    )
+    assert "all-gather over model of model=2: " in found["failures"][0]["why"]
+    assert "and here has " in found["failures"][0]["why"]

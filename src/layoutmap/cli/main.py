@@ -226,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     selftest = command(
         "selftest",
         run_selftest_command,
-        "Try on the devices here, for minutes, whether layouts compute what one device computes.",
+        "Try on the devices here, for minutes, whether layouts compute what one device computes, and how fast.",
     )
     add_selftest_options(selftest)
     listed = command(

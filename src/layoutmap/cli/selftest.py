@@ -20,6 +20,8 @@ def add_selftest_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", metavar="DIMS", default="", help="the mesh; default: it is drawn")
     parser.add_argument("--busy", action="store_true", help="also on devices that others use")
     parser.add_argument("--minutes", type=float, default=5, help="for how long (default: %(default)g)")
+    parser.add_argument("--on", metavar="MACHINE", help="a machine of plan --on, to compare speeds with")
+    parser.add_argument("--write-machine", metavar="FILE", help="write what was measured, for plan --on FILE")
     parser.add_argument("--seed", metavar="N", type=int, help="the first seed; default: by today's date")
     parser.add_argument("--only", metavar="KIND", action="append", help="only these, as in keras-jax")
     parser.add_argument("--count", metavar="N", type=int, help="how many seeds of each kind at most")
@@ -36,7 +38,8 @@ def run_selftest_command(options: Any) -> int:
     Raises:
         LayoutMapError: No law could be tried, or an option is not as it should be.
     """
-    files = output.check_targets({"--report": options.report, "--json": options.json})
+    targets = {"--report": options.report, "--json": options.json, "--write-machine": options.write_machine}
+    files = output.check_targets(targets)
     if find_spec("hypothesis") is None:
         raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
     with (
@@ -46,9 +49,11 @@ def run_selftest_command(options: Any) -> int:
     if report is None:  # another process of the program reports
         return output.WELL
     texts = {"--report": report.to_html, "--json": report.to_json}
-    out = output.write_all({path: texts[option]() for option, path in files.items()})
+    out = output.write_all({path: texts[option]() for option, path in files.items() if option in texts})
     width = output.columns_of(out, options.wide)
     output.say(report.to_text(width), out, width)
+    if "--write-machine" in files:  # last, since there may be too few figures
+        output.write_all({files["--write-machine"]: report.to_machine_file()})
     if report.failures:
         return output.PROBLEMS
     if report.is_complete:

@@ -16,7 +16,9 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.cost.machine import Device, Machine, Network
 
-_NAMED = re.compile(r"(?:(?P<file>.+\.ya?ml):)?(?P<device>[^:]+)(?::(?P<count>[0-9]{1,7}))?")
+_NAMED = re.compile(
+    r"(?:(?P<one>.+\.ya?ml)|(?:(?P<file>.+\.ya?ml):)?(?P<device>[^:]+)(?::(?P<count>[0-9]{1,7}))?)"
+)
 _DECIMAL = {"": 1, **{prefix: 1000**i for i, prefix in enumerate("KMGTP", 1)}}
 _PREFIXES = _DECIMAL | {f"{prefix}i": 1024**i for i, prefix in enumerate("KMGTP", 1)}
 _EXAMPLE = {"B": "80 GB", "B/s": "450 GB/s", "FLOP/s": "989 TFLOP/s"}
@@ -28,7 +30,8 @@ def machine_named(name: str) -> Machine:
     """The machine that a name stands for.
 
     Args:
-        name: As in `"h100:64"`, or `"mine.yaml:big:64"` for a device that a file describes. Without a number, one.
+        name: As in `"h100:64"`, `"mine.yaml:big:64"` for a device that a file describes, or `"mine.yaml"` for
+            the only one of it. Without a number, one.
 
     Raises:
         LayoutMapError: There is no such device, or the file says something else than it should.
@@ -44,14 +47,17 @@ def machine_named(name: str) -> Machine:
             why="a machine is a device and how many of it there are",
             fix="write it as in h100:64, or mine.yaml:my_device:64 with a file of your own",
         )
-    devices = _devices_of_file(found["file"]) if found["file"] else known_devices()
-    device = devices.get(found["device"]) or devices.get(found["device"].lower())
+    file, wanted = found["one"] or found["file"], found["device"]
+    devices = _devices_of_file(file) if file else known_devices()
+    if found["one"]:
+        wanted = next(iter(devices)) if len(devices) == 1 else ""
+    device = devices.get(wanted) or devices.get(wanted.lower())
     if device is None:
-        near = difflib.get_close_matches(found["device"].lower(), devices, 1)
+        near = difflib.get_close_matches(wanted.lower(), devices, 1)
         raise LayoutMapError(
-            f"on={name!r}: there is no device {found['device']!r}",
+            f"on={name!r}: {'which of its devices is not said' if found['one'] else f'there is no device {wanted!r}'}",
             facts={"devices": ", ".join(devices)},
-            why=f"{found['file'] or 'layoutmap'} has no figures of it",
+            why=f"{file or 'layoutmap'} has no figures of it",
             fix=f"did you mean {near[0]!r}?"
             if near
             else "describe it in a file, as in on='mine.yaml:my_device:64'",

@@ -14,12 +14,22 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.tested import import_for, warn_if_untested
 
-__all__ = ["ENGINES", "Engine", "engine_of_array", "get_engine", "installed_engines", "step_counter"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "engine_of_array",
+    "get_engine",
+    "installed_engines",
+    "speeds_of",
+    "step_counter",
+]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
 
 _STEP_COUNTERS = {"jax": "layoutmap.engines.jax.cost.lowered", "torch": "layoutmap.engines.torch.cost"}
+
+_SPEEDS = {"jax": "layoutmap.engines.jax.speeds", "torch": "layoutmap.engines.torch.speeds"}
 
 
 def installed_engines() -> list[str]:
@@ -91,3 +101,19 @@ def step_counter(name: str) -> Any:
             fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
         )
     return importlib.import_module(_STEP_COUNTERS[name]).LoweredStep
+
+
+def speeds_of(name: str) -> Any:
+    """Return the module that runs what is measured on the devices of a framework: collectives, products, copies.
+
+    Raises:
+        EngineError: Nothing is measured on that framework.
+    """
+    if name not in _SPEEDS:
+        raise EngineError(
+            f"the devices of {name} are not measured",
+            facts={"measured": ", ".join(_SPEEDS)},
+            why=f"what {name} sends between devices is decided by a compiler, which has no name for a collective",
+            fix="measure them with another framework: the devices are the same",
+        )
+    return importlib.import_module(_SPEEDS[name])

@@ -39,7 +39,7 @@ class Tried:
     """The outcome of a law on a case of a subject.
 
     Args:
-        subject: One of `SUBJECTS` or `ARRAYS`.
+        subject: One of `SUBJECTS`, `ARRAYS` or `SPEEDS`.
         seed: The seed of the case.
         outcome: The law and what came of it.
         program: The case as a program, where the law did not hold.
@@ -56,7 +56,7 @@ class Schedule:
     """Cases to be tried, and how far that is.
 
     Args:
-        subjects: Names of `SUBJECTS` and `ARRAYS`.
+        subjects: Names of `SUBJECTS`, `ARRAYS` and `SPEEDS`.
         seed: The first seed of each subject.
         seconds: When no new case is begun, and cases in work are left without an outcome.
         count: How many cases of each subject to try; `None`: as many as the time allows.
@@ -68,6 +68,7 @@ class Schedule:
 
     Attributes:
         devices: The devices of each engine whose processes have started.
+        facts: What is known of these, for people.
     """
 
     subjects: Sequence[str]
@@ -80,6 +81,7 @@ class Schedule:
     mesh: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     devices: dict[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]], init=False)
+    facts: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], init=False)
     used: Counter[str] = field(default_factory=Counter[str], init=False)
     begun: Counter[str] = field(default_factory=Counter[str], init=False)
     _results: queue.SimpleQueue[Tried | None] = field(default_factory=queue.SimpleQueue, init=False)
@@ -192,7 +194,7 @@ class _Process:
 
     def __init__(self, schedule: Schedule, subject: str, *, quick: bool):
         tried, simulated = subject_named(subject), schedule.simulate > 0
-        self.subject, self._engine, self._devices = subject, tried.engine, schedule.devices
+        self.subject, self._engine, self._schedule = subject, tried.engine, schedule
         self.is_quick = quick and simulated and tried.engine == "jax"
         arguments = [tried.engine, str(schedule.simulate), schedule.mesh, *schedule.laws]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -225,7 +227,8 @@ class _Process:
                 if "ended" in facts:
                     return tried
                 if "devices" in facts:
-                    self._devices[self._engine] = facts["devices"]
+                    self._schedule.devices[self._engine] = facts["devices"]
+                    self._schedule.facts[self._engine] = facts["facts"]
                     continue
                 tried.append(
                     Tried(facts["subject"], facts["seed"], Outcome(**facts["outcome"]), facts["program"])

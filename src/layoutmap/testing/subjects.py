@@ -71,6 +71,10 @@ ARRAYS = {f"arrays-{name}": Subject(f"arrays of {title}", "", name) for name, ti
 """Subjects without a model library."""
 
 
+SPEEDS = {f"speeds-{name}": Subject(f"speeds of {title}", "", name) for name, title in _TITLES.items()}
+"""Subjects of which is measured how fast they are."""
+
+
 def subject_named(name: str) -> Subject:
-    """Return the subject of a name of `SUBJECTS` or `ARRAYS`."""
-    return (SUBJECTS | ARRAYS)[name]
+    """Return the subject of a name of `SUBJECTS`, `ARRAYS` or `SPEEDS`."""
+    return (SUBJECTS | ARRAYS | SPEEDS)[name]

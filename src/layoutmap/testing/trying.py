@@ -26,7 +26,8 @@ from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.laws import Outcome, quiet, try_case
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
-from layoutmap.testing.subjects import subject_named
+from layoutmap.testing.speeds import host_facts, try_speeds
+from layoutmap.testing.subjects import SPEEDS, subject_named
 
 OWN_OPTIMIZER = 4
 """One in so many cases keeps the optimizer that was drawn for it; the others have SGD, which hides no wrong scale."""
@@ -44,11 +45,14 @@ def try_seed(
     """Yield what came of each law on the case of a seed, with the case as a program where the law did not hold.
 
     Args:
-        subject: One of `SUBJECTS` or `ARRAYS`.
+        subject: One of `SUBJECTS`, `ARRAYS` or `SPEEDS`.
         seed: The seed.
         laws: Names of laws of models; none: all.
         there: The devices that there are.
     """
+    if subject in SPEEDS:
+        yield try_speeds(subject_named(subject).engine, seed, there), ""
+        return
     if not subject_named(subject).library:
         yield from try_arrays(subject_named(subject).engine, seed, there)
         return
@@ -83,7 +87,7 @@ def main(arguments: list[str]) -> int:
     if mesh and Mesh(None, mesh).size != len(names):
         raise MeshError(f"{engine} has {len(names)} devices, and the mesh {mesh} has {Mesh(None, mesh).size}")
     group = Group(get_engine(engine), Mesh(names, {"all": len(names)}))
-    answers.write(f"{json.dumps({'devices': names})}\n")
+    answers.write(f"{json.dumps({'devices': names, 'facts': host_facts(engine, group)})}\n")
     while line := group.first(lambda: [sys.stdin.readline()])[0]:  # all try what the first process is told
         subject, seed = line.split()
         failed: list[dict[str, Any]] = []

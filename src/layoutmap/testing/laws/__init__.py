@@ -10,8 +10,9 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from layoutmap.testing.laws import inspecting, keeping, planning, training
 from layoutmap.testing.laws.trial import NotTried, Trial, quiet
@@ -54,12 +55,14 @@ class Outcome:
             the plan has an error, and no other law is tried; `"not tried"`: the law has nothing to say of the case.
         why: The differences, the error or the reason.
         seconds: How long it took.
+        figures: What was measured.
     """
 
     law: str
     what: str
     why: str
     seconds: float
+    figures: Sequence[Mapping[str, Any]] = ()
 
     @property
     def is_suspicious(self) -> bool:

@@ -16,13 +16,15 @@ from importlib.util import find_spec
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
+from layoutmap.cost.machines import machine_named
 from layoutmap.engines import ENGINES, installed_engines
 from layoutmap.engines.launchers import Launcher, launcher
 from layoutmap.engines.tested import TESTED
 from layoutmap.scope.progress import Waiting
 from layoutmap.testing.schedule import Schedule
+from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.selftest.report import Report
-from layoutmap.testing.subjects import ARRAYS, PRECISION, SUBJECTS
+from layoutmap.testing.subjects import ARRAYS, PRECISION, SPEEDS, SUBJECTS
 
 _LIBRARIES = {"keras": "keras", "nnx": "flax"}
 """The package of a kind of models, besides that of the engine."""
@@ -46,6 +48,7 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
         raise LayoutMapError("processes try one engine together", fix=f"add --engine {', '.join(ENGINES)}")
     if is_alone and not (options.simulate or options.busy):
         _check_free()
+    on = machine_named(options.on).device if options.on else None
     report = Report(_facts(options, seed), with_names=options.with_names)
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
@@ -71,6 +74,13 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
     for engine, names in schedule.devices.items():
         kind = "simulated " * (options.simulate > 0) + names[0].rpartition(":")[0].rpartition(":")[2]
         report.facts[f"{engine} devices"] = f"{len(names)} {kind}"
+        facts = schedule.facts[engine]
+        report.facts[f"{engine} topology"] = ", ".join(f"{name} {fact}" for name, fact in facts.items())
+        tried = [each for each in report.tried if each.subject == f"speeds-{engine}"]
+        node_size = -(-len(names) // int(facts["hosts"]))
+        share_cores = "CPU" in names[0] and (options.simulate > 0 or node_size > (os.cpu_count() or 1))
+        if tried:
+            report.add_speeds(Speeds(engine, node_size, tried, on, share_cores))
     if not schedule.devices and report.is_complete:
         raise LayoutMapError(
             f"nothing could be tried within {options.minutes:g} minutes",
@@ -96,10 +106,10 @@ def _facts(options: Any, seed: int) -> dict[str, str]:
 
 
 def _subjects(engines: Collection[str], only: Collection[str]) -> list[str]:
-    """The subjects that can be tried, of those that are wanted: arrays first, then each library that is installed."""
+    """The subjects that can be tried, of those that are wanted: speeds and arrays first, then installed libraries."""
     found = [
         name
-        for name, each in (ARRAYS | SUBJECTS).items()
+        for name, each in (SPEEDS | ARRAYS | SUBJECTS).items()
         if each.engine in engines and find_spec(_LIBRARIES.get(each.library, "numpy")) is not None
     ]
     wanted = [name for name in found if name in (only or found)]

@@ -11,8 +11,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.text_table import html_table, text_table
 from layoutmap.testing.schedule import Tried
+from layoutmap.testing.selftest import measured
+from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.subjects import subject_named
 
 _COLUMNS = ("tried on", "law", "tried", "held", "failed", "seconds")
@@ -35,6 +38,7 @@ class Report:
         seconds: How long it took.
         is_complete: Whether it was not interrupted.
         with_names: Whether names of hosts, users and folders stay in the page and in the JSON.
+        speeds: What was measured, of each engine.
     """
 
     facts: dict[str, str]
@@ -42,6 +46,12 @@ class Report:
     seconds: float = 0.0
     is_complete: bool = True
     with_names: bool = False
+    speeds: list[Speeds] = field(default_factory=list[Speeds])
+
+    def add_speeds(self, speeds: Speeds) -> None:
+        """Add the speeds of an engine's devices, and the law that none is far below what it should be."""
+        self.speeds.append(speeds)
+        self.tried.append(speeds.judged())
 
     @property
     def failures(self) -> list[Tried]:
@@ -74,7 +84,7 @@ class Report:
     def to_text(self, width: int | None = None) -> str:
         """Return the table, what the test ran on and the first failure; the verdict comes first and last."""
         table = text_table(_COLUMNS, self.rows(), _COLUMNS[2:], width=width, drop=["seconds"])
-        parts = ["\n".join(table), self._ran_on(), *self._first_failure()]
+        parts = ["\n".join(table), *self._measured(width), self._ran_on(), *self._first_failure()]
         return "\n\n".join([self.headline, *parts, self.headline])
 
     def to_html(self) -> str:
@@ -86,6 +96,8 @@ class Report:
         head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
         body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{ran_on}'
         table = html_table("", _COLUMNS, self.rows())
+        if speeds := self._speeds_rows():
+            table += html_table("", measured.COLUMNS, speeds)
         return f"<!doctype html><html lang=en>{head}<body>{body}{table}{''.join(failure)}</html>\n"
 
     def to_json(self) -> str:
@@ -99,12 +111,37 @@ class Report:
         facts["ran on"] = {name: self._named(fact) for name, fact in self.facts.items()}
         rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.rows())
         facts["laws"] = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+        facts["measured"] = {each.engine: each.figures for each in self.speeds}
         facts["failures"] = [
             {"subject": t.subject, "seed": t.seed, "program": t.program}
             | {name: self._named(str(fact)) for name, fact in asdict(t.outcome).items()}
             for t in self.failures
         ]
         return f"{json.dumps(facts, indent=1)}\n"
+
+    def to_machine_file(self) -> str:
+        """Return a machine file of the first engine whose devices were measured.
+
+        Raises:
+            LayoutMapError: None was.
+        """
+        for speeds in self.speeds:
+            if speeds.is_enough:
+                devices = self.facts[f"{speeds.engine} devices"]
+                return speeds.to_machine_file(f"measured by layoutmap selftest: {devices} on {speeds.engine}")
+        raise LayoutMapError(
+            "no machine file can be written",
+            why="no collective was measured among two devices or more",
+            fix="start it on several devices, as with torchrun or --simulate 8, and give it more --minutes",
+        )
+
+    def _speeds_rows(self) -> list[list[str]]:
+        return [row for each in self.speeds for row in each.rows()]
+
+    def _measured(self, width: int | None) -> list[str]:
+        """The table of speeds; nothing if none was measured."""
+        rows = self._speeds_rows()
+        return ["\n".join(text_table(measured.COLUMNS, rows, measured.COLUMNS[3:], width=width))] * bool(rows)
 
     def _named(self, text: str) -> str:
         return text if self.with_names else without_names(text)

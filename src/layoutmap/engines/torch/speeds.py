@@ -1,0 +1,91 @@
+"""Collectives of DTensor, products and copies on torch's devices, to be measured; and facts of the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from layoutmap.core.mesh import Mesh
+from layoutmap.cost.table import CollectiveKind
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.devices import device_mesh, device_names, device_of
+
+Repeated = Callable[[int], None]
+"""Does something so many times, and returns when it is done."""
+
+_PLACEMENTS = {
+    "all_gather": (Shard(0), Replicate()),
+    "reduce_scatter": (Partial(), Shard(0)),
+    "all_reduce": (Partial(), Replicate()),
+    "all_to_all": (Shard(0), Shard(1)),
+}
+
+
+def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Repeated:
+    """Return a collective over a mesh dim, of float32.
+
+    Args:
+        kind: What it does.
+        mesh: The mesh.
+        dim: The dim.
+        num_bytes: Its tensor where that is largest, as `Machine.seconds` takes it.
+    """
+    native, size = device_mesh(mesh), mesh.dim_size(dim)
+    there, wanted = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
+    number = mesh.dim_names.index(dim)
+    there[number], wanted[number] = _PLACEMENTS[kind]
+    rows = num_bytes // 4 // size**2 // (size if there[number].is_shard() else 1)
+    with simulation.on_mesh(native):
+        ranks = simulation.ranks_here(simulation.ranks_of(native))
+        pieces = {rank: torch.ones(rows * size, size, device=device_of(native)) for rank in ranks}
+        tensor = DTensor.from_local(simulation.join(pieces, torch.float32), native, there, run_check=False)
+
+    def repeated(times: int) -> None:
+        with simulation.on_mesh(native), torch.no_grad():
+            for _ in range(times):
+                tensor.redistribute(native, wanted)
+        _wait()
+
+    return repeated
+
+
+def product(dtype: str, size: int) -> Repeated:
+    """Return a product of two square matrices on one device."""
+    matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=_device())
+    return _repeated(lambda: matrix @ matrix)
+
+
+def copy(num_bytes: int) -> Repeated:
+    """Return a copy on one device, which reads so many bytes and writes as many."""
+    values = torch.ones(num_bytes // 4, device=_device())
+    return _repeated(values.clone)
+
+
+def memory_bytes() -> int | None:
+    """Return the memory of a device; `None`: it is that of the host."""
+    return torch.cuda.get_device_properties(_device()).total_memory if _device().type == "cuda" else None
+
+
+def facts() -> dict[str, str]:
+    """Return what torch knows of the devices of this process, for people."""
+    return {"kind": torch.cuda.get_device_name() if _device().type == "cuda" else "CPU"}
+
+
+def _repeated(function: Callable[[], object]) -> Repeated:
+    def repeated(times: int) -> None:
+        for _ in range(times):
+            function()
+        _wait()
+
+    return repeated
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if device_names()[0].startswith("GPU") else "cpu")
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
