@@ -1,5 +1,7 @@
 """What a program does with a laid out model's weights outside of its calls gives the numbers of one device."""
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -236,3 +238,40 @@ def test_values_come_out():
 
     assert weight(plain)[:2].tolist() == rows
     assert torch.equal(weight(plain), whole(weight(model).full_tensor()))
+
+
+def test_gathered_values_are_plain_tensors():
+    """They are saved, formatted and changed as tensors of one device are, and the model does not change with them."""
+    plain, model = pair(Layers)
+    gathered = {name: each.full_tensor() for name, each in model.state_dict().items()}
+    file = io.BytesIO()
+    torch.save(gathered, file)
+    file.seek(0)
+
+    assert {torch.Tensor} == {type(each) for each in gathered.values()}
+    assert all(torch.equal(each, gathered[name]) for name, each in plain.state_dict().items())
+    assert all(torch.equal(each, gathered[name]) for name, each in torch.load(file).items())
+    assert f"{weight(plain).sum():.3f}" == f"{weight(model).full_tensor().sum():.3f}"
+    for each in gathered.values():
+        each.zero_()
+    assert_models_close(plain, model)
+
+
+def test_gathered_values_have_gradients():
+    """A loss of gathered weights has the gradients of one of plain weights."""
+    plain, model = pair(Layers)
+    weight(plain).square().sum().backward()
+    weight(model).full_tensor().square().sum().backward()
+
+    assert_close(weight(plain).grad, weight(model).grad)
+
+
+def test_numbers_are_formatted():
+    """A number of a model in layouts is written into a text as one of a plain model is."""
+    texts = []
+    for model in pair(Layers):
+        F.mse_loss(model(X), Y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        texts.append(f"{norm:.3f} {norm:8.1e} {weight(model).detach().abs().sum():.2f}")
+
+    assert texts[0] == texts[1]

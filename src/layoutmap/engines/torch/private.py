@@ -647,50 +647,6 @@ def _answered(
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)
 
 
-def assignments(
-    read: Callable[..., Any],
-    data: Callable[..., None],
-    part: Callable[..., None],
-    copied: Callable[..., Any],
-    address: Callable[[Any], None],
-    product: Callable[..., Any],
-) -> Sequence[Attribute]:
-    """The patches that have other functions do things with `DTensor`s, and asked for their addresses.
-
-    Args:
-        read: Returns `tensor.data`: called with what torch returns.
-        data: Does `tensor.data = value`: called with what torch does, the tensor and the value.
-        part: Does `tensor[index] = value`: called with what torch does, the tensor, the index and the value.
-        copied: Returns `copy.deepcopy(tensor)`: called with what torch does, the tensor and what was copied so far.
-        address: Called with a tensor before its address is given.
-        product: Returns `tensor.prod(...)`: called with what torch does, its arguments, and those by name.
-    """
-
-    def of_data(own: Any) -> property:
-        return property(
-            lambda tensor: read(own.__get__(tensor)),
-            lambda tensor, value: data(own.__set__, tensor, value),
-        )
-
-    def by(function: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda own: functools.wraps(own)(lambda *args: function(own, *args))
-
-    return (
-        Attribute(DTensor, "data", of_data),
-        Attribute(DTensor, "__setitem__", by(part)),
-        Attribute(DTensor, "__deepcopy__", by(copied)),
-        Attribute(
-            DTensor,
-            "prod",
-            lambda own: functools.wraps(own)(lambda *args, **named: product(own, args, named)),
-        ),
-        *(
-            Attribute(DTensor, name, functools.partial(_after, address))
-            for name in ("data_ptr", "__dlpack__")
-        ),
-    )
-
-
 def orthogonal_updates(make: Callable[..., torch.Tensor]) -> Attribute:
     """The patch that has the updates of `torch.optim.Muon` made by another function.
 

@@ -12,6 +12,7 @@ torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded i
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +23,16 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
 from layoutmap.core.users_line import level_of_user
+from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops.gathered import product
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
+from layoutmap.engines.torch.dtensor_ops.memories import update
 from layoutmap.engines.torch.dtensor_ops.mode import computing
-from layoutmap.engines.torch.placing import full_tensor, like, placed, summed_placements
+from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed, summed_placements
 from layoutmap.engines.torch.private import (
     PlainTensorsReplicated,
-    assignments,
     local_of,
     orthogonal_updates,
     plainly,
@@ -90,7 +92,22 @@ def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
-def _refuse_address(tensor: Any) -> None:
+def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Tensor:
+    """`tensor.full_tensor()`: a plain tensor of simulated devices, too."""
+    if not simulation.is_simulated() or not is_guarded(tensor.device_mesh):
+        return own(tensor, **options)
+    update(tensor)
+    found = full_tensor(tensor)
+    return found.clone() if is_everywhere(tensor) else found  # not the memory of one simulated device
+
+
+def _formatted(own: Callable[..., str], tensor: Any, spec: str) -> str:
+    """`f"{tensor:.3f}"` of a number, which torch knows of plain tensors; nothing is gathered that was not asked for."""
+    is_number = tensor.ndim == 0 and is_guarded(tensor.device_mesh)
+    return format(tensor.item(), spec) if is_number and (spec or is_everywhere(tensor)) else own(tensor, spec)
+
+
+def _refuse_address(own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of; `copy.deepcopy` does, too."""
     asking = sys._getframe(level_of_user({"functools"}) - 1)
     if is_guarded(tensor.device_mesh) and asking.f_globals.get("__name__") != "torch._tensor":
@@ -101,6 +118,7 @@ def _refuse_address(tensor: Any) -> None:
             fix="make the kernel an operator by torch.library.custom_op or triton_op, which is computed on gathered "
             "tensors, backwards too; or give it tensor.full_tensor()",
         )
+    return own(tensor, *args, **kwargs)
 
 
 @plainly
@@ -111,8 +129,30 @@ def _orthogonal(own: Callable[..., torch.Tensor], gradient: Any, *options: Any) 
     return like(own(full_tensor(gradient), *options), gradient)
 
 
+def _method(name: str, instead: Callable[..., Any]) -> Attribute:
+    """The patch that has a function called in the place of a method of `DTensor`, with what torch does first."""
+
+    def make(own: Any) -> Any:
+        return functools.wraps(own)(lambda *args, **kwargs: instead(own, *args, **kwargs))
+
+    return Attribute(DTensor, name, make)
+
+
 _CHANGES = (
-    *assignments(hide, _assign_data, _assign_part, _copied, _refuse_address, product),
+    Attribute(
+        DTensor,
+        "data",
+        lambda own: property(
+            lambda tensor: hide(own.__get__(tensor)), functools.partial(_assign_data, own.__set__)
+        ),
+    ),
+    _method("__setitem__", _assign_part),
+    _method("__deepcopy__", _copied),
+    _method("data_ptr", _refuse_address),
+    _method("__dlpack__", _refuse_address),
+    _method("full_tensor", _gathered),
+    _method("__format__", _formatted),
+    _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),
     orthogonal_updates(_orthogonal),
     PlainTensorsReplicated(),
 )
