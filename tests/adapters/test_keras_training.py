@@ -18,6 +18,8 @@ from keras_training import (
 )
 from quiet import OF_ARRAYS, OF_MAPS
 
+import layoutmap as lm
+
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
 pytestmark = [OF_MAPS, OF_ARRAYS]
@@ -60,6 +62,30 @@ def test_every_way_of_running_a_step_gives_the_same(options):
 
     assert_close(expected, actual)
     assert_in_layouts(model, mlp_map())
+
+
+class Halved(L.Dense):
+    """Its kernel is halved by each call in training, as spectral normalization divides it by its norm."""
+
+    def call(self, inputs, training=False):
+        if training:
+            self.kernel.assign(self.kernel * 0.5)
+        return super().call(inputs)
+
+
+@pytest.mark.parametrize("specs", [(None, "batch"), (None, "model"), ("batch", "model")], ids=str)
+def test_a_layer_that_assigns_to_its_own_weight_does_so_in_layouts(specs):
+    """The weight has its new value after the call, and trains from it, also where it was gathered for the call."""
+
+    def make_model():
+        x = keras.Input((16,))
+        model = keras.Model(x, L.Dense(64, name="out")(Halved(8, name="halved")(x)))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        return model
+
+    layout_map = lm.LayoutMap("batch=2,model=4", {r"halved\.kernel": specs}, rest="replicated")
+    lm.check_parity(make_model, layout_map, batch("sequential"), batch_dim="batch", library="keras")
 
 
 def test_averaged_weights_survive_a_second_fit():

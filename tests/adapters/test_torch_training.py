@@ -25,11 +25,13 @@ from torch_pairs import (
 )
 
 import layoutmap as lm
+from layoutmap.adapters.torch import train_with
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
 
 # An epsilon that is large beside rounding: without it a step is the sign of a gradient that may be rounding alone.
+SGD = partial(torch.optim.SGD, lr=0.05)
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "sgd foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
@@ -42,6 +44,56 @@ OPTIMIZERS = {
     "nadam": partial(torch.optim.NAdam, lr=1e-2, eps=1e-3),
     "lion": Lion,
 }
+
+
+class Changing(nn.Module):
+    """A linear layer that changes its weight in each call, as spectral norms and fake quantization do."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+        self.change = change
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self.weight)
+        return x @ self.weight
+
+
+def replace_data(weight):
+    weight.data = weight.data * 0.5
+
+
+CHANGES = {
+    "in place": lambda weight: weight.div_(weight.norm()),
+    "by a copy": lambda weight: weight.copy_(weight * 0.5),
+    "by its data": lambda weight: weight.data.mul_(0.5),
+    "a row": lambda weight: weight[1].zero_(),
+}
+BY_HALVES = {"weight": ("batch", "model")}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_module_that_changes_its_weight_in_a_call_does_so_in_layouts(change):
+    """The change is made to the weight itself, also where the call has it gathered."""
+
+    def make_model():
+        torch.manual_seed(0)
+        return train_with(
+            Changing(change), loss=lambda outputs, targets: F.mse_loss(outputs, targets), optimizer=SGD
+        )
+
+    batch = torch.randn(8, 8), torch.randn(8, 4)
+    layout_map = lm.LayoutMap("batch=2,model=2", BY_HALVES)
+    lm.check_parity(make_model, layout_map, batch, batch_dim="batch", library="torch")
+
+
+def test_data_that_is_replaced_in_a_call_is_refused():
+    """It would be lost with the gathered weight: the error says what to write."""
+    with lm.LayoutMap("batch=2,model=2", BY_HALVES).scope(batch_dim="batch"):
+        model = Changing(replace_data)
+    with pytest.raises(lm.EngineError, match=r"weight: its `\.data` was replaced in a call"):
+        model(torch.randn(8, 8))
 
 
 class TestSteps:

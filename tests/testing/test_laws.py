@@ -24,6 +24,8 @@ FOUND = {
     # A strided shard of which simulated ranks have different sizes: torch made one range for all of them. A gradient of
     # only rounding, which Adagrad makes a step of.
     "torch": [8000029, 20261125708],
+    # A layer's assignment to its own weight, which the call had gathered, was lost.
+    "keras-torch": [20261127010],
     # DTensor took the layout of a regularizer's gradient for that of a grouped convolution's filter.
     # DTensor's all-to-all mixed up the blocks of a tensor of four axes, in a backward pass.
     "keras-tensorflow": [3600074, 91500178],

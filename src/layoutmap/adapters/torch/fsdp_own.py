@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.paths import Place
+from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
+from layoutmap.engines.torch.dtensor_ops.memories import memory_of, note_redistributed
 from layoutmap.engines.torch.fsdp import Cast, Gather, can_gather, changed_too_early
 from layoutmap.engines.torch.fsdp_saved import regathered
 from layoutmap.engines.torch.private import (
@@ -160,7 +162,10 @@ class Own:
         if not together:  # the model's own call has gathered them
             yield
             return
-        computing = [(w.place, each, together[id(each)]) for w, each in asked.held if id(each) in together]
+        held = [(weight, each, together[id(each)]) for weight, each in asked.held if id(each) in together]
+        for _, stored, tensor in held:
+            note_redistributed(stored, tensor)  # a module may change it, as spectral norms do
+        memories = [memory_of(tensor) for _, _, tensor in held]
         keys = () if self._is_kept else asked.keys
         versions = {id(tensor): version_of(tensor) for _, tensor in asked.held}
 
@@ -174,16 +179,27 @@ class Own:
 
         is_again = not torch.is_grad_enabled() or is_checkpoint(saver())
         with (
-            held_in_place(computing),
+            held_in_place([(weight.place, *both) for weight, *both in held]),
             regathered([together[key] for key in keys], again) as is_freed,
         ):
             plainly(self._order.go_on)(self, context, is_freed=bool(keys) and (is_freed or is_again))
             yield
+            for (weight, _, tensor), memory in zip(held, memories, strict=True):
+                if memory_of(tensor) is not memory:
+                    raise _data_replaced(weight.name)
 
     @plainly
     def _gather(self, context: ScopeContext) -> tuple[_Asked, dict[int, Any]]:
         asked = self._order.take(self, self.held(), context)
         return asked, asked.tensors()
+
+
+def _data_replaced(name: str) -> EngineError:
+    return EngineError(
+        f"{name}: its `.data` was replaced in a call of the model",
+        why="it is sharded over the batch's dim, and a call holds it gathered: the new values would be lost with that",
+        fix="change it in place: weight.data.copy_(values)",
+    )
 
 
 class _Asked:

@@ -19,6 +19,7 @@ from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, with_summed_gradient
 from layoutmap.engines.torch.placing import full_tensor, reduced
@@ -129,7 +130,9 @@ def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[...,
         before = [variable._value for variable, _ in gathered]
         try:
             for variable, layout in gathered:
-                variable._value = session.engine.relayout(variable._value, layout)
+                stored = variable._value
+                variable._value = session.engine.relayout(stored, layout)
+                note_redistributed(stored, variable._value)  # a layer may assign to it, as spectral norms do
             return function(*args, **kwargs)
         finally:
             for (variable, _), value in zip(gathered, before, strict=True):
