@@ -22,7 +22,7 @@ from layoutmap.core.errors import MeshError, PlanError, RuleError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules import zoo
 from layoutmap.scope.plan import make_plan
-from layoutmap.testing import strategies
+from layoutmap.testing import models, strategies
 
 MESH = lm.create_mesh("batch=2,model=4")
 DIMS = ("batch", "model")
@@ -347,6 +347,91 @@ def test_logical_rules_mean_in_nnx_what_they_mean_there(rules, names):
             ours()
     else:
         assert theirs == P(*axes_of(ours()["v"]))
+
+
+def laid_out_by_linen(names, rules, mesh):
+    """The specs that flax's own function gives."""
+    tree = {path: P(*each) for path, each in names.items()}
+    return {path: s.spec for path, s in nn.logical_to_mesh_sharding(tree, mesh, rules).items()}
+
+
+@given(strategies.plans())
+def test_a_plan_goes_to_logical_rules_and_back(planned):
+    """With names that are made, both libraries of flax and our own map have the layouts of the plan."""
+    _, _, plan = planned
+    if plan.errors:
+        return
+    try:
+        names, rules = plan.to_logical_axis_rules()
+    except PlanError:
+        assert any(a.variable.kind is Kind.SLOT for a in plan.assignments)
+        return
+    layouts = {path: plan[path].layout for path in names}
+
+    assert {p: P(*axes_of(layout)) for p, layout in layouts.items()} == {
+        path: nn.logical_to_mesh_axes(each, rules) for path, each in names.items()
+    }
+    assert {p: P(*axes_of(layout)) for p, layout in layouts.items()} == {
+        path: spmd.apply_rules(P(*each), tuple(rules)) for path, each in names.items()
+    }
+    for semantics in ("linen", "nnx"):
+        back = lm.LayoutMap.from_logical_axes(rules, names, plan.mesh, plan, semantics=semantics)
+        assert layouts == {path: back[path] for path in layouts}
+
+
+@given(LOGICAL, st.lists(NAMES_OF_AXES, min_size=1, max_size=4))
+@pytest.mark.filterwarnings("ignore:from_logical_axes. .* names of axes have no rule")
+def test_a_plan_goes_to_rules_for_the_names_that_a_model_has(rules, arrays):
+    """What rules of linen have given is given again by the rules that are found; where none are, two differ."""
+    axes = {f"v{i}": tuple(names) for i, names in enumerate(arrays)}
+    variables = [VariableSpec(path, (8,) * len(names), "float32") for path, names in axes.items()]
+    try:
+        layout_map = lm.LayoutMap.from_logical_axes(rules, axes, MESH, {v.path: v.shape for v in variables})
+    except RuleError:
+        return  # a name for two axes
+    plan = make_plan(variables, layout_map)
+    try:
+        names, found = plan.to_logical_axis_rules(axes)
+    except PlanError:
+        # Only where a name has several rules are there dims to fall back on; a cycle of dims needs three names.
+        assert len({name for name, _ in rules}) < len(rules) or len({n for n, d in rules if d}) > 2
+        return
+
+    assert axes == names
+    mesh = jax.make_mesh((2, 4), DIMS, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    assert plan.to_partition_specs() == laid_out_by_linen(names, found, mesh)
+
+
+@pytest.mark.parametrize("library", ["nnx", "pytree"])
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_of_drawn_models_go_to_logical_rules(library, seed):
+    """By `flax.linen.logical_to_mesh_sharding`."""
+    plan = models.draw(seed, library).plan()
+    names, rules = plan.to_logical_axis_rules()
+    mesh = jax.make_mesh(plan.mesh.shape, plan.mesh.dim_names)
+
+    assert {path: plan.to_partition_specs()[path] for path in names} == laid_out_by_linen(names, rules, mesh)
+
+
+def test_names_that_cannot_have_the_layouts_are_refused():
+    """The variable and the name that differ; an order of rules is found where axes compete for a dim."""
+    shapes = {"up": (8, 8), "down": (8, 8), "norm": (8,)}
+    axes = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "norm": ("embed",)}
+
+    def plan(**specs):
+        variables = [VariableSpec(path, shapes[path], "float32") for path in specs]
+        return make_plan(variables, lm.LayoutMap(MESH, specs))
+
+    assert [("mlp", "model"), ("embed", "batch")] == sorted(
+        plan(up=("batch", "model"), down=("model", "batch")).to_logical_axis_rules(axes)[1], reverse=True
+    )
+    competing = plan(up=(None, "model"), norm=("model",)).to_logical_axis_rules(axes)
+    assert [("mlp", "model"), ("embed", "model")] == competing[1]
+    with pytest.raises(PlanError, match=r"norm: the layout (.|\n)* 'embed' is sharded over") as refused:
+        plan(up=("batch", "model"), norm=(None,)).to_logical_axis_rules(axes)
+    assert "name its axes differently" in refused.value.fix
+    with pytest.raises(PlanError, match="an axis without a name is unsharded"):
+        plan(norm=("model",)).to_logical_axis_rules({})
 
 
 class Block(nn.Module):

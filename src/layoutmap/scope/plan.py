@@ -228,6 +228,80 @@ class Plan(PlanTable):  # why: decisions/0041
 
         return keras_map(self.mesh, layouts_by_name(self), device_mesh)
 
+    def to_parallelize_plan(self) -> str:
+        """Return Python to paste into a program of torch: a function `parallelize(model, mesh)` of torch's own calls.
+
+        `parallelize_module` lays out the linear layers and embeddings that are sharded by columns or by rows over one
+        dim, and `distribute_module` the rest. A layer sharded by columns gives its shards to one beside it that is
+        sharded by rows, as in attention and gated units: what is computed between them must be one for each feature or
+        head. An output that is to be whole, or a shard of the sequence, is said by `LayoutMap.activations`.
+
+        Raises:
+            PlanError: Something has no form there: an axis sharded over dims in another order than the mesh's, a rule
+                for the output of a module that has no style, slots of another layout than their weight.
+
+        Example:
+            >>> from layoutmap.core.variables import Use, VariableSpec
+            >>> up = VariableSpec("up.weight", (64, 16), "float32", use=Use(("out.0", "in.0")))
+            >>> plan = make_plan([up], lm.LayoutMap(lm.Mesh(None, "data=2,model=4"), {"up": ("model", None)}))
+            >>> "ColwiseParallel(output_layouts=Replicate())" in plan.to_parallelize_plan()
+            True
+        """
+        from layoutmap.plan.to_parallelize import parallelize_text
+
+        return parallelize_text(self)
+
+    def to_tp_plan(self) -> dict[str, str]:
+        """Return the layouts as a tensor parallel plan of Hugging Face transformers, for its `DistributedConfig`.
+
+        Which layers pass shards to each other is read as in `to_parallelize_plan`.
+
+        Raises:
+            PlanError: transformers has no style for a module: one that is no linear layer or embedding, is sharded
+                over several dims, or in another way than by columns or by rows; tied weights that are sharded; modules
+                of one entry, which differ in a number, with different layouts.
+
+        Example:
+            >>> from layoutmap.core.variables import Use, VariableSpec
+            >>> shapes = {"layers.0.up.weight": (64, 16), "layers.0.down.weight": (16, 64)}
+            >>> linear = Use(("out.0", "in.0"))
+            >>> variables = [VariableSpec(path, shape, "float32", use=linear) for path, shape in shapes.items()]
+            >>> rules = {r".*up\\.weight": ("model", None), r".*down\\.weight": (None, "model")}
+            >>> make_plan(variables, lm.LayoutMap(lm.Mesh(None, "model=4"), rules)).to_tp_plan()
+            {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}
+        """
+        from layoutmap.plan.to_tp_plan import tp_plan_of
+
+        return tp_plan_of(self)
+
+    def to_logical_axis_rules(self, axes: Any = None) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+        """Return names for the axes of each variable, and logical axis rules of flax and MaxText for these names.
+
+        Args:
+            axes: The names that the model's code has, by path or in nested dicts, as `nn.get_partition_spec` returns
+                them; `None`: names are made, for axes that are sharded.
+
+        Returns:
+            The names by path, and the rules in order: `flax.linen.logical_to_mesh_sharding` gives with them exactly the
+            layouts of the plan. With names that were made, `flax.nnx` does, too.
+
+        Raises:
+            PlanError: No rules give these names all layouts; names a variable that differs from the others. Or a slot
+                of an optimizer is not laid out as its weight.
+
+        Example:
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> layout_map = lm.LayoutMap(lm.Mesh(None, "fsdp=2,model=4"), {"up": ("fsdp", "model")})
+            >>> plan = make_plan([VariableSpec("up.kernel", (16, 64), "float32")], layout_map)
+            >>> plan.to_logical_axis_rules()
+            ({'up.kernel': ('over_fsdp', 'over_model')}, [('over_fsdp', 'fsdp'), ('over_model', 'model')])
+            >>> plan.to_logical_axis_rules({"up": {"kernel": ("embed", "mlp")}})[1]
+            [('embed', 'fsdp'), ('mlp', 'model')]
+        """
+        from layoutmap.plan.to_logical_axes import logical_rules_of
+
+        return logical_rules_of(self, axes)
+
     # -- texts
 
     def to_json(self) -> str:

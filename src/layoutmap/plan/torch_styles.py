@@ -1,0 +1,172 @@
+"""The layouts of torch modules as styles of tensor parallelism, which torch and transformers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from layoutmap.core.errors import PlanError
+from layoutmap.core.layout import Layout
+from layoutmap.core.match import KERAS
+from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.table import PlanTable
+
+Held = Mapping[str, Assignment]
+"""The variables that a module holds itself, by name."""
+
+_LINEAR, _EMBEDDING = ("out.0", "in.0"), ("rows", "out.0")
+_SHARDED_AXES: dict[tuple[str, ...], dict[Literal["colwise", "rowwise"], dict[str, int | None]]] = {
+    _LINEAR: {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}},
+    _EMBEDDING: {"colwise": {"weight": 1}, "rowwise": {"weight": 0}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Styled:
+    """A module whose layouts are those of a style.
+
+    Args:
+        path: Its path.
+        kind: The style; `"sequence"`: its weights are replicated, and it computes with shards of the sequence.
+        dim: The mesh dim.
+        is_embedding: Whether it is a table of embeddings, else a linear layer or, with `"sequence"`, any.
+        is_paired: Whether a module beside it gives it shards of features or takes them.
+        output: The axis of its output that is sharded, `-1` for the last; `None`: the output is whole.
+    """
+
+    path: str
+    kind: Literal["colwise", "rowwise", "sequence"]
+    dim: str
+    is_embedding: bool = False
+    is_paired: bool = False
+    output: int | None = None
+
+
+# why: decisions/0172
+def ruled(plan: PlanTable, call: str) -> list[Assignment]:
+    """The variables of a plan for which another library has rules: all but slots, which follow, and metrics.
+
+    Raises:
+        PlanError: The plan has errors, or a slot is not laid out as its weight.
+    """
+    plan.check()
+    for a in plan.assignments:
+        v = a.variable
+        if v.kind is Kind.SLOT and not a.layout.is_fully_replicated():
+            parent = plan[v.parent].layout if v.parent and v.parent in plan else None
+            if v.axes is not None or a.layout != parent:
+                raise refused(
+                    call,
+                    v.path,
+                    f"the layout {a.layout} of an optimizer's slot",
+                    "there a slot is made like its weight, and has its layout",
+                    "plan the model without its optimizer",
+                )
+    return [a for a in plan.assignments if a.variable.kind in (Kind.WEIGHT, Kind.STATE, Kind.RNG)]
+
+
+def refused(call: str, path: str, what: str, why: str, fix: str) -> PlanError:
+    """The error that another library's form cannot express something of a plan."""
+    return PlanError(f"{call}: {path}: {what} has no form there", why=why, fix=fix)
+
+
+def by_module(plan: PlanTable, call: str) -> dict[str, dict[str, Assignment]]:
+    """The variables of a plan of a torch module, by the modules that hold them, those that share one included.
+
+    Raises:
+        PlanError: It is a plan of another library, or see `ruled`.
+    """
+    found: dict[str, dict[str, Assignment]] = {}
+    for a in ruled(plan, call):
+        if a.variable.name.startswith(KERAS):
+            what, why = "a variable of Keras", "its styles are for modules of torch"
+            raise refused(call, a.variable.path, what, why, "use to_keras or to_partition_specs")
+        for path in (a.variable.path, *a.variable.aliases):
+            module, _, name = path.rpartition(".")
+            found.setdefault(module, {})[name] = a
+    return found
+
+
+def dims_of(layout: Layout) -> tuple[str, ...]:
+    """The mesh dims over which any axis is sharded."""
+    return tuple(dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis))
+
+
+def styled_modules(plan: PlanTable, modules: Mapping[str, Held], call: str) -> dict[str, Styled]:
+    """The modules whose layouts, and whose output where the plan has a rule for that, are those of a style, by path.
+
+    A module that is sharded by columns gives its shards to one beside it that is sharded by rows, if there is any, as
+    in attention and in gated units; else its output is whole. Rules for outputs say otherwise.
+
+    Raises:
+        PlanError: A rule for the output of a module is none that a style has.
+    """
+    outputs = {match.path: match.layout for match in plan.activations if match.layout is not None}
+    found = {path: styled for path, held in modules.items() if (styled := _style_of(path, held))}
+    sides = {(path.rpartition(".")[0], s.dim, s.kind) for path, s in found.items() if not s.is_embedding}
+    for path, styled in found.items():
+        other = "rowwise" if styled.kind == "colwise" else "colwise"
+        if not styled.is_embedding and (path.rpartition(".")[0], styled.dim, other) in sides:
+            found[path] = replace(styled, is_paired=True, output=-1 if styled.kind == "colwise" else None)
+    of_weights = {dim for held in modules.values() for a in held.values() for dim in dims_of(a.layout)}
+    for path, layout in outputs.items():
+        axes = {
+            axis: dims for axis in range(layout.rank) if (dims := {*layout.mesh_dims_of(axis)} & of_weights)
+        }
+        styled = found.get(path)
+        if styled is not None and not axes:
+            found[path] = replace(styled, output=None)
+        elif axes:
+            found[path] = _with_output(path, styled, modules.get(path), axes, layout, call)
+    return found
+
+
+def _with_output(
+    path: str,
+    styled: Styled | None,
+    held: Held | None,
+    axes: Mapping[int, set[str]],
+    layout: Layout,
+    call: str,
+) -> Styled:
+    (axis, dims), *more = axes.items()
+    if (
+        styled is None
+        and held
+        and not any(dims_of(a.layout) for a in held.values())
+        and axis < layout.rank - 1
+    ):
+        styled = Styled(path, "sequence", next(iter(dims)))
+    if styled is None or more or dims != {styled.dim}:
+        raise refused(
+            call,
+            path,
+            f"the layout {layout} of its output",
+            "only outputs of linear layers, embeddings and norms are laid out there, over the dim of their weights",
+            "plan with a map without that rule for activations",
+        )
+    return replace(styled, output=-1 if axis == layout.rank - 1 else axis)
+
+
+def _style_of(path: str, held: Held) -> Styled | None:
+    weight = held.get("weight")
+    dims = {dim for a in held.values() for dim in dims_of(a.layout)}
+    use = weight.variable.use if weight else None
+    if (
+        weight is None
+        or use is None
+        or len(dims) != 1
+        or weight.variable.path != f"{path}.weight".lstrip(".")
+    ):
+        return None  # what a weight is to a module that shares it, the plan does not know
+    (dim,) = dims
+    axes = {name: _axis_of(a.layout) for name, a in held.items()}
+    for kind, expected in _SHARDED_AXES.get(use.roles, {}).items():
+        if axes == {name: expected.get(name, -1) for name in axes}:
+            return Styled(path, kind, dim, is_embedding=use.roles == _EMBEDDING)
+    return None
+
+
+def _axis_of(layout: Layout) -> int | None:
+    return next((axis for axis in range(layout.rank) if layout.mesh_dims_of(axis)), None)
