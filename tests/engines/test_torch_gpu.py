@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import test_torch
 
-from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch import simulation, speeds
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.engine import engine
 
@@ -24,6 +24,18 @@ class TestOneCPU(test_torch.TestTorchEngine):
 def test_a_gpu_is_there():
     """Where torch finds a GPU, the engine names it; skipped once for all laws of the class below."""
     assert "GPU:0" in engine().devices("gpu")
+
+
+@pytest.mark.skipif(not HAS_GPU, reason=f"the memory of a GPU: torch is built {CUDA}")
+def test_the_peak_of_memory_is_watched():
+    """What tensors took at most since it was asked, also where they are gone; not what they took before."""
+    torch.empty(2**26, device="cuda")
+    held = torch.cuda.memory_allocated()
+    peak = speeds.watched_peak()
+    torch.empty(2**24, device="cuda")
+
+    assert held + 4 * 2**24 == peak()
+    assert speeds.memory_bytes() > 2**30
 
 
 class TestOneGPU(test_torch.TestTorchEngine):

@@ -170,6 +170,23 @@ def test_what_was_measured_is_a_machine(run, tmp_path):
     assert 8 == on.node_size
 
 
+@pytest.mark.skipif(HERE == "tensorflow", reason="TensorFlow's steps are not counted")
+def test_a_step_is_measured_beside_what_was_counted(run):
+    """Seconds and memory of a step are beside those that a plan counts; a CPU does not report its memory, said."""
+    _, said, found = run("--only", f"speeds-{HERE}", "--mesh", "x=2,model=1,batch=4", "--count", "1")
+    measured = next(each for each in found["measured"][HERE] if "step" in each)
+    counted = found["counted"][HERE]
+
+    assert {"created_bytes": None, "step_bytes": None} == {
+        name: number for name, number in measured.items() if "bytes" in name
+    }
+    assert (
+        4 * 128 * 128 * 4 // 2 == counted["created_bytes"] < counted["step_bytes"]
+    )  # four layers, sharded by x
+    assert 0 < counted["step"] < measured["step"]
+    assert 2 == said.count("not reported")
+
+
 @pytest.mark.long
 def test_a_full_disk_is_named(run):
     """Where a checkpoint cannot be written, the law that saves one fails, and says so."""

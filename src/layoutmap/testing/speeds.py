@@ -1,4 +1,4 @@
-"""Measures how fast devices exchange, multiply and copy."""
+"""Measures how fast devices exchange, multiply, copy and train, and how much memory they take for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import socket
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from layoutmap.adapters import Training, capable, get_adapter
 from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine, speeds_of
@@ -18,16 +19,16 @@ from layoutmap.scope.group import Group
 from layoutmap.testing.laws import Outcome, quiet
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices
+from layoutmap.testing.stack import Stack
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that are measured."""
-LAW = "speeds are measured"
 _ROUNDS, _TIMES = 5, 2
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Outcome:
-    """Measure the devices of an engine; returns an outcome with figures.
+def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[Outcome]:
+    """Measure the devices of an engine; yields outcomes with figures.
 
     All processes of a program must do so together.
 
@@ -36,16 +37,18 @@ def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Outcome:
         seed: Draws a mesh.
         devices: The devices that there are.
     """
-    begun, what, why = time.perf_counter(), "held", ""
-    figures: list[dict[str, Any]] = []
-    try:
-        with quiet():
-            figures.extend(_measured(engine, Choices.of_seed(seed).weighted(devices.meshes)))
-    except EngineError as error:
-        what, why = "not tried", str(error)
-    except Exception:
-        what, why = "failed", traceback.format_exc(limit=-4)
-    return Outcome(LAW, what, why, time.perf_counter() - begun, figures)
+    dims = Choices.of_seed(seed).weighted(devices.meshes)
+    for law, measure in _LAWS.items():
+        begun, what, why = time.perf_counter(), "held", ""
+        figures: list[dict[str, Any]] = []
+        try:
+            with quiet():
+                figures.extend(measure(engine, dims))
+        except EngineError as error:
+            what, why = "not tried", str(error)
+        except Exception:
+            what, why = "failed", traceback.format_exc(limit=-4)
+        yield Outcome(law, what, why, time.perf_counter() - begun, figures)
 
 
 def _measured(engine: str, dims: str) -> Iterator[dict[str, Any]]:
@@ -64,15 +67,41 @@ def _measured(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     yield {"memory": speeds.memory_bytes() or _host_bytes() // len(mesh.local_device_ids)}
 
 
-def _seconds(repeated: Callable[[int], None]) -> float:
+def _step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
+    """A step of a stack of layers, and what devices say that their memory had at most."""
+    speeds, mesh = speeds_of(engine), get_engine(engine).bind(Mesh(None, dims))
+    adapter = capable(get_adapter(engine), Training, "a step")
+    width, size = 2**7 if mesh.device_type == "CPU" else 2**12, mesh.size
+    stack = Stack(engine, dims, -(-width // size) * size)
+    batch, peak = stack.batch, speeds.watched_peak()
+    adapter.set_seed(0)
+    model = stack.built()
+    created, peak = peak(), speeds.watched_peak()
+    seconds = _seconds(lambda times: [adapter.train_step(model, batch) for _ in range(times)], rounds=2)
+    yield {
+        "mesh": dims,
+        "width": stack.width,
+        "step": seconds,
+        "step_bytes": peak(),
+        "created_bytes": created,
+    }
+
+
+def _seconds(repeated: Callable[[int], Any], rounds: int = _ROUNDS) -> float:
     """The least time that something takes, of several rounds: other programs only slow it down."""
     repeated(1)  # compiles it, and connects processes
     found: list[float] = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         begun = time.perf_counter()
         repeated(_TIMES)
         found.append((time.perf_counter() - begun) / _TIMES)
     return min(found)
+
+
+_LAWS: Mapping[str, Callable[[str, str], Iterator[dict[str, Any]]]] = {
+    "a step is measured": _step,  # first: some devices know only the highest peak of memory since they started
+    "speeds are measured": _measured,
+}
 
 
 def _host_bytes() -> int:

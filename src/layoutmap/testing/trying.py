@@ -51,7 +51,7 @@ def try_seed(
         there: The devices that there are.
     """
     if subject in SPEEDS:
-        yield try_speeds(subject_named(subject).engine, seed, there), ""
+        yield from ((outcome, "") for outcome in try_speeds(subject_named(subject).engine, seed, there))
         return
     if not subject_named(subject).library:
         yield from try_arrays(subject_named(subject).engine, seed, there)

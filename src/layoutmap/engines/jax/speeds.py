@@ -61,7 +61,25 @@ def copy(num_bytes: int) -> Repeated:
 
 def memory_bytes() -> int | None:
     """Return the memory of a device that JAX may use; `None`: it is that of the host."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return _memory().get("bytes_limit")
+
+
+def watched_peak() -> Callable[[], int | None]:
+    """Return what returns the most memory that arrays have taken since this call.
+
+    `None`: the devices do not report it, as CPUs; or there was a higher peak before, which nothing sets back.
+    """
+    before = _memory().get("peak_bytes_in_use", 0)
+
+    def peak() -> int | None:
+        found = _memory().get("peak_bytes_in_use", 0)
+        return found if found > before else None
+
+    return peak
+
+
+def _memory() -> Mapping[str, int]:
+    return jax.local_devices()[0].memory_stats() or {}
 
 
 def facts() -> dict[str, str]:

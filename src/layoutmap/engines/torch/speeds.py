@@ -68,6 +68,14 @@ def memory_bytes() -> int | None:
     return torch.cuda.get_device_properties(_device()).total_memory if _device().type == "cuda" else None
 
 
+def watched_peak() -> Callable[[], int | None]:
+    """Return what returns the most memory that tensors have taken since this call; `None`: CPUs do not report it."""
+    if _device().type == "cpu":
+        return lambda: None
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated
+
+
 def facts() -> dict[str, str]:
     """Return what torch knows of the devices of this process, for people."""
     return {"kind": torch.cuda.get_device_name() if _device().type == "cuda" else "CPU"}

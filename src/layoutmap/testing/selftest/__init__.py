@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,7 +24,7 @@ from layoutmap.engines import ENGINES, installed_engines
 from layoutmap.engines.launchers import Launcher, launcher
 from layoutmap.engines.tested import TESTED
 from layoutmap.scope.progress import Waiting
-from layoutmap.testing.schedule import Schedule
+from layoutmap.testing.schedule import Schedule, Tried
 from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.selftest.report import Report
 from layoutmap.testing.subjects import ARRAYS, PRECISION, SPEEDS, SUBJECTS
@@ -48,7 +51,8 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
         raise LayoutMapError("processes try one engine together", fix=f"add --engine {', '.join(ENGINES)}")
     if is_alone and not (options.simulate or options.busy):
         _check_free()
-    on = machine_named(options.on).device if options.on else None
+    if options.on:
+        machine_named(options.on)  # before anything runs
     report = Report(_facts(options, seed), with_names=options.with_names)
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
@@ -71,16 +75,10 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
         except KeyboardInterrupt:
             report.is_complete = False
     report.seconds = time.monotonic() - started
-    for engine, names in schedule.devices.items():
-        kind = "simulated " * (options.simulate > 0) + names[0].rpartition(":")[0].rpartition(":")[2]
-        report.facts[f"{engine} devices"] = f"{len(names)} {kind}"
-        facts = schedule.facts[engine]
-        report.facts[f"{engine} topology"] = ", ".join(f"{name} {fact}" for name, fact in facts.items())
-        tried = [each for each in report.tried if each.subject == f"speeds-{engine}"]
-        node_size = -(-len(names) // int(facts["hosts"]))
-        share_cores = "CPU" in names[0] and (options.simulate > 0 or node_size > (os.cpu_count() or 1))
-        if tried:
-            report.add_speeds(Speeds(engine, node_size, tried, on, share_cores))
+    for engine in schedule.devices:
+        report.facts |= _devices(schedule, engine)
+        if not started_by.process and any(_is_of(engine, each) for each in report.tried):
+            report.add_speeds(_speeds(report, schedule, engine, options.on))
     if not schedule.devices and report.is_complete:
         raise LayoutMapError(
             f"nothing could be tried within {options.minutes:g} minutes",
@@ -88,6 +86,45 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
             fix="see that this lists devices: layoutmap devices; or give more --minutes",
         )
     return None if started_by.process else report
+
+
+def _devices(schedule: Schedule, engine: str) -> dict[str, str]:
+    """The devices of an engine, and how they lie, for people."""
+    names = schedule.devices[engine]
+    kind = "simulated " * (schedule.simulate > 0) + names[0].rpartition(":")[0].rpartition(":")[2]
+    topology = ", ".join(f"{name} {fact}" for name, fact in schedule.facts[engine].items())
+    return {f"{engine} devices": f"{len(names)} {kind}", f"{engine} topology": topology}
+
+
+def _is_of(engine: str, tried: Tried) -> bool:
+    return tried.subject == f"speeds-{engine}"
+
+
+def _speeds(report: Report, schedule: Schedule, engine: str, on: str | None) -> Speeds:
+    """The speeds of an engine's devices, with what a plan counts of the step that was measured."""
+    names = schedule.devices[engine]
+    node_size = -(-len(names) // int(schedule.facts[engine]["hosts"]))
+    share_cores = "CPU" in names[0] and (schedule.simulate > 0 or node_size > (os.cpu_count() or 1))
+    tried = [each for each in report.tried if _is_of(engine, each)]
+    speeds = Speeds(engine, node_size, tried, machine_named(on).device if on else None, share_cores)
+    return replace(speeds, counted=_counted(speeds, on)) if report.is_complete else speeds
+
+
+def _counted(speeds: Speeds, on: str | None) -> dict[str, float]:
+    """Figures of that step, on the machine that was named or else on that which was measured; none if it fails."""
+    if not (speeds.step and (on or speeds.is_enough)):
+        return {}
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".yaml") as file,
+        suppress(KeyboardInterrupt, json.JSONDecodeError),  # without these figures, all else is reported
+    ):
+        file.write(speeds.to_machine_file("measured") if on is None else "")
+        file.flush()
+        step = [speeds.engine, speeds.step["mesh"], str(speeds.step["width"]), on or file.name]
+        command = [sys.executable, "-m", "layoutmap.testing.stack", *step]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True).stdout)
+    return {}
 
 
 def _facts(options: Any, seed: int) -> dict[str, str]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import Any
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import size
+from layoutmap.cost.cost import duration
 from layoutmap.cost.machine import Device, Group, Machine, Network
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.schedule import Tried
 
-COLUMNS = ("measured on", "what", "over", "figure", "expected")
+COLUMNS = ("on", "what", "over", "measured", "expected")
 _FAR_BELOW = {True: 3, False: 10}
 """How many times slower than a machine's peak, or than the same collective elsewhere, is a finding."""
+_OF_A_STEP = {"step": "a step", "step_bytes": "peak of a step", "created_bytes": "peak of creation"}
 LAW = "no collective is far slower than the machine file says, or than over other dims"
 _Key = tuple[str, int, int]
 
@@ -32,6 +34,7 @@ class Speeds:
         tried: The outcomes that have figures.
         on: What a machine file says of the device; `None`: none was named.
         share_cores: Whether devices are computed by fewer cores, so that one slows another down.
+        counted: What was counted of the step that was measured; empty: nothing.
     """
 
     engine: str
@@ -39,11 +42,17 @@ class Speeds:
     tried: Sequence[Tried]
     on: Device | None = None
     share_cores: bool = False
+    counted: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def is_enough(self) -> bool:
         """Whether a machine file can be made of it."""
         return bool(self._collectives) and "memory" in self._best
+
+    @cached_property
+    def step(self) -> Mapping[str, Any]:
+        """The first step that was measured; empty if none was."""
+        return next((each for each in self.figures if "step" in each), {})
 
     @property
     def figures(self) -> list[Mapping[str, Any]]:
@@ -72,7 +81,7 @@ class Speeds:
         """All other figures, by name, each the best that was measured."""
         found: dict[str, float] = {}
         for each in self.figures:
-            named = {each["dtype"]: each["flops"]} if "dtype" in each else {} if "kind" in each else each
+            named = {each["dtype"]: each["flops"]} if "dtype" in each else {} if "mesh" in each else each
             found |= {name: max(number, found.get(name, 0.0)) for name, number in named.items()}
         return found
 
@@ -123,6 +132,14 @@ class Speeds:
             unit = {"memory": "B", "memory_bandwidth": "B/s"}.get(name, "FLOP/s")
             rows.append(
                 [self.engine, what, "one device", *(_rate(n, unit) if n else "" for n in (number, expected))]
+            )
+        for name, what in _OF_A_STEP.items() if self.step else ():
+            both = self.step[name], self.counted.get(name)
+            texts = [
+                "" if each is None else duration(each) if name == "step" else size(each) for each in both
+            ]
+            rows.append(
+                [self.engine, what, self.step["mesh"], texts[0] or "not reported", texts[1] or "not counted"]
             )
         return rows or [[self.engine, "not measured", "", "", ""]]
 

@@ -112,6 +112,7 @@ class Report:
         rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.rows())
         facts["laws"] = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
         facts["measured"] = {each.engine: each.figures for each in self.speeds}
+        facts["counted"] = {each.engine: each.counted for each in self.speeds}
         facts["failures"] = [
             {"subject": t.subject, "seed": t.seed, "program": t.program}
             | {name: self._named(str(fact)) for name, fact in asdict(t.outcome).items()}
