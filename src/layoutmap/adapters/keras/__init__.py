@@ -159,7 +159,7 @@ class KerasAdapter(Adapter):
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
-        return checkpoints.stored(model, saved)
+        return checkpoints.stored(model, saved, backend_of(backend_name()))
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
         """Give variables other values."""

@@ -39,7 +39,7 @@ from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
 
 
-def stored(model: Any, saved: Saved | None) -> list[Stored]:
+def stored(model: Any, saved: Saved | None, backend: Backend) -> list[Stored]:
     """Return the variables of a model with their values, those of its optimizer too.
 
     An optimizer without slots makes them, if there are some that were saved.
@@ -62,7 +62,7 @@ def stored(model: Any, saved: Saved | None) -> list[Stored]:
     return [
         Stored(
             replace(each.spec, kind=Kind.METRIC) if id(each.variable) in no_slots else each.spec,
-            each.variable.value,
+            backend.value_of(each.variable),
         )
         for each in entries
     ]

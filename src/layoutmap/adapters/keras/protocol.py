@@ -152,6 +152,10 @@ class Backend(ABC):  # why: decisions/0043
         """Return the global value of a variable, as a numpy array."""
         return get_engine(self.engine_name).to_numpy(variable.value)
 
+    def value_of(self, variable: Any) -> Any:
+        """Return the value of a variable in the element type that Keras says it has."""
+        return variable.value
+
     def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
         """Return what a layer returns in a layout; gradients find their way back."""
         return session.engine.relayout(array, layout)

@@ -34,6 +34,7 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.gradients import Gradients
 
 _to_numpy = get_engine("torch").to_numpy
+_UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32}
 _num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -47,7 +48,8 @@ class TorchBackend(Backend):  # why: decisions/0018
     quiet = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
-    )  # both would read what has no value yet
+        (keras.Model, "_post_quantize"),
+    )  # all would read what has no value yet; `values_changed` does their work
     global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
@@ -88,6 +90,11 @@ class TorchBackend(Backend):  # why: decisions/0018
         variable._layout = tag
         variable._value = held
         return tag
+
+    def value_of(self, variable: Any) -> Any:
+        """Return the value of a variable; Keras holds unsigned integers as larger signed ones."""
+        dtype = _UNSIGNED.get(variable.dtype)
+        return variable.value if dtype is None else variable.value.to(dtype)
 
     def values_changed(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
         """Layers know their parameters by the tensor, which is another one now."""

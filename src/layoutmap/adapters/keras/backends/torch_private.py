@@ -3,7 +3,7 @@
 keras.src.backend.torch.core                DEFAULT_DEVICE, device_scope, get_device
 keras.src.backend.torch.layer.TorchLayer    _post_build, _post_track_variable, _track_variables, _torch_params
 keras.src.layers.layer.Layer                _get_own_losses, _get_regularization_losses
-keras.Model                                 _call_has_training_arg, _compute_loss
+keras.Model                                 _call_has_training_arg, _compute_loss, _post_quantize
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES: Names = (
     (keras_core, ("DEFAULT_DEVICE", "device_scope", "get_device")),
     (TorchLayer, ("_post_build", "_post_track_variable", "_track_variables")),
     (keras.layers.Layer, ("_get_own_losses", "_get_regularization_losses")),
-    (keras.Model, ("_compute_loss",)),
+    (keras.Model, ("_compute_loss", "_post_quantize")),
 )
 
 
