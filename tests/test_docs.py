@@ -30,6 +30,7 @@ PROCESSES = ("jax",)
 pytestmark = pytest.mark.every_case
 
 FENCE = re.compile(r"^( *)(`{3,})([^`\n]*)\n(.*?)^\1\2 *$", re.DOTALL | re.MULTILINE)
+TITAN = frameworks.ROOT / "docs" / "look" / "torchtitan.md"
 PAGES = [frameworks.ROOT / "README.md", *sorted((frameworks.ROOT / "docs").rglob("*.md"))]
 
 
@@ -146,7 +147,9 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(900)  # side by side, it is a dozen programs
-@pytest.mark.parametrize("page", few(PAGES, PAGES[0]), ids=lambda p: str(p.relative_to(frameworks.ROOT)))
+@pytest.mark.parametrize(
+    "page", few(PAGES, PAGES[0], TITAN), ids=lambda p: str(p.relative_to(frameworks.ROOT))
+)
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path):
     """What the documentation shows works as shown; the examples are beside it, as in a checkout."""
     (tmp_path / "examples").symlink_to(frameworks.ROOT / "examples")

@@ -99,6 +99,7 @@ def scenarios():
     yield "rules", {rule.pattern: str(rule.layout) for rule in layout_map.rules}
     built = layout_map.build(make, library="torch")
     yield "built", told(lm.inspect(built))
+    yield "rebuilt", str(lm.inspect(model).diff(lm.inspect(built)))
     yield "of scope", all(a.match.is_rest or a.match.rule for a in lm.inspect(built).assignments)
 
     if dist.get_rank() == 3:  # as one process that missed a step

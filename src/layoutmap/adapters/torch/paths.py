@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from layoutmap.core.variables import distinct
@@ -118,7 +119,13 @@ def below(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[to
 
 def model_names(roots: Sequence[torch.nn.Module]) -> list[str]:
     """A name for each model: its class's, with a number from the second of a class on."""
-    return distinct([type(root).__name__ for root in roots])
+    return distinct([_own_class(type(root)).__name__ for root in roots])
+
+
+def _own_class(kind: type) -> type:
+    """The class of a module as its author wrote it: `fully_shard` makes one of that and its own."""
+    is_made = kind.__name__.startswith("FSDP") and issubclass(kind.__bases__[0], FSDPModule)
+    return kind.__bases__[-1] if is_made else kind
 
 
 def lazy_layers(root: torch.nn.Module) -> list[str]:
