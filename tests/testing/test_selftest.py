@@ -217,9 +217,7 @@ def test_an_interrupt_keeps_what_is_known(tmp_path):
         while not (folder := list(tmp_path.glob("layoutmap-selftest-*"))) and time.monotonic() < until:
             time.sleep(0.1)
         time.sleep(20)  # a framework starts, and some cases are tried
-        children = subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-        ).stdout.split()
+        children = _children(process.pid)
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=60)
 
@@ -327,37 +325,50 @@ def test_names_are_left_out(tmp_path):
 
 @pytest.mark.skipif(HERE != "jax", reason="one process is enough: no framework is asked")
 def test_devices_that_others_use_are_refused(tmp_path):
-    """Where NVIDIA's tool names a process that computes, nothing starts: exit code 2, with what uses how much."""
+    """Where NVIDIA's tool names a process that computes, nothing starts: exit code 2, with what uses how much.
+
+    Each of several processes asks, and one that another of them has started does not count.
+    """
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '4711, 70000 MiB'\n")
-    tool.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
     asked = [sys.executable, "-m", "layoutmap", "selftest", "--engine", HERE, "--minutes", "0"]
-    for options, words in (([], "4711, 70000 MiB"), (["--busy"], "nothing could be tried within 0 minutes")):
-        done = subprocess.run([*asked, *options], env=environment, capture_output=True, text=True)
+    tried, busy = "nothing could be tried within 0 minutes", "4711, 70000 MiB"
+    wait = [sys.executable, "-c", "input()", "layoutmap.testing.trying"]
+    with subprocess.Popen(wait, stdin=subprocess.PIPE) as ours:
+        together = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+        for options, more, used, words in (
+            ([], {}, busy, busy),
+            ([], together, busy, busy),
+            (["--busy"], {}, busy, tried),
+            ([], {}, f"{ours.pid}, 300 MiB", tried),
+        ):
+            tool.write_text(f"#!/bin/sh\necho '{used}'\n")
+            tool.chmod(0o755)
+            done = subprocess.run([*asked, *options], env=environment | more, capture_output=True, text=True)
 
-        assert 2 == done.returncode
-        assert words in done.stderr
+            assert 2 == done.returncode, done.stderr
+            assert words in done.stderr
+        ours.communicate(b"\n")
 
 
 @pytest.mark.long
-@pytest.mark.skipif(HERE != "torch", reason="where the collective is slowed, in the engine of torch")
-def test_a_slow_collective_is_found(run_together, tmp_path):
-    """A machine file is written of two processes; an all-gather that waits is then far below it, and named."""
-    options = ("--only", "speeds-torch", "--count", "1", "--mesh", "model=2")
-    code, said, found = run_together(*options, "--write-machine", "mine.yaml")
+def test_a_self_test_that_is_killed_leaves_no_process(tmp_path):
+    """A process that tries cases ends by itself where the one that started it is gone."""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command("--only", f"arrays-{HERE}"), env=environment) as process:
+        until = time.monotonic() + 60
+        while not (children := _children(process.pid)) and time.monotonic() < until:
+            time.sleep(0.1)
+        process.kill()
+    while (
+        left := [each for each in children if os.path.exists(f"/proc/{each}")]
+    ) and time.monotonic() < until:
+        time.sleep(0.5)
 
-    assert 0 == code, said
-    assert 1 == machine_named(f"{tmp_path}/mine.yaml").device.fast.name.count("in a host")
-    right = "            for _ in range(times):\n                tensor"
-    wait = "            __import__('time').sleep(2 * (kind == 'all_gather'))\n"
-    source = with_fault(tmp_path, "engines/torch/speeds.py", right, wait + right)
-    code, said, found = run_together(*options, "--on", "mine.yaml", source=source)
+    assert children
+    assert [] == left
 
-    assert 1 == code, said
-    assert (
-        "no collective is far slower than the machine file says, or than over other dims"
-        == (found["failures"][0]["law"])
-    )
-    assert "all-gather over model of model=2: " in found["failures"][0]["why"]
-    assert "and here has " in found["failures"][0]["why"]
+
+def _children(pid):
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+    return found.stdout.split()

@@ -1,5 +1,6 @@
 """Measured speeds are read back as the machine that they were measured on, and a slow collective is named."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from layoutmap.cost.machines import devices_of_text, known_devices, machine_for,
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.schedule import Tried
 from layoutmap.testing.selftest.measured import Speeds
-from layoutmap.testing.speeds import KINDS
+from layoutmap.testing.speeds import KINDS, type_of_products
 
 SWITCHED = [name for name, device in known_devices().items() if not device.fast.ring_from]
 
@@ -103,3 +104,15 @@ def test_devices_that_share_cores_are_not_judged():
 
     assert "wrong" == Speeds("jax", 8, slow, machine).judged().outcome.what
     assert "not tried" == Speeds("jax", 8, slow, machine, share_cores=True).judged().outcome.what
+
+
+def rounded(values, bits):
+    """Values of float32 with fewer bits, as products in TF32 (10 of the fraction) and in bfloat16 (7) take them."""
+    step = np.uint32(1 << (23 - bits))
+    return ((values.view(np.uint32) + step // 2) & ~(step - np.uint32(1))).view(np.float32)
+
+
+@pytest.mark.parametrize(("bits", "said"), [(23, "in float32"), (10, "in TF32"), (7, "in TF32 or bfloat16")])
+def test_products_in_fewer_bits_are_noticed(bits, said):
+    """The report says whether products of float32 are computed in float32, by comparing one with the exact one."""
+    assert type_of_products(lambda a, b: rounded(a, bits) @ rounded(b, bits)).startswith(said)

@@ -21,6 +21,7 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices, Specs, draw_specs
 
 _PROGRAM = """\
+import ml_dtypes  # numpy knows bfloat16 by it
 import numpy as np
 
 import layoutmap as lm
@@ -81,7 +82,7 @@ def try_arrays(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
         "mesh": dims,
         "seed": seed,
         "shape": shape,
-        "dtype": choices.one_of("float32", "int32", "float16", "int8"),
+        "dtype": choices.one_of("float32", "int32", "float16", "int8", "bfloat16"),
         "specs": [_held(choices, engine, mesh, shape) for _ in range(2)],
         "simulation": f"\nlm.simulate_devices({devices.number}, {engine!r})\n" if devices.simulated else "",
     }

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from layoutmap.adapters import Training, capable, get_adapter
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine, speeds_of
@@ -24,6 +27,8 @@ from layoutmap.testing.stack import Stack
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that are measured."""
 _ROUNDS, _TIMES = 5, 2
+_COARSE = 1e-5
+"""Products of float32 differ by less from exact ones, and those of TF32 and bfloat16 by more."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -115,5 +120,18 @@ def host_facts(engine: str, group: Group) -> dict[str, str]:
     found = {"processes": str(group.count), "devices of each": " or ".join(map(str, each))}
     found["hosts"] = str(len(set(hosts)))
     with suppress(EngineError):
-        found |= speeds_of(engine).facts()
+        speeds = speeds_of(engine)
+        found |= speeds.facts() | {"float32 products": type_of_products(speeds.multiplied)}
     return found
+
+
+def type_of_products(multiplied: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
+    """Return how products of float32 are rounded: in float32, or as TF32 and bfloat16 are.
+
+    Args:
+        multiplied: Multiplies two matrices on a device.
+    """
+    a, b = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
+    exact = a.astype("float64") @ b.astype("float64")
+    error = float(np.abs(multiplied(a, b) - exact).max() / np.abs(exact).max())
+    return "in float32" if error < _COARSE else f"in TF32 or bfloat16 (they differ by {error:.0e})"

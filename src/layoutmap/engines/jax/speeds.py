@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
@@ -52,6 +54,11 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Re
 def product(dtype: str, size: int) -> Repeated:
     """Return a product of two square matrices on one device."""
     return _repeated(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2)
+
+
+def multiplied(a: NumpyArray, b: NumpyArray) -> NumpyArray:
+    """Return the product of two matrices, computed on one device."""
+    return np.asarray(jnp.matmul(a, b))
 
 
 def copy(num_bytes: int) -> Repeated:

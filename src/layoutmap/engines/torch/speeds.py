@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
 from layoutmap.engines.torch import simulation
@@ -55,6 +56,11 @@ def product(dtype: str, size: int) -> Repeated:
     """Return a product of two square matrices on one device."""
     matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=_device())
     return _repeated(lambda: matrix @ matrix)
+
+
+def multiplied(a: NumpyArray, b: NumpyArray) -> NumpyArray:
+    """Return the product of two matrices, computed on one device."""
+    return (torch.from_numpy(a).to(_device()) @ torch.from_numpy(b).to(_device())).cpu().numpy()
 
 
 def copy(num_bytes: int) -> Repeated:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import date
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
@@ -49,7 +50,7 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
     is_alone = started_by.num_processes == 1
     if not is_alone and not options.engine:
         raise LayoutMapError("processes try one engine together", fix=f"add --engine {', '.join(ENGINES)}")
-    if is_alone and not (options.simulate or options.busy):
+    if not (options.simulate or options.busy):
         _check_free()
     if options.on:
         machine_named(options.on)  # before anything runs
@@ -160,16 +161,25 @@ def _subjects(engines: Collection[str], only: Collection[str]) -> list[str]:
 
 
 def _check_free() -> None:
-    """Refuse NVIDIA's devices that other processes compute on."""
+    """Refuse NVIDIA's devices that other processes compute on; those of this self-test, which has begun, are none."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
-        used = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
     except OSError:  # there are none
         return
+    used = [line for line in lines if line.strip() and not _is_ours(line.partition(",")[0])]
     if used:
         raise LayoutMapError(
             "the devices are in use",
-            facts={"processes, memory": "; ".join(used.splitlines())},
+            facts={"processes, memory": "; ".join(used)},
             why="what runs there would have less memory and time, and so would the self-test",
             fix="wait for them, choose others with CUDA_VISIBLE_DEVICES, or add --busy",
         )
+
+
+def _is_ours(pid: str) -> bool:
+    """Whether a process is one that a self-test has started, as another process of this program does."""
+    try:
+        return b"layoutmap.testing.trying" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
