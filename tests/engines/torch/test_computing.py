@@ -342,3 +342,58 @@ def test_losses_that_are_reduced_in_the_old_way(options):
         found = whole(F.mse_loss(place(x, "batch", "model"), place(y, "batch", None), **options))
 
     torch.testing.assert_close(found, F.mse_loss(x, y, **options))
+
+
+CHANGES_OF_SHAPE = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, -1),
+    "swapaxes_": lambda x: x.swapaxes_(1, 0),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze_(0).squeeze_(),
+    "squeeze_ of an axis": lambda x: x.unsqueeze_(-1).squeeze_(-1),
+    "orthogonal_": nn.init.orthogonal_,
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+@pytest.mark.parametrize("in_call", [True, False], ids=["in a call", "outside of calls"])
+@pytest.mark.parametrize(
+    "specs", [("batch", None), (None, "model"), ("model", "batch"), (("batch", "model"), None)]
+)
+@pytest.mark.parametrize("name", CHANGES_OF_SHAPE)
+def test_the_shape_is_changed_in_place(name, specs, in_call):
+    """A tensor on a mesh has another shape after it, with its values, its layout and gradients."""
+    values = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+    def changed(x):
+        x.requires_grad_()
+        torch.manual_seed(0)
+        y = x * 2
+        with torch.no_grad() if name == "orthogonal_" else contextlib.nullcontext():
+            CHANGES_OF_SHAPE[name](y)
+        (y.sin() * torch.arange(y.numel()).view(y.shape)).sum().backward()
+        return y, x.grad
+
+    expected = changed(values.clone())
+    with run_on() if in_call else contextlib.nullcontext():
+        actual = changed(place(values, *specs))
+
+    assert actual[0].shape == expected[0].shape
+    torch.testing.assert_close([whole(each) for each in actual], [each.detach() for each in expected])
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+@pytest.mark.parametrize(
+    ("specs", "index"), [(("batch", None), slice(1, None)), ((("model", "batch"), None), 0)]
+)
+def test_shapes_that_are_not_changed_in_place(specs, index):
+    """A slice of a call knows what it is one of by its index; what is sharded in another order is gathered."""
+    with run_on():
+        x = place(torch.eye(4), *specs)
+        part = x[index]
+        with pytest.raises(EngineError, match="would change its shape in place"):
+            x.t_()
+
+    assert torch.equal(torch.eye(4)[index], whole(part))
+    assert torch.equal(torch.eye(4), whole(x))

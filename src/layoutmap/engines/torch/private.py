@@ -66,7 +66,7 @@ try:
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode, _push_mode
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
     from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -166,6 +166,12 @@ ranks_of_local = attrgetter("_ranks")
 def set_pieces(array: Any, local: torch.Tensor, spec: Any) -> None:
     """Have a `DTensor` hold another local tensor, placed as a spec says."""
     array._local_tensor, array._spec = local, spec
+
+
+def take_shape(op: Any, args: Any, kwargs: Any, view: Any) -> Any:
+    """Have a `DTensor`, the first argument of an operator that changes its shape in place, be as a view of it is."""
+    set_pieces(args[0], local_of(view), spec_of(view))
+    return return_and_correct_aliasing(op, args, kwargs, args[0])
 
 
 def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +28,7 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     REDUCTIONS,
     SUMS_PASS,
 )
-from layoutmap.engines.torch.dtensor_ops.slices import count_change
+from layoutmap.engines.torch.dtensor_ops.slices import count_change, has_slices
 from layoutmap.engines.torch.placing import (
     everywhere,
     full_tensor,
@@ -50,13 +50,18 @@ from layoutmap.engines.torch.private import (
     plainly,
     specs_of_answer,
     specs_of_arguments,
+    take_shape,
     tree_leaves,
     tree_map,
     written_arguments,
 )
+from layoutmap.engines.torch.unseen import memory_of
 
 _FROM_THE_START = {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
 """Operators whose axis DTensor takes for another one if it is negative, or fails for: its place among the arguments."""
+
+_RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
+"""Operators that change the shape of a tensor in place, and are views of it without the underscore."""
 
 
 def guard(device_mesh: DeviceMesh) -> None:
@@ -133,6 +138,11 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
         and not _is_partial_or_strided(args[0])
     ):
         return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
+    if full_name in _RESHAPING and isinstance(args[0], DTensor):
+        view = getattr(torch.ops.aten, name)(*args, **kwargs)
+        if has_slices(args[0]) or memory_of(view) is not memory_of(args[0]):
+            _refuse_shape(op, args[0], view)
+        return take_shape(op, args, kwargs, view)
     place = _FROM_THE_START.get(name, len(args))
     if place < len(args) and args[place] is not None and args[place] < 0:
         rank = args[0].ndim if place == 1 else len(args[1])
@@ -283,14 +293,18 @@ def _on_local(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
     )
 
 
+def _refuse_shape(op: Any, old: Any, new: Any) -> NoReturn:
+    raise EngineError(
+        f"{op}: a tensor on a mesh would change its shape in place",
+        facts={"from": tuple(old.shape), "to": tuple(new.shape), "layout": str(old.placements)},
+        why="its shards would lie in other memory, and its slices would be of another tensor",
+        fix="use what the operation returns: x = operation(x)",
+    )
+
+
 def _write(op: Any, old: Any, new: Any) -> None:
     if old.shape != new.shape:
-        raise EngineError(
-            f"{op}: a tensor on a mesh would change its shape in place",
-            facts={"from": tuple(old.shape), "to": tuple(new.shape)},
-            why="its shards lie in memory of their size",
-            fix="use what the operation returns: x = operation(x)",
-        )
+        _refuse_shape(op, old, new)
     mesh = old.device_mesh
     values = local_of(placed(everywhere(new, mesh), summed_placements(old.placements)))
     for dim, placement in enumerate(old.placements):

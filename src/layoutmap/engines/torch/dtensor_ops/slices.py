@@ -200,6 +200,12 @@ def _written(tensor: Any, changed: Any) -> Any:
     return tensor.data if is_unseen(changed) else tensor
 
 
+def has_slices(tensor: Any) -> bool:
+    """Whether a call has taken slices of a tensor that are copies, which find their values by its shape."""
+    memory = memory_of(tensor)
+    return any(getattr(each, _SLICE).memory is memory for each in list(copies.values()))
+
+
 def count_change(tensor: Any) -> None:
     """Have autograd see that what a call took a slice of was changed, by a change of the slice after it."""
     of = _slice_of(base_of(tensor))
