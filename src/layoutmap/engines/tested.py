@@ -19,7 +19,7 @@ TESTED = {
     "jax": ("0.9.2", "0.10"),
     "keras": ("3.14", "3.15"),
     "tensorflow": ("2.21", "2.21"),
-    "torch": ("2.12", "2.15"),
+    "torch": ("2.13", "2.15"),
     "flax": ("0.12.6", "0.12"),
 }
 """Package -> the oldest release that the tests have passed with, and the newest minor one."""

@@ -39,6 +39,11 @@ def test_values_that_autograd_does_not_see_change(in_call):
     assert_right(range(QUICK), in_call, Program.unseen)
 
 
+def test_programs_that_failed_in_calls():
+    """A view of a softmax whose shards have one element each, changed in place."""
+    assert_right((730044,), in_call=True)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @IN_CALL

@@ -37,12 +37,6 @@ def can_gather(tensor: Any, mesh_dim: int) -> bool:
     return shards_before == getattr(placement, "split_factor", 1)
 
 
-# What torch 2.12 has under other names, which 2.13 still has and warns of.
-_is_old = not hasattr(dist, "all_gather_single")
-_ALL_GATHER = "all_gather_into_tensor" if _is_old else "all_gather_single"
-_REDUCE_SCATTER = "reduce_scatter_tensor" if _is_old else "reduce_scatter_single"
-
-
 class Gather:
     """Tensors that were asked for from the other devices along a mesh dim, by one collective.
 
@@ -72,9 +66,7 @@ class Gather:
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
         group = mesh.get_group(mesh_dim)
-        self._work = getattr(dist, _ALL_GATHER)(
-            self._rows.view(-1), flat, group=group, async_op=is_asynchronous
-        )
+        self._work = dist.all_gather_single(self._rows.view(-1), flat, group=group, async_op=is_asynchronous)
 
     def gathered(self) -> list[Any]:
         """The tensors; gradients pass, summed up over the mesh dim and sharded again. To be called once."""
@@ -121,7 +113,7 @@ class _ScatterOver(torch.autograd.Function):
             flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
             flat = flat.to(gather.reduce_dtype)
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
-            getattr(dist, _REDUCE_SCATTER)(mine, flat, group=mesh.get_group(mesh_dim))
+            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))
             parts = mine.split([place.local_size for place, _ in some])
             results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
         return tuple(results.get(id(place)) for place in places)

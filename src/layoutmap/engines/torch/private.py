@@ -1,4 +1,4 @@
-"""Every private name of torch that this package touches; no other file has one. Tested on 2.12 to 2.15.
+"""Every private name of torch that this package touches; no other file has one. Tested on 2.13 to 2.15.
 
 Those that are not imported here are in `_NAMES`, `_OF_STATE` and `_OF_GROUP`: a release that lacks one is refused with
 its name. This file is longer than others because it is the one place of them all.
@@ -90,6 +90,7 @@ _NAMES: list[tuple[Any, str]] = [
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (_of_collectives, "_get_default_group"),
+    (torch.distributed, "all_gather_single reduce_scatter_single"),  # public, but not on 2.12
     (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
     (LocalTensor, "_local_tensors _ranks"),
     (LocalIntNode, "_local_ints"),
@@ -295,11 +296,16 @@ def spec_of_shards(mesh: Any, placements: tuple[Any, ...], shape: Any, strides: 
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             axis, number = placement.dim, mesh.size(dim)
-            shape = [size * number if i == axis else size for i, size in enumerate(shape)]
-            strides = [
-                step * number if i != axis and step >= strides[axis] else step
+            # Of axes with one stride and one element the first is major.
+            is_above = [
+                step > strides[axis] or (step == strides[axis] and (i < axis or shape[i] > 1))
                 for i, step in enumerate(strides)
             ]
+            strides = [
+                step * number if i != axis and above else step
+                for i, (step, above) in enumerate(zip(strides, is_above, strict=True))
+            ]
+            shape = [size * number if i == axis else size for i, size in enumerate(shape)]
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(strides), dtype))
 
 
