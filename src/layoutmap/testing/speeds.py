@@ -32,7 +32,7 @@ _COARSE = 1e-5
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[Outcome]:
+def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[Outcome]:  # why: decisions/0167
     """Measure the devices of an engine; yields outcomes with figures.
 
     All processes of a program must do so together.
