@@ -55,7 +55,6 @@ STATE = {
     "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",
     "engines.torch.malloc._malloc_trim": "the C library's function",
     "engines.jax.corrections._for_good": "our rules in JAX's tables: they stay, since programs and arrays do",
-    "engines.jax.corrections._grids": "whether a mesh of several dims was used: then convolutions are gathered, too",
     "engines.jax.corrections._without_devices": "whether this thread lowers for devices that are not there",
     "engines.jax.corrections._inside": "whether this thread lowers one of our forms: JAX's own rules hold in it",
     "engines.jax.cost.attention._calls": "the step that is traced on this thread, whose calls of attention are named",

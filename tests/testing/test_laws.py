@@ -24,6 +24,10 @@ FOUND = {
     # A strided shard of which simulated ranks have different sizes: torch made one range for all of them. A gradient of
     # only rounding, which Adagrad makes a step of.
     "torch": [8000029, 20261125708],
+    # A table's rows were read from other devices: fewer tokens than rows, and outputs sharded over another dim.
+    "keras-jax": [20261126046],
+    # A grouped convolution, on a mesh of one dim, before a reshape.
+    "nnx": [20261127045],
     # A layer's assignment to its own weight, which the call had gathered, was lost.
     "keras-torch": [20261127010],
     # DTensor took the layout of a regularizer's gradient for that of a grouped convolution's filter.

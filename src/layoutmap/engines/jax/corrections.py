@@ -62,12 +62,9 @@ def correct_for(shape: Sequence[int]) -> None:
     It stays so: nobody can tell when the last array is gone that was made of one in a layout, and JAX keeps programs
     for longer than arrays (docs/decisions/0112).
     """
-    sizes = [size for size in shape if size > 1]
-    if sizes and not _for_good:
+    if any(size > 1 for size in shape) and not _for_good:
         _for_good.append(_PATCHES.used())
         _for_good[0].__enter__()
-    if len(sizes) > 1:
-        _grids.add(tuple(sizes))
 
 
 @contextmanager
@@ -183,7 +180,7 @@ def _axes_of_windows(*, window_dimensions: Sequence[int], **_: Any) -> set[int]:
 def _product(lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     """A product that adds up over three axes or more, as over one: XLA may leave out a mesh dim of one of them."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
-    if len(lhs_summed) > 2 and (_grids or _without_devices.get()):
+    if len(lhs_summed) > 2:
         lhs, lhs_batch, lhs_summed = _one_summed(lhs, lhs_batch, lhs_summed)
         rhs, rhs_batch, rhs_summed = _one_summed(rhs, rhs_batch, rhs_summed)
         dimension_numbers = (lhs_summed, rhs_summed), (lhs_batch, rhs_batch)
@@ -229,10 +226,8 @@ def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
     if by_batch and math.prod(places) > _MOST_PRODUCTS:
         return lax.conv_general_dilated_p.bind(_replicated(lhs), _replicated(rhs), **params)
     is_product = groups > 1 and math.prod(map(min, windows, places)) == 1
-    if (
-        by_batch or is_product or _grids or _without_devices.get()
-    ):  # on one dim XLA adds up over all devices, rightly
-        lhs, rhs = _gathered(lhs, lhs_spec[2:]), _gathered(rhs, rhs_spec[2:])
+    # On a mesh of one dim, too: behind a reshape Shardy shards axes over parts of it, as if they were dims.
+    lhs, rhs = _gathered(lhs, lhs_spec[2:]), _gathered(rhs, rhs_spec[2:])
     if by_batch and math.prod(places):
         return _sums_of_products(places, lhs, rhs, **params)
     lhs, rhs = _between_groups(lhs, lhs_spec[1], groups), _between_groups(rhs, rhs_spec[0], groups)
@@ -241,9 +236,7 @@ def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
     if groups > 1:  # XLA takes the order of the result's axes for its inverse
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
-    result = _between_groups(result, numbers.out_spec[1], groups)
-    if _grids or _without_devices.get():
-        result = _gathered(result, numbers.out_spec[2:])
+    result = _gathered(_between_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
     return result if groups == 1 else _in_order(jnp.transpose(result, lhs_spec), params["dimension_numbers"])
 
 
@@ -357,5 +350,3 @@ _PATCHES = Patches(
     ]
 )
 _for_good: list[Closing] = []
-_grids: set[tuple[int, ...]] = set()
-"""The shapes of meshes of several dims that were used."""
