@@ -356,6 +356,17 @@ def test_a_guard_looks_at_the_first_step_and_every_third():
         lm.guard(params, every=0)
 
 
+def test_a_guard_takes_up_what_only_the_first_step_makes():
+    """Slots that the plan does not know yet are no change, and from there on they may not move."""
+    params = by_columns({"up": {"kernel": jnp.ones((8, 16))}})
+    state = optax.sgd(0.1, momentum=0.9).init(params)
+    guarded = lm.guard(params, lm.inspect(params), state, every=1)
+
+    guarded()
+    with pytest.raises(lm.PlanError, match=r"optimizer\.up\.kernel\.0\.trace  layout"):
+        guarded(params, jax.tree.map(lambda x: put(x, "data"), state))
+
+
 def test_a_guard_tells_of_replicas_that_drift():
     """Where one device has stepped on alone."""
     sharding = NamedSharding(MESH, P())

@@ -124,3 +124,13 @@ def test_a_mesh_dim_of_one_device_is_as_planned_after_a_step():
 
     assert planned == {path: layouts(found)[path] for path in planned}
     assert [] == [problem for problem in found.problems if problem.kind == "moved"]
+
+
+def test_a_plan_from_before_the_first_step_is_one_to_guard_by(distribution):
+    """The optimizer makes its slots in the first step, which is no change; the guard knows them from there on."""
+    distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
+    model = make()
+    guarded = lm.guard(model, lm.inspect(model), every=1)
+    model.fit(np.ones((16, 8)), np.ones((16, 4)), batch_size=8, verbose=0, callbacks=[guarded.callback()])
+
+    assert "optimizer.up.kernel.momentum" in guarded.plan

@@ -13,12 +13,15 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.plan import Plan
 
+_MADE_FIRST = (Kind.WEIGHT, Kind.STATE)
+
 
 class Guard:
     """A count of steps that compares a model with a plan at the first of them and at every n-th from there.
 
     Attributes:
-        plan: What the model is compared with; `None`: that which the first comparison finds.
+        plan: What the model is compared with; `None`: that which the first comparison finds. From there on it has the
+            slots and metrics, too, that the first step made.
     """
 
     def __init__(self, model: Any, plan: PlanTable | None, optimizer: Any, every: int):
@@ -51,12 +54,12 @@ class Guard:
             self._optimizer if optimizer is None else optimizer,
             across=True,
         )
-        self.plan = self.plan or found
-        # A plan of a model that has taken no step does not have the slots that its optimizer makes in the first one.
-        kinds = {a.variable.kind for a in self.plan.assignments} | {Kind.WEIGHT, Kind.STATE}
-        known = tuple(a for a in found.assignments if a.variable.kind in kinds)
-        difference = self.plan.diff(replace(found, assignments=known))
+        planned = self.plan or found
+        # A plan of a model that has taken no step does not have the slots and metrics that the first one makes.
+        known = [a for a in found.assignments if a.variable.kind in _MADE_FIRST or a.variable.path in planned]
+        difference = planned.diff(replace(found, assignments=tuple(known)))
         if not difference and not found.errors:
+            self.plan = found
             return
         facts = {"changes": str(difference)} if difference else {}
         facts |= {problem.subject: str(problem) for problem in group_problems(found.errors)}
