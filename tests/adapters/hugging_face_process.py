@@ -24,14 +24,19 @@ def num_bytes(what):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{what}:"))
 
 
+def peak_anew():
+    """The memory that this process has, from which on the most it has is measured anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return num_bytes("VmRSS")
+
+
 def load(folder):
     """A checkpoint as bfloat16, sharded by rows, and how much more memory that took at most."""
     layout_map = lm.LayoutMap(
         "model=2", {r".*(proj|embed_tokens|lm_head)\.weight": ("model", None)}, rest="replicated"
     )
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # begins to measure anew
-    before = num_bytes("VmRSS")
+    before = peak_anew()
     model = layout_map.build(
         lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
         library="torch",
@@ -53,8 +58,14 @@ def main(folder):
     assert grown < of_file * (0.5 + 0.25) + (40 << 20)  # half of its pages, and that in half the bytes
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "wide", dtype=torch.bfloat16)
     assert_alike(model, plain, 0)
-    model.save_pretrained(folder / "saved")
     dist.barrier()
+    before = peak_anew()
+    model.save_pretrained(folder / "saved")
+    grown = num_bytes("VmHWM") - before
+    print(f"saved: {grown >> 20} MiB", flush=True)
+    assert (
+        grown < of_file // 8
+    )  # the file has four bytes an element, what is saved two: no weight is gathered
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.bfloat16)
     assert_alike(saved, plain, 0)
 

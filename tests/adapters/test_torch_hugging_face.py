@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
 
-WORKER = Path(__file__).with_name("hugging_face_process.py")
+WORKERS = ("hugging_face_process", "save_pretrained_process")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -236,11 +236,13 @@ def test_accelerate_trains_as_on_one_device(tmp_path, accumulation):
 
 
 @pytest.mark.long
-def test_processes_read_their_shards_and_refuse_wrapping(tmp_path):
-    """Two processes read what each needs of a checkpoint, save it once, and refuse what would train or save a part."""
+@pytest.mark.parametrize("worker", WORKERS)
+def test_two_processes(worker, tmp_path):
+    """Two read what each needs of a checkpoint, write what each has of one, and refuse to train or save a part."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    program = str(Path(__file__).with_name(f"{worker}.py"))
     ran = subprocess.run(
-        [*launcher, str(WORKER), str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+        [*launcher, program, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
 
     assert 0 == ran.returncode, ran.stderr[-4000:]

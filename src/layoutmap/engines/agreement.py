@@ -11,15 +11,17 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import CheckpointError, ScopeError
 
 _MAX_SHOWN = 200  # characters of a process's text in a message
+
+Result = TypeVar("Result")
 
 Gather = Callable[[NumpyArray], NumpyArray]
 """Returns the values of each process, one row each; all must call it, with values of one shape."""
@@ -37,6 +39,38 @@ def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
     lengths = gather(np.array([own.size], np.int64))[:, 0]
     rows = gather(np.pad(own, (0, max(1, int(lengths.max())) - own.size)))  # JAX gathers no empty arrays
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+# why: decisions/0083
+def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
+    """Return what a function returns that each process calls by itself; where it raises in one, raise in all.
+
+    Args:
+        function: Exchanges nothing with other processes.
+        gather: Gathers from all processes.
+        verb: What it is part of, for messages: `"load"` or `"save"`.
+
+    Raises:
+        CheckpointError: It raised in another process.
+    """
+    result: Any = None
+    error: BaseException | None = None
+    try:
+        result = function()
+    except BaseException as raised:
+        error = raised
+    texts = gather_texts("" if error is None else str(error) or repr(error), gather)
+    if error is not None:
+        raise error
+    failed = {f"process {number}": text for number, text in enumerate(texts) if text}
+    if failed:
+        raise CheckpointError(
+            f"{', '.join(failed)} cannot {verb}",
+            facts=failed,
+            why=f"all processes of a mesh {verb} a step, or none does",
+            fix=f"fix what {next(iter(failed))} says, and {verb} again",
+        )
+    return result
 
 
 def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:

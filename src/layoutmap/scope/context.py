@@ -172,7 +172,7 @@ class Scope:
                 return made
 
             if readers and self.across:
-                from layoutmap.scope.processes import agreed
+                from layoutmap.engines.agreement import agreed
 
                 made = agreed(read_all, self.gather)
             else:

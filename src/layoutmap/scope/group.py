@@ -8,8 +8,7 @@ from typing import Any
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import Engine
-from layoutmap.engines.agreement import gather_texts
-from layoutmap.scope.processes import Result, agreed
+from layoutmap.engines.agreement import Result, agreed, gather_texts
 
 
 class Group:

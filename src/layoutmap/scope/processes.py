@@ -10,8 +10,7 @@ differ, it raises in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 from layoutmap.core.errors import CheckpointError, PlanError, ScopeError
 from layoutmap.engines.agreement import (
@@ -25,40 +24,6 @@ from layoutmap.engines.agreement import (
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
-
-Result = TypeVar("Result")
-
-
-# why: decisions/0083
-def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
-    """Return what a function returns that each process calls by itself; where it raises in one, raise in all.
-
-    Args:
-        function: Exchanges nothing with other processes.
-        gather: Gathers from all processes.
-        verb: What it is part of, for messages: `"load"` or `"save"`.
-
-    Raises:
-        CheckpointError: It raised in another process.
-    """
-    result: Any = None
-    error: BaseException | None = None
-    try:
-        result = function()
-    except BaseException as raised:
-        error = raised
-    texts = gather_texts("" if error is None else str(error) or repr(error), gather)
-    if error is not None:
-        raise error
-    failed = {f"process {number}": text for number, text in enumerate(texts) if text}
-    if failed:
-        raise CheckpointError(
-            f"{', '.join(failed)} cannot {verb}",
-            facts=failed,
-            why=f"all processes of a mesh {verb} a step, or none does",
-            fix=f"fix what {next(iter(failed))} says, and {verb} again",
-        )
-    return result
 
 
 def check_options(options: str, gather: Gather) -> None:

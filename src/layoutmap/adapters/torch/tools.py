@@ -9,7 +9,9 @@ accelerate 1.15     Accelerator.get_state_dict(model): what is saved of a model,
                     prepare_model(model): wraps it in DistributedDataParallel, in several processes
 safetensors 0.8     torch._remove_duplicate_names(state_dict), _flatten_as_ptr(tensors): they read memory, which a
                     tensor in a layout has none of
-transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel: what is saved has to be plain
+transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel: what is saved has to be plain, or each
+                    process writes its shards: modeling_utils.safe_save_file(tensors, filename) tells which files
+                    there are, and safetensors.torch._TYPES how the format calls element types
 torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself
 """
 
@@ -25,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.boundary import plain
 from layoutmap.adapters.torch.forward import forward_of
+from layoutmap.adapters.torch.pretrained import noting, save_shards
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
@@ -94,10 +97,33 @@ def _saving(own: Any) -> Any:
     return save_pretrained
 
 
-def _transformers() -> Iterator[Attribute]:
-    from transformers import PreTrainedModel
+def _saving_shards(own: Any) -> Any:
+    gathering = _saving(own)
 
-    yield from _replaced(PreTrainedModel, "save_pretrained", _saving)
+    def save_pretrained(self: Any, directory: Any, *args: Any, **options: Any) -> Any:
+        tensors = options.get("state_dict") or self.state_dict()
+        several = simulation.world_size() > 1 and not simulation.is_simulated()
+        if (
+            several
+            and not options.get("push_to_hub")
+            and any(isinstance(t, DTensor) for t in tensors.values())
+        ):
+
+            def save(folder: Any, **state: Any) -> None:
+                own(self, folder, *args, **options | {"is_main_process": True} | state)
+
+            if save_shards(save, directory, tensors):
+                return None
+        return gathering(self, directory, *args, **options)
+
+    return save_pretrained
+
+
+def _transformers() -> Iterator[Attribute]:
+    from transformers import PreTrainedModel, modeling_utils
+
+    yield from _replaced(PreTrainedModel, "save_pretrained", _saving_shards)
+    yield from _replaced(modeling_utils, "safe_save_file", noting)
 
 
 def _peft() -> Iterator[Attribute]:

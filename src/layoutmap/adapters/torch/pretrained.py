@@ -1,0 +1,257 @@
+"""Files of `save_pretrained` of a model whose shards are in several processes: each writes its own into them.
+
+A file of safetensors is a header and the bytes of its tensors, one after the other. Size and place of each are known
+before, so each process writes the bytes of its shards where they belong, and none ever holds more than those. Which
+files there are, and what else is in the folder, transformers says: it saves tensors without values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.core.blocks import Index, NumpyArray, ends_of
+from layoutmap.core.errors import CheckpointError
+from layoutmap.core.layout import Layout
+from layoutmap.engines import get_engine
+from layoutmap.engines.agreement import agreed, gather_texts
+from layoutmap.engines.torch.private import local_of, storage_key
+
+_INDEX = ".safetensors.index.json"
+_files: ContextVar[list[tuple[str, dict[str, Any]]] | None] = ContextVar("files", default=None)
+
+
+def noting(own: Any) -> Any:
+    """Return a `save_file` of safetensors that notes what is to be saved, where this module asks for that."""
+
+    def save_file(tensors: dict[str, Any], filename: Any, *args: Any, **options: Any) -> Any:
+        files = _files.get()
+        if files is None:
+            return own(tensors, filename, *args, **options)
+        files.append((os.path.basename(filename), dict(tensors)))
+        return None
+
+    return save_file
+
+
+@contextmanager
+def _noted() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    files: list[tuple[str, dict[str, Any]]] = []
+    token = _files.set(files)
+    try:
+        yield files
+    finally:
+        _files.reset(token)
+
+
+class _Place(NamedTuple):
+    """Where a tensor in a layout begins: a name of the state of the model, a file, and a number of bytes."""
+
+    name: str
+    file: str
+    start: int
+
+
+def save_shards(
+    save: Callable[..., Any], directory: Any, tensors: Mapping[str, Any]
+) -> bool:  # why: decisions/0164
+    """Save a model from all processes of its mesh, which must all call it.
+
+    The files are made in a hidden folder beside the directory, which becomes the directory. Into one that exists they
+    are moved, its old index being removed before and the new one put there last.
+
+    Args:
+        save: Saves the model as transformers does: takes the folder and `state_dict=`.
+        directory: The folder.
+        tensors: The state of the model.
+
+    Returns:
+        Whether it is saved. It is not where transformers stores other tensors than the model has, as where it splits
+        merged experts: nothing has been written then.
+
+    Raises:
+        CheckpointError: It cannot be written, here or in another process.
+    """
+    engine = get_engine("torch")
+    layouts = {
+        name: layout
+        for name, tensor in tensors.items()
+        if isinstance(tensor, DTensor) and (layout := engine.layout_of(tensor)) is not None
+    }
+    mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)
+
+    def gather(values: NumpyArray) -> NumpyArray:
+        return engine.all_gather(values, mesh)
+
+    own = os.urandom(8).hex()
+    tokens = gather_texts(own, gather)
+    is_first = own == tokens[0]
+    target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
+    hidden = target.parent / f".{target.name}.{tokens[0]}"
+    try:
+        plan = agreed(
+            lambda: _begin(save, hidden, target, tensors, layouts) if is_first else None, gather, "save"
+        )
+        found = json.loads(gather_texts(json.dumps(plan), gather)[0])
+        if found is None:
+            return False
+        places = [_Place(*each) for each in found]
+        agreed(lambda: _write(hidden, places, tensors, layouts), gather, "save")
+        agreed(lambda: _put(hidden, target) if is_first else None, gather, "save")
+        return True
+    finally:
+        if is_first:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _begin(
+    save: Callable[..., Any],
+    hidden: Path,
+    target: Path,
+    tensors: Mapping[str, Any],
+    layouts: Mapping[str, Layout],
+) -> list[_Place] | None:
+    """Make the folder, with files in which the values of tensors in layouts are missing; returns where these are."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(
+            f"{target}: it is a file",
+            why="save_pretrained writes a folder",
+            fix="name a folder, or one that does not exist",
+        )
+    names: dict[int, str] = {}
+    empty: dict[Any, torch.Tensor] = {}  # tensors that are one stay one
+    state: dict[str, Any] = dict(tensors)
+    for name in layouts:
+        tensor = tensors[name]
+        key = storage_key(local_of(tensor))
+        if key not in empty:
+            empty[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            names[id(empty[key])] = name
+        state[name] = empty[key]
+    with _noted() as files:
+        save(hidden, state_dict=state)
+    if any(each.is_meta and id(each) not in names for _, content in files for each in content.values()):
+        return None
+    return [place for file, content in files for place in _make_file(hidden, file, content, names)]
+
+
+def _make_file(
+    folder: Path, file: str, content: Mapping[str, torch.Tensor], names: Mapping[int, str]
+) -> list[_Place]:
+    """Make a file with its header, its full size, and the values of plain tensors."""
+    from safetensors.torch import _TYPES
+
+    dtypes = {dtype: name for name, dtype in cast("dict[str, torch.dtype]", _TYPES).items()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
+    for name, tensor in ordered:
+        end = place + tensor.numel() * tensor.dtype.itemsize
+        entries[name] = {
+            "dtype": dtypes[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [place, end],
+        }
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    places: list[_Place] = []
+    with open(folder / file, "xb") as sink:
+        sink.write(len(text).to_bytes(8, "little") + text)
+        begin = sink.tell()
+        for name, tensor in ordered:
+            start = begin + entries[name]["data_offsets"][0]
+            if tensor.is_meta:
+                places.append(_Place(names[id(tensor)], file, start))
+            else:
+                sink.seek(start)
+                sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        sink.truncate(begin + place)
+    return places
+
+
+def _write(
+    folder: Path, places: Sequence[_Place], tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
+) -> None:
+    """Write the shards that are this process's to write; what it returns from is durable."""
+    files: dict[str, int] = {}
+    try:
+        for number, (name, file, start) in enumerate(places):
+            if file not in files:
+                files[file] = os.open(folder / file, os.O_RDWR)
+            for index, values in _own_shards(tensors[name], layouts[name], number):
+                _write_block(files[file], start, tensors[name].shape, index, values)
+        for each in files.values():
+            os.fsync(each)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: it cannot be written",
+            why=f"the system says: {error.strerror or error}",
+            fix="name a folder that all processes see and this user may write; nothing has been left there",
+        ) from error
+    finally:
+        for each in files.values():
+            os.close(each)
+
+
+def _own_shards(tensor: Any, layout: Layout, number: int) -> Iterator[tuple[Index, NumpyArray]]:
+    """The shards of a tensor that this process writes: those that several hold are written by these in turn."""
+    engine = get_engine("torch")
+    holders: dict[Any, list[int]] = {}
+    for device in range(layout.mesh.size):
+        holders.setdefault(ends_of(layout.shard_slices(tensor.shape, device)), []).append(device)
+    here = set(engine.bind(layout.mesh).local_device_ids)
+    writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}
+    if here.intersection(writers.values()):
+        for index, values in engine.to_shards(tensor, copy=False):
+            if writers[ends_of(index)] in here:
+                yield index, values
+
+
+def _write_block(file: int, start: int, shape: Sequence[int], index: Index, values: NumpyArray) -> None:
+    """Write a block of a tensor, of which what follows each other in the file is written at once."""
+    block = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    sizes = [each.stop - each.start for each in index]
+    parted = max((axis for axis, size in enumerate(sizes) if size < shape[axis]), default=0)
+    strides = [math.prod(shape[axis + 1 :]) * values.dtype.itemsize for axis in range(len(shape))]
+    first = start + sum(each.start * stride for each, stride in zip(index, strides, strict=True))
+    run = math.prod(sizes[parted:]) * values.dtype.itemsize
+    for number, outer in enumerate(np.ndindex(*sizes[:parted])):
+        place = first + sum(each * stride for each, stride in zip(outer, strides, strict=False))
+        data = block[number * run : (number + 1) * run].data
+        while data:  # the system may write less than all
+            written = os.pwrite(file, data, place)
+            data, place = data[written:], place + written
+
+
+def _put(hidden: Path, target: Path) -> None:
+    """Have what was written take the place of what is there; an index is never there without all of its files."""
+    if not target.exists():
+        os.rename(hidden, target)
+        return
+    new = sorted(path.name for path in hidden.iterdir())
+    weights = [name for name in new if name.endswith(".safetensors")]
+    stem = re.escape(re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", weights[0]))
+    old = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    (target / (re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", weights[0]) + _INDEX)).unlink(missing_ok=True)
+    for name in new:
+        if not name.endswith(_INDEX):
+            os.replace(hidden / name, target / name)
+    for path in list(target.iterdir()):
+        if old.fullmatch(path.name) and path.name not in weights:
+            path.unlink()
+    for name in new:
+        if name.endswith(_INDEX):
+            os.replace(hidden / name, target / name)
