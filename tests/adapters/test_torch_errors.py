@@ -231,6 +231,28 @@ def test_a_transform_of_a_function(name):
         torch.testing.assert_close(compute(model, *given), compute(plain, *given))
 
 
+EXPORTS = {
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "torch.jit.trace": torch.jit.trace,
+    "torch.jit.script": lambda model, _: torch.jit.script(model),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_graph_for_one_device(name):
+    """A module in layouts that is exported is refused, and the plain one that the error advises has its values."""
+    plain, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    model = make_map({r"0\.weight": ("model", None)}).apply(copy.deepcopy(plain))
+    with pytest.raises(lm.ScopeError, match=f"Sequential: a module in layouts, in {name}") as caught:
+        EXPORTS[name](model, x)
+    assert not hasattr(model.forward, "__code__")
+
+    nn.init.zeros_(plain[0].weight)
+    exec(caught.value.fix.rpartition("that: ")[2], {"plain": plain, "model": model})
+    torch.testing.assert_close(EXPORTS[name](plain, x)(x), model(x))
+
+
 class TestOtherLibraries:
     """With Keras imported too, a scope is for Keras, and what it would not see is refused."""
 

@@ -27,7 +27,7 @@ from layoutmap.adapters.torch.gradient_hooks import Watch
 from layoutmap.adapters.torch.mesh_context import compiling, here, is_running, running, summing_up
 from layoutmap.adapters.torch.programs import program_of
 from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import EngineError, PlanError
+from layoutmap.core.errors import EngineError, PlanError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import check_batch, check_program, check_values
 from layoutmap.engines.torch.changes import keep
@@ -35,6 +35,7 @@ from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
 from layoutmap.engines.torch.private import (
     go_on_compiling,
+    is_traced_by_jit,
     not_compiled,
     plainly,
     stop_compiling,
@@ -44,6 +45,16 @@ from layoutmap.engines.torch.private import (
 _ATTRIBUTE = "forward"
 _ALONE = "a module in layouts is a graph of its own: call torch.compile(module) or module.compile()"
 _CHECKED_CALLS = 8  # how often what a module is given is compared between processes
+
+
+_OF_EXPORTS = {
+    "__code__": "torch.export",
+    "__globals__": "torch.jit.script",
+}  # by what they read of a function
+
+
+class _NoGraphError(ScopeError, AttributeError):
+    """A module in layouts of which a graph is made; an `AttributeError` for who asks whether it is a function."""
 
 
 class Forward:
@@ -169,6 +180,8 @@ class Forward:
 
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
         self._refuse_transforms()
+        if is_traced_by_jit():
+            raise self._in_a_graph("torch.jit.trace")
         if self.context.across:
             self._compare()
             self.context.begin()
@@ -191,6 +204,19 @@ class Forward:
                 why="its collectives have custom gradients, which torch.func cannot transform",
                 fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
             )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_EXPORTS:
+            raise self._in_a_graph(_OF_EXPORTS[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _in_a_graph(self, what: str) -> _NoGraphError:
+        return _NoGraphError(
+            f"{type(self._the_module()).__name__}: a module in layouts, in {what}",
+            why="its collectives are those of this mesh, and such a graph is for one device",
+            fix="build the model without a scope, give it the values, and use that: "
+            "plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})",
+        )
 
     def _compare(self) -> None:
         """In the first call of a mode, refuse a module that is another one in another process."""

@@ -61,6 +61,7 @@ try:
     from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+    from torch.jit._trace import is_tracing as is_traced_by_jit
     from torch.optim import _muon as _of_muon
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
     from torch.overrides import _get_current_function_mode_stack as function_modes
