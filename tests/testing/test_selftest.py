@@ -166,7 +166,9 @@ def test_what_was_measured_is_a_machine(run, tmp_path):
     measured = {(each["kind"], each["dim"]) for each in found["measured"][HERE] if "kind" in each}
     assert set(itertools.product(KINDS, ("x", "model"))) == measured
     on = machine_named(f"{tmp_path}/mine.yaml").device
-    assert f"measured by layoutmap selftest: 8 simulated CPU on {HERE}" == on.about
+    assert on.about.startswith(f"measured by layoutmap selftest: 8 simulated CPU on {HERE} (")
+    assert "float32 products in float32" in on.about
+    assert "there are more devices than cores" in found["ran on"][f"{HERE} speeds"]
     assert 8 == on.node_size
 
 
@@ -301,6 +303,39 @@ def test_a_replica_that_one_process_has_changed_is_found(run_together, tmp_path)
 
     assert 1 == code, said
     assert any("checksum" in why and "CPU:1" in why for why in whys)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HERE != "jax", reason="torch's are measured together in the test of a slow collective")
+def test_processes_measure_together(run_together):
+    """Two processes of four devices measure collectives among them and a step; the first one says how they lie."""
+    code, said, found = run_together("--only", "speeds-jax", "--count", "1", "--mesh", "batch=2,model=4")
+
+    assert 0 == code, said
+    measured = {(each["kind"], each["dim"]) for each in found["measured"]["jax"] if "kind" in each}
+    assert set(itertools.product(KINDS, ("batch", "model"))) == measured
+    assert "processes 2, devices of each 4, hosts 1, kind cpu" in found["ran on"]["jax topology"]
+    assert 0 < found["counted"]["jax"]["step"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(HERE != "torch", reason="where the collective is slowed, in the engine of torch")
+def test_a_slow_collective_is_found(run_together, tmp_path):
+    """A machine file is written of two processes; an all-gather that waits is then far below it, and named."""
+    options = ("--only", "speeds-torch", "--count", "1", "--mesh", "model=2")
+    code, said, found = run_together(*options, "--write-machine", "mine.yaml")
+
+    assert 0 == code, said
+    assert 1 == machine_named(f"{tmp_path}/mine.yaml").device.fast.name.count("in a host")
+    right = "            for _ in range(times):\n                tensor"
+    wait = "            __import__('time').sleep(2 * (kind == 'all_gather'))\n"
+    source = with_fault(tmp_path, "engines/torch/speeds.py", right, wait + right)
+    code, said, found = run_together(*options, "--on", "mine.yaml", source=source)
+
+    assert 1 == code, said
+    assert "no collective is far slower than expected" == (found["failures"][0]["law"])
+    assert "all-gather over model of model=2: " in found["failures"][0]["why"]
+    assert "and here has " in found["failures"][0]["why"]
 
 
 def test_names_are_left_out(tmp_path):

@@ -20,7 +20,7 @@ COLUMNS = ("on", "what", "over", "measured", "expected")
 _FAR_BELOW = {True: 3, False: 10}
 """How many times slower than a machine's peak, or than the same collective elsewhere, is a finding."""
 _OF_A_STEP = {"step": "a step", "step_bytes": "peak of a step", "created_bytes": "peak of creation"}
-LAW = "no collective is far slower than the machine file says, or than over other dims"
+LAW = "no collective is far slower than expected"
 _Key = tuple[str, int, int]
 
 

@@ -24,7 +24,7 @@ _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()]+/)+(?=[^\s/'\",:;()])")
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#1c2530}"
     "pre{background:#f3f5f7;padding:.8em;white-space:pre-wrap;border-radius:6px}td{border-top:1px solid #e3e7eb}"
-    ".well{color:#0b6e3b}.wrong{color:#b3261e}"
+    "table{margin:1.2em 0}.well{color:#0b6e3b}.wrong{color:#b3261e}"
 )
 
 
@@ -52,6 +52,10 @@ class Report:
         """Add the speeds of an engine's devices, and the law that none is far below what it should be."""
         self.speeds.append(speeds)
         self.tried.append(speeds.judged())
+        untried = [t.outcome for t in (*speeds.tried, self.tried[-1]) if t.outcome.what == "not tried"]
+        if untried:
+            why = untried[0].why.partition("\n")[0]
+            self.facts[f"{speeds.engine} speeds"] = f"not tried: {untried[0].law}: {why}"
 
     @property
     def failures(self) -> list[Tried]:
@@ -128,8 +132,9 @@ class Report:
         """
         for speeds in self.speeds:
             if speeds.is_enough:
-                devices = self.facts[f"{speeds.engine} devices"]
-                return speeds.to_machine_file(f"measured by layoutmap selftest: {devices} on {speeds.engine}")
+                devices, topology = (self.facts[f"{speeds.engine} {of}"] for of in ("devices", "topology"))
+                on = f"{devices} on {speeds.engine} ({topology})"
+                return speeds.to_machine_file(f"measured by layoutmap selftest: {on}")
         raise LayoutMapError(
             "no machine file can be written",
             why="no collective was measured among two devices or more",
