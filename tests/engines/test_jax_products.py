@@ -56,13 +56,13 @@ def compiled(function, operands, mesh, specs, result_spec):
     )
 
 
-def is_right(function, operands, mesh, specs, result_spec):
-    """Whether a function in layouts is that of one device; of whole numbers, which no order of sums rounds."""
+def is_right(function, operands, mesh, specs, result_spec, one=None):
+    """Whether a function in layouts is that of one device, `one`; of whole numbers, which no order of sums rounds."""
     placed = [
         jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(operands, specs, strict=True)
     ]
     made = compiled(function, operands, mesh, specs, result_spec)(*placed)
-    return np.array_equal(made, jax.jit(function)(*operands))
+    return np.array_equal(made, jax.jit(one or function)(*operands))
 
 
 def einsum(equation):
@@ -150,6 +150,15 @@ def test_gathered_over_other_dims(name):
     operands = whole_numbers(rng, shape)[0], rng.integers(0, shape[0], number)
 
     assert is_right(read, operands, mesh_of((2, 2, 2)), specs, result_spec)
+
+
+@pytest.mark.parametrize("seed", few(range(12), 0))
+def test_scatters_of_uneven_shards(seed):
+    """A scatter adds nothing but its updates, also where the shards of those do not divide them."""
+    correct()
+    _, *case = drawn_scatter(seed)
+
+    assert is_right(*case)
 
 
 def test_inside_of_a_loop():
@@ -367,6 +376,31 @@ def drawn_gather(seed):
     return f"{name} of {shapes}", function, operands, mesh, specs[:2], specs[2]
 
 
+def drawn_scatter(seed):
+    """The same, of updates that something is computed of in shards that mostly do not divide them."""
+    rng = random.Random(seed)
+    mesh = mesh_of(rng.choice(MESHES))
+    number, rows = [rng.choice([1, 2, 3, 5, 9]) for _ in range(rng.choice([1, 2]))], rng.choice([4, 16, 40])
+    values = np.random.default_rng(seed)
+    operands = [*whole_numbers(values, (*number, 4)), values.integers(0, rows, number)]
+    dims = rng.sample(mesh.axis_names, len(mesh.axis_names))
+    spec = PartitionSpec(*(dims[: len(number)] if rng.random() < 0.7 else [dims[0]]))
+    how = rng.choice(["add", "add", "add", "min", "max", "multiply"])
+    one, function = (functools.partial(put, how, rows, each) for each in (None, NamedSharding(mesh, spec)))
+    return f"{how} of {number} in {spec}", function, operands, mesh, [P(), P()], P(), one
+
+
+def put(how, rows, layout, updates, indices):
+    """A table at whose rows something is put that is computed in a layout."""
+    if layout is not None:
+        updates, indices = jax.lax.with_sharding_constraint((updates, indices), layout)
+    updates = 5 - updates
+    if layout is not None:
+        updates = jax.lax.with_sharding_constraint(updates, layout)
+    table = jax.numpy.ones((rows, updates.shape[-1]))
+    return getattr(table.at[indices], how)(updates)
+
+
 def added(updates, indices, rows):
     """The gradient of a table whose rows were read."""
     table = jax.numpy.zeros((rows, *updates.shape[indices.ndim :]), updates.dtype)
@@ -398,7 +432,12 @@ def spec_of(rng, term, sizes, mesh, given):
     return PartitionSpec(*(axes[letter] or None for letter in term))
 
 
-KINDS = {"products": drawn_product, "convolutions": drawn_convolution, "gathers": drawn_gather}
+KINDS = {
+    "products": drawn_product,
+    "convolutions": drawn_convolution,
+    "gathers": drawn_gather,
+    "scatters": drawn_scatter,
+}
 
 
 def main():
@@ -423,7 +462,7 @@ def main():
     counts = Counter()
     for seed in range(asked.seed, asked.seed + asked.count):
         name, *case = KINDS[asked.kind](seed)
-        *_, mesh, specs, result_spec = case
+        _, _, mesh, specs, result_spec, *_ = case
         try:
             outcome = "right" if is_right(*case) else "wrong"
         except jax.errors.JaxRuntimeError:  # XLA finds that it has made an invalid program

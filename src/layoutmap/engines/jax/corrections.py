@@ -9,6 +9,8 @@ is right in every layout. docs/xla-faults.md has the faults, each as a program o
                                                                      sums of products
     a convolution in groups of features                              features are sharded between groups only
     the gradients of pooling                                         the axes that windows go over are gathered
+    a sum of rows at indices, as the gradient of a gather, in uneven shards: XLA adds what pads them, too
+                                                                     nothing is put there
     a product that adds up over three axes or more                   it adds up over one that is made of them
     a Fourier transform along an axis with too few elements in a shard     the axis is gathered
 
@@ -172,6 +174,31 @@ def _select_and_gather(tangents: Any, operand: Any, **params: Any) -> Any:
 
 def _axes_of_windows(*, window_dimensions: Sequence[int], **_: Any) -> set[int]:
     return {axis for axis, size in enumerate(window_dimensions) if size > 1}
+
+
+# -- scatters
+
+
+def _scatter(primitive: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
+    """A scatter to which the ends of uneven shards add nothing: there updates are 0, or else they are gathered."""
+    rows = [
+        axis for axis in range(updates.ndim) if axis not in params["dimension_numbers"].update_window_dims
+    ]
+    uneven = {axis for axis in rows if _without_devices.get() or updates.shape[axis] % _most_shards()}
+    # XLA takes the only index of an axis for 0, also where a shard has no element of it.
+    masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
+    for axis in masked:
+        # Behind a barrier: XLA would find, before it partitions a program, that all elements are elements.
+        end = lax.optimization_barrier(np.int32(updates.shape[axis]))
+        is_element = lax.broadcasted_iota(np.int32, updates.shape, axis) < end
+        updates = lax.select(is_element, updates, jnp.zeros_like(updates))
+    indices = _gathered(indices, {rows.index(axis) for axis in uneven - masked})
+    return primitive.bind(operand, indices, _gathered(updates, uneven - masked), **params)
+
+
+def _most_shards() -> int:
+    """A number that the shards of an axis divide, on each mesh."""
+    return math.lcm(jax.device_count(), *map(math.prod, _grids))
 
 
 # -- products of matrices
@@ -345,6 +372,10 @@ _PATCHES = Patches(
         _Lowering(lax.conv_general_dilated_p, _convolution),
         _Lowering(lax.select_and_scatter_p, _select_and_scatter),
         _Lowering(lax.select_and_gather_add_p, _select_and_gather),
+        *(
+            _Lowering(each, functools.partial(_scatter, each))
+            for each in (lax.scatter_add_p, lax.scatter_mul_p, lax.scatter_min_p, lax.scatter_max_p)
+        ),
         _Lowering(lax.fft_p, _fourier),
         far_products.PATCH,
     ]
