@@ -184,7 +184,7 @@ def _scatter(primitive: Any, operand: Any, indices: Any, updates: Any, **params:
     rows = [
         axis for axis in range(updates.ndim) if axis not in params["dimension_numbers"].update_window_dims
     ]
-    uneven = {axis for axis in rows if _without_devices.get() or updates.shape[axis] % _most_shards()}
+    uneven = {axis for axis in rows if _without_devices.get() or updates.shape[axis] % jax.device_count()}
     # XLA takes the only index of an axis for 0, also where a shard has no element of it.
     masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
     for axis in masked:
@@ -194,11 +194,6 @@ def _scatter(primitive: Any, operand: Any, indices: Any, updates: Any, **params:
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
     indices = _gathered(indices, {rows.index(axis) for axis in uneven - masked})
     return primitive.bind(operand, indices, _gathered(updates, uneven - masked), **params)
-
-
-def _most_shards() -> int:
-    """A number that the shards of an axis divide, on each mesh."""
-    return math.lcm(jax.device_count(), *map(math.prod, _grids))
 
 
 # -- products of matrices
