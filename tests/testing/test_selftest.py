@@ -84,7 +84,7 @@ def test_all_is_well(run, tmp_path):
     ("options", "words"),
     [
         (("--mesh", "batch=3,model=3", "--only", f"arrays-{HERE}"), "the mesh batch=3,model=3 has 9"),
-        (("--only", "nothing"), "of what is installed, these can be tried: arrays-"),
+        (("--only", "nothing"), "of what is installed, these can be tried: speeds-"),
         (("--minutes", "0"), "nothing could be tried within 0 minutes"),
     ],
 )
