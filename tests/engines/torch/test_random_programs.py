@@ -44,6 +44,12 @@ def test_programs_that_failed_in_calls():
     assert_right((730044,), in_call=True)
 
 
+@IN_CALL
+def test_an_expanded_tensor_is_filled(in_call):
+    """What it is expanded of is filled, too, where that is sharded in another order than the mesh's."""
+    assert_right((750029,), in_call, Program.unseen)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @IN_CALL

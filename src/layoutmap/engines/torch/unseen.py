@@ -32,7 +32,7 @@ def hide(tensor: Any) -> Any:
 
 def is_unseen(tensor: Any) -> bool:
     """Whether autograd does not see changes of a tensor."""
-    return hasattr(tensor, _IS_UNSEEN) or hasattr(base_of(tensor), _IS_UNSEEN)
+    return hasattr(base_of(tensor), _IS_UNSEEN)
 
 
 def count(memory: torch.UntypedStorage) -> None:

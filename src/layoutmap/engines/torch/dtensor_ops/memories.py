@@ -70,6 +70,11 @@ class _Place(NamedTuple):
         return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *self)
 
 
+def once(tensor: Any, strides: tuple[int, ...]) -> Any:
+    """A tensor without what its strides, or those of another one, repeat in an expanded axis."""
+    return tensor[tuple(slice(None if stride else 1) for stride in strides)] if 0 in strides else tensor
+
+
 class _Origin(NamedTuple):
     """The tensor that a copy is a copy of.
 
@@ -188,7 +193,8 @@ def _moved_back(origin: _Origin, beside: Any, part: Any, values: Any) -> Any:
         old = parts[rank].untyped_storage()
         memory = torch.UntypedStorage(old.nbytes(), device=old.device)
         pieces[rank] = origin.places[rank].on(memory, before.dtype).copy_(before)
-        _Place.of(parts[rank]).on(memory, new[rank].dtype).copy_(new[rank])
+        strides = parts[rank].stride()
+        _Place.of(once(parts[rank], strides)).on(memory, new[rank].dtype).copy_(once(new[rank], strides))
     changed = dtensor(simulation.join(pieces, beside.dtype), origin.spec)
     return placed(changed, attainable_placements(origin.source))
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, on_gathered, warn_of_gathering
-from layoutmap.engines.torch.dtensor_ops.memories import leave_to_calls
+from layoutmap.engines.torch.dtensor_ops.memories import leave_to_calls, once
 from layoutmap.engines.torch.placing import (
     attainable_placements,
     everywhere,
@@ -172,10 +172,8 @@ def follow(function: Callable[..., Any], changed: Any) -> None:
             if each is not target and its.memory is memory:
                 is_tracked = its.is_tracked and not (each.is_leaf and each.requires_grad)
                 with torch.set_grad_enabled(torch.is_grad_enabled() and is_tracked):
-                    once = tuple(
-                        slice(None if stride else 1) for stride in each.stride()
-                    )  # of what is expanded
-                    _written(each, target)[once].copy_(its.view(its.source)[once])
+                    strides = each.stride()
+                    once(_written(each, target), strides).copy_(once(its.view(its.source), strides))
 
 
 def _write_back(name: str, target: Any, of: _Slice) -> None:
@@ -191,7 +189,8 @@ def _write_back(name: str, target: Any, of: _Slice) -> None:
     warn_of_gathering(f"{name} of a slice", "along a sharded axis it is a copy, and is written back")
     with torch.set_grad_enabled(torch.is_grad_enabled() and of.is_tracked):
         values = full_tensor(source).clone()
-        of.view(values).copy_(full_tensor(target))
+        part = of.view(values)
+        once(part, part.stride()).copy_(once(full_tensor(target), part.stride()))
         _written(source, target).copy_(like(values, source))
 
 
