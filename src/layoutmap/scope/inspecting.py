@@ -9,6 +9,7 @@ from typing import Any
 
 from layoutmap.adapters import Inspecting, adapter_of_model, capable
 from layoutmap.core.errors import listed
+from layoutmap.core.garbage import garbage_kept
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_FOUND, Match
 from layoutmap.core.mesh import Mesh, check_dim
@@ -64,6 +65,11 @@ def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, 
           because     it is as it was found: no map was asked
           to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
     """
+    with garbage_kept():
+        return _inspected(model, optimizer, batch_dim, across)
+
+
+def _inspected(model: Any, optimizer: Any, batch_dim: str | None, across: bool) -> Plan:
     adapter = capable(adapter_of_model(model), Inspecting, "inspect")
     stored = adapter.described(model, optimizer)
     engine = get_engine(adapter.engine_name)

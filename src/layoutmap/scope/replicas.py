@@ -25,9 +25,6 @@ from layoutmap.scope.group import Group
 
 _NOTHING = "nothing"
 
-Places = Mapping[str, Mapping[str, int]]
-"""Where each device of a mesh is along its dims."""
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -56,14 +53,25 @@ def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Proble
     """Return a problem for each variable that is not alike everywhere, the same in all processes; they must all ask."""
 
     @cache
-    def places(mesh: Mesh) -> Places:
-        names = engine.bind(mesh).devices or ()
-        return {name: dict(zip(mesh.dim_names, mesh.coords(i), strict=True)) for i, name in enumerate(names)}
+    def pieces_of(layout: Layout) -> Mapping[str, str]:
+        """Which piece each device has; empty where each has all."""
+        dims = {dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
+        if not dims:
+            return {}
+        return {
+            name: ", ".join(
+                f"{dim}={place}"
+                for dim, place in zip(layout.mesh.dim_names, layout.mesh.coords(i), strict=True)
+                if dim in dims
+            )
+            for i, name in enumerate(engine.bind(layout.mesh).devices or ())
+        }
 
-    pieces = [_pieces(each, engine, places) for each in held]
-    own = {each.variable.path: (each.text, found) for each, found in zip(held, pieces, strict=True)}
-    group = Group(engine, mesh if any(pieces) else None)
-    told: list[dict[str, Any]] = [json.loads(text) for text in group.texts(json.dumps(own))]
+    own = {each.variable.path: (each.text, [*_pieces(each, engine, pieces_of)]) for each in held}
+    group = Group(engine, mesh if any(pieces for _, pieces in own.values()) else None)
+    told: list[Mapping[str, Any]] = [own]
+    if group.several:
+        told = [json.loads(text) for text in group.texts(json.dumps(own))]
     found: list[Problem] = []
     for path in dict.fromkeys(path for each in told for path in each):
         texts = [each.get(path, (_NOTHING, []))[0] for each in told]
@@ -76,18 +84,17 @@ def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Proble
     return found
 
 
-def _pieces(held: Held, engine: Engine, places: Callable[[Mesh], Places]) -> list[tuple[str, str, int]]:
+def _pieces(
+    held: Held, engine: Engine, pieces_of: Callable[[Layout], Mapping[str, str]]
+) -> Iterator[tuple[str, str, int]]:
     """The pieces of a variable that devices of this process have: the device, which piece it is, and a checksum."""
     layout = held.layout
     if layout is None:
-        return []
-    dims = {dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
-    found: list[tuple[str, str, int]] = []
+        return
+    pieces = pieces_of(layout)
     for device, values in engine.by_device(held.array):
         # An array that is whole may be on a device of no mesh.
-        piece = [f"{dim}={places(layout.mesh)[device][dim]}" for dim in layout.mesh.dim_names if dim in dims]
-        found.append((device, ", ".join(piece), checksum(values)))
-    return found
+        yield device, pieces[device] if pieces else "", checksum(values)
 
 
 def _drifted(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
