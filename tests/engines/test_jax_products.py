@@ -161,6 +161,17 @@ def test_scatters_of_uneven_shards(seed):
     assert is_right(*case)
 
 
+def test_a_scatter_on_some_of_the_devices():
+    """What divides them is what divides the devices of the program, which can be fewer than there are."""
+    correct()
+    mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("x", "y"))
+    rng = np.random.default_rng(0)
+    operands = [*whole_numbers(rng, (8, 4)), rng.integers(0, 16, 8)]
+    one, function = (functools.partial(put, "add", 16, each) for each in (None, NamedSharding(mesh, P("x"))))
+
+    assert is_right(function, operands, mesh, [P(), P()], P(), one)
+
+
 def test_inside_of_a_loop():
     """So is that of a product in a function that a loop calls."""
     correct()

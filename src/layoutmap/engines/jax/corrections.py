@@ -56,6 +56,8 @@ Form = Callable[..., Any]
 
 _without_devices: ContextVar[bool] = ContextVar("layoutmap_lowers_without_devices", default=False)
 _inside: ContextVar[bool] = ContextVar("layoutmap_lowers_a_form", default=False)
+_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices", default=None)
+"""For how many devices the program of a form is; `None`: that is not known yet."""
 
 
 def correct_for(shape: Sequence[int]) -> None:
@@ -111,9 +113,11 @@ class _Lowering:
 
 
 def _lowered(form: Form, plain: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:
-    if _inside.get() or not _is_for_a_mesh(context.module_context.axis_context):
+    axes = context.module_context.axis_context
+    if _inside.get() or not _is_for_a_mesh(axes):
         return plain(context, *operands, **params)
     token = _inside.set(True)
+    _devices.set(None if _without_devices.get() else _devices_of(axes))
     try:
         return mlir.lower_fun(functools.partial(form, **params), multiple_results=False)(context, *operands)
     finally:
@@ -125,6 +129,17 @@ def _is_for_a_mesh(axes: Any) -> bool:
     if hasattr(axes, "manual_axes"):
         return len(axes.manual_axes) < len(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 1) > 1 or _without_devices.get()
+
+
+def _devices_of(axes: Any) -> int:
+    """The number of devices that a program is for."""
+    return axes.mesh.size if hasattr(axes, "manual_axes") else axes.num_devices
+
+
+def _is_even(size: int, times: int = 1) -> bool:
+    """Whether all shards of an axis have equally many elements, over any dims; with `times=2` also of each shard's."""
+    devices = _devices.get()
+    return devices is not None and size % devices**times == 0
 
 
 # -- gathering
@@ -184,7 +199,7 @@ def _scatter(primitive: Any, operand: Any, indices: Any, updates: Any, **params:
     rows = [
         axis for axis in range(updates.ndim) if axis not in params["dimension_numbers"].update_window_dims
     ]
-    uneven = {axis for axis in rows if _without_devices.get() or updates.shape[axis] % jax.device_count()}
+    uneven = {axis for axis in rows if not _is_even(updates.shape[axis])}
     # XLA takes the only index of an axis for 0, also where a shard has no element of it.
     masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
     for axis in masked:
@@ -229,7 +244,7 @@ def _fourier(value: Any, *, fft_type: Any, **params: Any) -> Any:
     """
     of_parts = functools.partial(lax.fft_p.bind, fft_type=fft_type, **params)
     is_shared_out = fft_type == lax.FftType.FFT and value.ndim > 2
-    if not is_shared_out or not (value.shape[-1] % jax.device_count() ** 2 or _without_devices.get()):
+    if not is_shared_out or _is_even(value.shape[-1], 2):
         return of_parts(value)
     last = {value.ndim - 1}
     return _gathered(of_parts(_gathered(value, last)), last)
