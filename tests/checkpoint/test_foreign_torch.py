@@ -157,6 +157,47 @@ def test_a_pickle_runs_nothing(tmp_path: Path, content: Callable[[Path], bytes])
     assert not mark.exists()
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "name", ["a.pt", "a.bin", "a.pkl", "a.ckpt", "archive.pt", "dcp/.metadata", "run/step-1/manifest.json"]
+)
+def test_no_entrance_runs_a_pickle(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given a file that runs something when it is unpickled, functions and commands refuse it, and run nothing."""
+    mark, file = tmp_path / "mark", tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = pickle.dumps({"w": torch.ones(2), "x": Running(os.system, f"touch {mark}")})
+    if name == "archive.pt":
+        archive(file, content)
+    else:
+        file.write_bytes(content)
+    given = str(tmp_path / name.split("/")[0])
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.tolist()
+    refused = 0
+    for act in (
+        lambda: lm.load(model, given),
+        lambda: lm.load(model, given, missing="keep"),
+        lambda: lm.describe(given),
+        lambda: lm.export(given, tmp_path / "out"),
+        lambda: lm.CheckpointManager(given).load(model),
+    ):
+        with pytest.raises(CheckpointError):
+            act()
+        refused += 1
+    for command in (
+        ["describe", given],
+        ["verify", given],
+        ["export", given, f"{tmp_path}/x"],
+        ["convert", given, str(tmp_path / "new")],
+    ):
+        refused += main(["checkpoint", *command]) != 0
+        assert "Traceback" not in capsys.readouterr().err
+
+    assert 9 == refused
+    assert before == model.weight.tolist()
+    assert not mark.exists()
+
+
 def test_a_pickle_does_not_change_what_reads_it(tmp_path: Path) -> None:
     """Attributes that a pickle sets on what stands for torch's functions are gone with it."""
     change = b"ctorch\nSize\n(N(dS'__defaults__'\n(I7\ntstb0"
