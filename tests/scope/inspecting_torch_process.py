@@ -87,6 +87,27 @@ def guarded():
         model(torch.ones(4, 8)).sum().backward()
 
 
+def handed_back(mesh):
+    """How far outputs and gradients are from the plain model's after the calls that a plan is written down as."""
+    rules = {
+        r".*\.(up|gate)\.weight": ("tp", None),
+        r".*\.(up|gate)\.bias": ("tp",),
+        r".*\.0\.down\.weight": ("dp", "tp"),
+        r".*\.down\.weight": (None, "tp"),
+        r".*\.norm\.weight": (("dp", "tp"),),
+    }
+    plan = lm.plan(make, lm.LayoutMap("dp=2,tp=2", rules, rest="replicated"), library="torch")
+    names, x = {}, torch.linspace(-1, 1, 32).reshape(4, 8)
+    exec(plan.to_parallelize_plan(), names)
+    plain, model = make(), names["parallelize"](make(), mesh)
+    outputs = [each(x) for each in (plain, model)]
+    for output in outputs:
+        output.square().sum().backward()
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    differences = [(a - b.grad).abs().max() for a, b in zip(gradients, plain.parameters(), strict=True)]
+    return max(float(d) for d in (*differences, (outputs[0] - outputs[1]).abs().max()))
+
+
 def scenarios():
     model, optimizer = parallel_and_sharded()
     plan = lm.inspect(model, optimizer)
@@ -101,6 +122,8 @@ def scenarios():
     yield "built", told(lm.inspect(built))
     yield "rebuilt", str(lm.inspect(model).diff(lm.inspect(built)))
     yield "of scope", all(a.match.is_rest or a.match.rule for a in lm.inspect(built).assignments)
+
+    yield "handed back", handed_back(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
     if dist.get_rank() == 3:  # as one process that missed a step
         with torch.no_grad():

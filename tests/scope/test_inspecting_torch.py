@@ -91,6 +91,11 @@ def test_rules_that_are_read_off_build_the_same_model(told):
     assert told["rebuilt"].startswith("no change")  # the model has its name, which fully_shard changes
 
 
+def test_a_plan_as_torchs_own_calls_computes_what_the_plain_model_does(told):
+    """Outputs and gradients, with styles that pass shards to each other and modules that have none."""
+    assert told["handed back"] < 1e-4
+
+
 def test_replicas_that_drift_apart_between_processes_are_named(told):
     """One value of a shard and one of a plain buffer, changed in one process of four; before that nothing differs."""
     assert [] == errors(told["across"]) == errors(told["alone"]) == errors(told["plain"])
