@@ -2,12 +2,13 @@
 
     python benchmarks/checkpoint_speed.py                              1 GiB, 5 rounds: some minutes
     python benchmarks/checkpoint_speed.py --mib 256 --rounds 3 --only save
+    python benchmarks/checkpoint_speed.py --publish                    and write the tables of docs/what-it-costs.md
 
-16 arrays, half float32 and half bfloat16, sharded over 8 devices in a 2x4 mesh; loaded on a 4x2 mesh, other axes
-sharded. JAX: one process with 8 simulated devices. torch: 8 processes with gloo. Every round tries each way once, in
-the same order. A save is timed until its files and folders are on the disk: `fsync` is called for each of them,
-whatever the library did. What is loaded was written just before, so it is read from the page cache: what is timed is
-the library, not the disk. Before a timed run each way saves and loads a small checkpoint.
+16 arrays of drawn sizes and widths (`--seed`), half float32 and half bfloat16, sharded over 8 devices in a 2x4 mesh;
+loaded on a 4x2 mesh, other axes sharded. JAX: one process with 8 simulated devices. torch: 8 processes with gloo. Every
+round tries each way once, in the same order. A save is timed until its files and folders are on the disk: `fsync` is
+called for each of them, whatever the library did. What is loaded was written just before, so it is read from the page
+cache: what is timed is the library, not the disk. Before a timed run each way saves and loads a small checkpoint.
 
 "processor s" is the time of all processors, which says more than the seconds where others use the machine, too. "x" is
 how many times as fast. "dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is how far the
@@ -21,18 +22,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Times = tuple[float, float]
-NUM_ARRAYS, WIDTH, NUM_PROCESSES = 16, 4096, 8
+NUM_ARRAYS, NUM_PROCESSES = 16, 8
+SEED = "LAYOUTMAP_BENCHMARK_SEED"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "what-it-costs.md"
 BOTH = ("x", "y")
 SAVED = (("x", "y"), (BOTH, None), (None, BOTH), ("y", "x"))  # on x=2, y=4
 LOADED = (("x", "y"), (None, BOTH), (BOTH, None), ("y", "x"))  # on x=4, y=2
@@ -45,13 +50,22 @@ LOADS = (
 
 
 def arrays_of(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
-    """Names, shapes and element types of arrays of so many bytes."""
+    """Names, shapes and element types of arrays of about so many bytes, as they are drawn."""
+    drawn = random.Random(int(os.environ[SEED]))
+    shares = [drawn.uniform(0.2, 2) for _ in range(NUM_ARRAYS)]
     found: dict[str, tuple[tuple[int, int], str]] = {}
     for i in range(NUM_ARRAYS):
         dtype, size = (("float32", 4), ("bfloat16", 2))[i // 4 % 2]
-        rows = max(8, num_bytes // NUM_ARRAYS // size // WIDTH // 8 * 8)
-        found[f"w{i:02d}"] = (rows, WIDTH), dtype
+        width = 8 * drawn.randint(64, 1024)  # each axis can be parted in eight
+        rows = max(8, int(num_bytes * shares[i] / sum(shares)) // size // width // 8 * 8)
+        found[f"w{i:02d}"] = (rows, width), dtype
     return found
+
+
+def size_of(num_bytes: int) -> int:
+    """How many bytes these arrays have."""
+    sizes = {"float32": 4, "bfloat16": 2}
+    return sum(rows * width * sizes[dtype] for (rows, width), dtype in arrays_of(num_bytes).values())
 
 
 def fsync_tree(path: str) -> None:
@@ -250,7 +264,8 @@ def serve(library: str) -> None:
             before, start, processor = memory("VmRSS"), time.perf_counter(), time.process_time()
             loaded = side.load(way, num_bytes, folder, existing)
             found["peak"] = memory("VmHWM") - before
-            found["own"] = num_bytes // NUM_PROCESSES if library == "torch" else num_bytes
+            size = size_of(num_bytes)
+            found["own"] = size // NUM_PROCESSES if library == "torch" else size
         found["seconds"] = time.perf_counter() - start
         found["processor"] = time.process_time() - processor
         found["processor"] = time.process_time() - processor
@@ -377,6 +392,75 @@ def show(title: str, found: dict[str, list[Times]], total: int, base: tuple[str,
         )
 
 
+PEERS = {"jax": "jax orbax", "torch": "torch DCP"}
+TITLES = {
+    "dd": "`dd conv=fsync` of as many bytes",
+    "jax lm": "this library",
+    "jax lm existing": "the same, into an existing model",
+    "jax orbax": "orbax, its default",
+    "jax orbax zarr3": "orbax with zarr3",
+    "jax safetensors": "safetensors, no checksums",
+    "torch lm": 'this library, existing model, `verify="first"`',
+    "torch lm while": 'the same, `verify="while"`',
+    "torch lm no": 'the same, `verify="no"`',
+    "torch DCP": "DCP, no checksums",
+}
+
+
+def publish(
+    args: Any,
+    about: str,
+    saves: dict[str, list[Times]],
+    loads: dict[str, list[Times]],
+    peaks: dict[str, str],
+) -> None:
+    """Write the tables of the page: medians, the slowest round, and the median over the peer's."""
+    command = (
+        f"python benchmarks/checkpoint_speed.py --mib {args.mib} --rounds {args.rounds} --seed {args.seed}"
+    )
+    lines = [textwrap.fill(f"{about} (`{command}`):", 100)]
+    for library in args.library:
+        peer = PEERS[library]
+        head = [
+            "on JAX" if library == "jax" else "on torch",
+            "save, s",
+            "slowest",
+            "CPU s",
+            "load, s",
+            "slowest",
+        ]
+        head += ["CPU s", f"load / {TITLES[peer].split(',')[0]}'s", "room / shards"]
+        lines += ["", _row(head), _row(["---", *["--:"] * 8])]
+        for way in TITLES:
+            if way == "dd" or way.startswith(library):
+                times = loads.get(way, [])
+                ratio = _median(times) / _median(loads[peer]) if times else None
+                cells = [TITLES[way], *_cells(saves.get(way, [])), *_cells(times)]
+                lines.append(_row([*cells, "" if ratio is None else f"{ratio:.2f}", peaks.get(way, "")]))
+    start, end = (
+        "<!-- checkpoints: made by benchmarks/checkpoint_speed.py --publish -->",
+        "<!-- /checkpoints -->",
+    )
+    before, rest = PAGE.read_text(encoding="utf-8").split(start)
+    text = "\n".join(lines)
+    PAGE.write_text(f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
+def _median(found: list[Times]) -> float:
+    return statistics.median(wall for wall, _ in found)
+
+
+def _cells(found: list[Times]) -> list[str]:
+    if not found:
+        return ["", "", ""]
+    numbers = _median(found), max(wall for wall, _ in found), statistics.median(each for _, each in found)
+    return [f"{each:.2f}" for each in numbers]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(
@@ -387,11 +471,18 @@ def main() -> None:
     parser.add_argument("--directory", help="where to write; else a temporary directory")
     parser.add_argument("--only", nargs="+", default=["save", "load", "memory"])
     parser.add_argument("--library", nargs="+", default=["jax", "torch"])
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the sizes of the arrays (default: %(default)s)"
+    )
+    parser.add_argument("--publish", action="store_true", help=f"write the tables of docs/{PAGE.name}")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(args.serve)
         return
+    if args.publish and (len({*args.only}) < 3 or len({*args.library}) < 2):
+        parser.error("--publish needs all that --only and --library would leave out")
+    os.environ[SEED] = str(args.seed)
     total, small = args.mib << 20, 1 << 22
     root = tempfile.mkdtemp(dir=args.directory)
     try:
@@ -411,12 +502,13 @@ def run(args: Any, root: str, total: int, small: int) -> None:
             if of == library:
                 server.ask(do="save", way=name, bytes=small, folder=f"{root}/small {way}")
         expected[library] = server.ask(do="make", bytes=total, check=True)["checksum"]
-    print(
-        f"{args.mib} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, load {os.getloadavg()[0]:.1f} at the start"
-    )
+    about = f"{size_of(total) >> 20:,} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, "
+    about += f"load {os.getloadavg()[0]:.1f} at the start"
+    print(about)
+    saved: dict[str, list[Times]] = {}
     if "save" in args.only:
-        found = measure_saves(servers, args, root, total)
-        show("save, durable", found, total, ("dd", "jax orbax", "torch DCP"), {})
+        saved = measure_saves(servers, args, root, total)
+        show("save, durable", saved, size_of(total), ("dd", "jax orbax", "torch DCP"), {})
     if not {"load", "memory"} & {*args.only}:
         return
     for way, (library, name) in ways.items():
@@ -442,7 +534,7 @@ def run(args: Any, root: str, total: int, small: int) -> None:
             load(server, way, size=small)
             found = load(server, way, check=True)
             right = found["checksum"] == expected[server.library]
-            peaks[way] = f"   peak {found['peak'] / found['own']:.2f}" + " WRONG VALUES" * (not right)
+            peaks[way] = f"{found['peak'] / found['own']:.2f}" + " WRONG VALUES" * (not right)
             server.close()
         print("\r\x1b[K", end="", file=sys.stderr)
         servers |= {library: Server(library) for library in args.library if "load" in args.only}
@@ -454,12 +546,14 @@ def run(args: Any, root: str, total: int, small: int) -> None:
         show(
             "load on another mesh, from the page cache",
             found,
-            total,
+            size_of(total),
             ("jax orbax", "jax orbax zarr3", "torch DCP"),
-            peaks,
+            {way: f"   peak {peak}" for way, peak in peaks.items()},
         )
+        if args.publish:
+            publish(args, about, saved, found, peaks)
     else:
-        print("\n".join(f"{way:<18}{peak}" for way, peak in peaks.items()))
+        print("\n".join(f"{way:<18}   peak {peak}" for way, peak in peaks.items()))
     for each in servers.values():
         each.close()
 
