@@ -84,7 +84,8 @@ def watched_peak() -> Callable[[], int | None]:
 
 def facts() -> dict[str, str]:
     """Return what torch knows of the devices of this process, for people."""
-    return {"kind": torch.cuda.get_device_name() if _device().type == "cuda" else "CPU"}
+    device = _device()
+    return {"kind": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
 
 
 def _repeated(function: Callable[[], object]) -> Repeated:
@@ -97,7 +98,9 @@ def _repeated(function: Callable[[], object]) -> Repeated:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if device_names()[0].startswith("GPU") else "cpu")
+    """The device of this process. Making a mesh chooses it, unless something is on another one before."""
+    names = device_names()
+    return device_of(device_mesh(Mesh(names, {"all": len(names)})))
 
 
 def _wait() -> None:
