@@ -56,6 +56,8 @@ STATE = {
     "engines.torch.malloc._malloc_trim": "the C library's function",
     "engines.jax.corrections._for_good": "our rules in JAX's tables: they stay, since programs and arrays do",
     "engines.jax.corrections._without_devices": "whether this thread lowers for devices that are not there",
+    "engines.jax.corrections._devices": "for how many devices this thread lowers a form",
+    "adapters.torch.pretrained._files": "the files that this thread writes, while transformers saves a model",
     "engines.jax.corrections._inside": "whether this thread lowers one of our forms: JAX's own rules hold in it",
     "engines.jax.cost.attention._calls": "the step that is traced on this thread, whose calls of attention are named",
     "engines.jax.shardy.check": "whether jaxlib has Shardy's passes, asked once",
@@ -65,6 +67,7 @@ STATE = {
 
 MUTABLE = {
     "ContextVar",
+    "ExitStack",
     "local",
     "WeakKeyDictionary",
     "WeakValueDictionary",
