@@ -1,8 +1,12 @@
 """`lm.inspect` of Keras models that Keras's own distributions have laid out, on JAX."""
 
+import functools
+
 import keras
+import keras_hub
 import numpy as np
 import pytest
+from cases import few
 
 import layoutmap as lm
 
@@ -134,3 +138,32 @@ def test_a_plan_from_before_the_first_step_is_one_to_guard_by(distribution):
     model.fit(np.ones((16, 8)), np.ones((16, 4)), batch_size=8, verbose=0, callbacks=[guarded.callback()])
 
     assert "optimizer.up.kernel.momentum" in guarded.plan
+
+
+SIZES = {"vocabulary_size": 64, "num_layers": 2, "num_query_heads": 4, "num_key_value_heads": 4}
+SIZES |= {"hidden_dim": 32, "intermediate_dim": 64}
+SHIPPED = {
+    "LlamaBackbone": SIZES,
+    "Llama3Backbone": SIZES,
+    "Qwen2Backbone": SIZES,
+    "GemmaBackbone": SIZES | {"head_dim": 8},
+}
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")  # keras-hub shards tables along both axes
+@pytest.mark.parametrize("family", few(SHIPPED, "LlamaBackbone"))
+def test_rules_are_read_off_the_maps_that_keras_hub_ships(family, distribution):
+    """A backbone that `get_layout_map` has laid out: the rules that are read off it plan and build the same."""
+    kind = getattr(keras_hub.models, family)
+    make_backbone = functools.partial(kind, **SHIPPED[family], name="backbone")
+    mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"), keras.distribution.list_devices())
+    theirs = kind.get_layout_map(mesh)
+    distribution(keras.distribution.ModelParallel(layout_map=theirs, batch_dim_name="batch"))
+    plan = lm.inspect(make_backbone())
+    layout_map = lm.LayoutMap.from_model(make_backbone())
+    distribution(None)
+    built = layout_map.build(make_backbone, batch_dim="batch")
+
+    assert any(a.layout.num_shards(0) > 1 for a in plan.values() if a.layout.rank)
+    assert not lm.plan(make_backbone, layout_map).diff(plan)
+    assert layouts(plan) == layouts(lm.inspect(built))
