@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "gradients of grouped convolutions are left to XLA",
         "engines/jax/corrections.py",
-        "if sizes and not _for_good:",
-        "if sizes and not _for_good and not shape:",
+        "for size in shape) and not _for_good:",
+        "for size in shape) and not _for_good and not shape:",
     ),
     Fault(
         "gradients of the shards of a batch are averaged, not summed up",
@@ -217,8 +217,8 @@ FAULTS = (
     Fault(
         "an array of a model that exists counts as replicated",
         "scope/inspecting.py",
-        "        if place.mesh is mesh or place.mesh == mesh:\n            return place\n",
-        "        if place.mesh is mesh or place.mesh == mesh:\n            return Layout.replicated(mesh, rank)\n",
+        "        if place.mesh == mesh:\n            return place\n",
+        "        if place.mesh == mesh:\n            return Layout.replicated(mesh, rank)\n",
         "nnx",
     ),
 )

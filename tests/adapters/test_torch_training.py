@@ -90,7 +90,7 @@ def test_a_module_that_changes_its_weight_in_a_call_does_so_in_layouts(change):
 
 def test_data_that_is_replaced_in_a_call_is_refused():
     """It would be lost with the gathered weight: the error says what to write."""
-    with lm.LayoutMap("batch=2,model=2", BY_HALVES).scope(batch_dim="batch"):
+    with lm.LayoutMap("batch=2,model=2", BY_HALVES).scope(batch_dim="batch", library="torch"):
         model = Changing(replace_data)
     with pytest.raises(lm.EngineError, match=r"weight: its `\.data` was replaced in a call"):
         model(torch.randn(8, 8))
