@@ -19,7 +19,7 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.paths import Place
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
-from layoutmap.engines.torch.dtensor_ops.memories import memory_of, note_redistributed
+from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed
 from layoutmap.engines.torch.fsdp import Cast, Gather, can_gather, changed_too_early
 from layoutmap.engines.torch.fsdp_saved import regathered
 from layoutmap.engines.torch.private import (
@@ -30,6 +30,7 @@ from layoutmap.engines.torch.private import (
     saver,
     version_of,
 )
+from layoutmap.engines.torch.unseen import memory_of
 
 
 @dataclass(slots=True, eq=False)
