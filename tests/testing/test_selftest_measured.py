@@ -66,8 +66,11 @@ def test_a_file_with_one_device_needs_no_name(tmp_path):
 
     assert "here:8" == str(machine_for(str(path), Mesh(None, "x=2,model=4")))
     path.write_text(f"{text}  there:{text.partition('here:')[2]}")
-    with pytest.raises(lm.LayoutMapError, match="which of its devices is not said"):
+    with pytest.raises(lm.LayoutMapError, match="which of its devices is not said") as caught:
         machine_named(str(path))
+
+    assert "has several" in caught.value.why
+    assert caught.value.fix.startswith("name one of them, as in on=")
 
 
 @pytest.mark.parametrize("slower", [None, *((kind, "model") for kind in KINDS)], ids=str)

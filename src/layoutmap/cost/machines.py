@@ -57,8 +57,10 @@ def machine_named(name: str) -> Machine:
         raise LayoutMapError(
             f"on={name!r}: {'which of its devices is not said' if found['one'] else f'there is no device {wanted!r}'}",
             facts={"devices": ", ".join(devices)},
-            why=f"{file or 'layoutmap'} has no figures of it",
-            fix=f"did you mean {near[0]!r}?"
+            why=f"{file} has several" if found["one"] else f"{file or 'layoutmap'} has no figures of it",
+            fix=f"name one of them, as in on={f'{name}:{next(iter(devices))}'!r}"
+            if found["one"]
+            else f"did you mean {near[0]!r}?"
             if near
             else "describe it in a file, as in on='mine.yaml:my_device:64'",
         )

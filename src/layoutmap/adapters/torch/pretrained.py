@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,6 +90,8 @@ def save_shards(
         for name, tensor in tensors.items()
         if isinstance(tensor, DTensor) and (layout := engine.layout_of(tensor)) is not None
     }
+    if not layouts:  # of tensors that somebody else has laid out in a way that has no form here
+        return False
     mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)
 
     def gather(values: NumpyArray) -> NumpyArray:
@@ -151,16 +153,13 @@ def _make_file(
     folder: Path, file: str, content: Mapping[str, torch.Tensor], names: Mapping[int, str]
 ) -> list[_Place]:
     """Make a file with its header, its full size, and the values of plain tensors."""
-    from safetensors.torch import _TYPES
-
-    dtypes = {dtype: name for name, dtype in cast("dict[str, torch.dtype]", _TYPES).items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
     for name, tensor in ordered:
         end = place + tensor.numel() * tensor.dtype.itemsize
         entries[name] = {
-            "dtype": dtypes[tensor.dtype],
+            "dtype": _name_of(tensor.dtype),
             "shape": [*tensor.shape],
             "data_offsets": [place, end],
         }
@@ -180,6 +179,14 @@ def _make_file(
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         sink.truncate(begin + place)
     return places
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """The name that the format has for an element type: that in the header of a file with no element of it."""
+    from safetensors.torch import save
+
+    text = save({"": torch.empty(0, dtype=dtype)})
+    return json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])[""]["dtype"]
 
 
 def _write(

@@ -11,7 +11,7 @@ safetensors 0.8     torch._remove_duplicate_names(state_dict), _flatten_as_ptr(t
                     tensor in a layout has none of
 transformers 5.23   PreTrainedModel.save_pretrained, and that of peft.PeftModel: what is saved has to be plain, or each
                     process writes its shards: modeling_utils.safe_save_file(tensors, filename) tells which files
-                    there are, and safetensors.torch._TYPES how the format calls element types
+                    there are
 torch               nn.parallel.DistributedDataParallel(module): for a model that each process has for itself
 """
 

@@ -137,7 +137,12 @@ def _devices_of(axes: Any) -> int:
 
 
 def _is_even(size: int, times: int = 1) -> bool:
-    """Whether all shards of an axis have equally many elements, over any dims; with `times=2` also of each shard's."""
+    """Whether shards of an axis have equally many elements, over any dims.
+
+    Args:
+        size: The size of the axis.
+        times: With 2, whether each shard can be parted again into as many pieces as there are shards.
+    """
     devices = _devices.get()
     return devices is not None and size % devices**times == 0
 
@@ -201,6 +206,7 @@ def _scatter(primitive: Any, operand: Any, indices: Any, updates: Any, **params:
     ]
     uneven = {axis for axis in rows if not _is_even(updates.shape[axis])}
     # XLA takes the only index of an axis for 0, also where a shard has no element of it.
+    # Adding 0 changes nothing; for other operators the number that changes nothing depends on the element type.
     masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
     for axis in masked:
         # Behind a barrier: XLA would find, before it partitions a program, that all elements are elements.

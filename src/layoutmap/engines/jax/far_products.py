@@ -179,7 +179,8 @@ def _refused(name: str, op: Any, fix: str) -> EngineError:
     return EngineError(
         f"{name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
-        why="XLA does not add up over all shards of some products whose result is sharded over the dims of the sum",
+        why="for some products and gathers, whose result is sharded over other mesh dims than the operands, XLA takes "
+        "devices in another order than they have computed in (docs/xla-faults.md)",
         fix=fix,
     )
 
