@@ -100,7 +100,9 @@ def run_console(block: str) -> None:
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, wanted = re.split(r"(?<!\\)\n", part, maxsplit=1)
         run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-        told = f"$ {command}\n{run.stdout}{run.stderr}"
+        told = (
+            f"$ {command}\nexit code {run.returncode}; the end of stderr:\n{run.stderr[-2000:]}\n{run.stdout}"
+        )
         assert is_as_shown(wanted, run.stdout), told
         assert 0 == run.returncode, told
 

@@ -121,6 +121,19 @@ class Process:
 
         Peers(exchange).begin()
 
+    def late(self):
+        """The first process answers later than a connection takes: it was not given a core."""
+        peers._ANSWER_SECONDS = 0.1
+        others = Peers(self.exchange_late, GRACE_SECONDS)
+        time.sleep(2 * GRACE_SECONDS)
+        others.begin()
+
+    def given_up(self):
+        """The first process answers when the other one waits no more, and goes on without it."""
+        peers._CONNECTING_SECONDS = 0.1 if self.number else 10
+        kept.append(Peers(self.exchange_late, GRACE_SECONDS))
+        time.sleep(2 * GRACE_SECONDS)
+
     def spawned(self):
         if self.is_last:
             self.in_multiprocessing(self.begun)
@@ -148,6 +161,11 @@ class Process:
         """The texts of all processes, through files."""
         self.show(f"{scope} {self.number}", text)
         return [self.see(f"{scope} {number}") for number in range(self.count)]
+
+    def exchange_late(self, text):
+        texts = self.exchange("first", text)
+        time.sleep(0 if self.number else 0.5)
+        return texts
 
     def show(self, name, text=""):
         (self.folder / f"{name}.new").write_text(text)

@@ -34,6 +34,8 @@ CASES = {  # of each process its status, and the first lines of stdout and stder
     "forgotten": [TO_THE_END, KILLED],
     "unreachable": [failed()] * 2,
     "stranger": [TO_THE_END] * 2,
+    "late": [TO_THE_END] * 2,
+    "given up": [TO_THE_END, failed()],
     "spawned": [TO_THE_END, (0, "", "")],
     "spawned raises": [ended(1), failed("Process ForkProcess-1:")],
 }

@@ -34,6 +34,9 @@ _CONNECTING_SECONDS, _ANSWER_SECONDS = 10.0, 3.0
 _SILENT_HOST = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is gone closes nothing: its connections are lost after a minute without answers of its system."""
 
+_HERE = "here\n"
+"""The answer of a process to the first one's welcome: from there on each of them hears the other one."""
+
 _DONE = "it has begun all that it had to do, and this process begins more"
 
 
@@ -150,10 +153,15 @@ class _Hearing:
     # -- hearing
 
     def _hear(self, process: int, connection: socket.socket) -> None:
+        listens = process == 0
         with connection, suppress(OSError), connection.makefile("r") as lines:  # an error: its host is silent
             for line in lines:
-                self._told(*json.loads(line))
-        if process not in self._left and not self._is_closed:
+                if line == _HERE:
+                    listens = True
+                else:
+                    self._told(*json.loads(line))
+        # One that did not listen had waited no longer for an answer, and has warned of that: it lives.
+        if listens and process not in self._left and not self._is_closed:
             self._end(process, "its connection was closed")
 
     def _told(self, process: int, num_begun: int, error: str) -> None:
@@ -257,8 +265,10 @@ def _connected(processes: Sequence[Any], number: int) -> dict[int, socket.socket
         with suppress(OSError):
             connection = _kept(socket.create_connection((address, port), _ANSWER_SECONDS))
             connection.sendall(f"{token} {number}\n".encode())
+            connection.settimeout(_CONNECTING_SECONDS)  # the first process may not have a core for a while
             if _line(connection) == "welcome":
                 connection.settimeout(None)
+                connection.sendall(_HERE.encode())
                 return {0: connection}
             connection.close()
     _warn_of_unheard(processes[:1])
