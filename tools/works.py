@@ -86,7 +86,7 @@ FILES = {
 LAYERS = {
     "test_what_is_wanted_replicated_is_gathered": "weights stay sharded, and are gathered when the layer is called",
     "test_what_dtensor_has_no_gradient_of_trains": "trains, by other operations than TensorFlow's own",
-    "test_what_cannot_run_is_known_before_the_first_step": "does not run; the plan says so, with the fix",
+    "test_a_loop_over_time_is_unrolled": "trains, with its loop over time unrolled; the plan says so",
 }
 
 BACKENDS = {"jax": "Keras 3 on JAX", "tensorflow": "Keras 3 on TensorFlow", "torch": "Keras 3 on PyTorch"}

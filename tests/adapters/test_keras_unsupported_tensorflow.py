@@ -110,21 +110,30 @@ def test_a_step_that_is_refused_is_computed_with_more_gathered(layers, shape, ru
     [
         (lambda: L.LSTM(8, name="r"), SERIES, "r.cell"),
         (lambda: L.Bidirectional(L.GRU(8), name="r"), SERIES, "r.forward_layer.cell"),
-        (lambda: L.ConvLSTM1D(4, 3, name="r"), (4, 8, 4), "r.cell"),
+        (
+            lambda: L.RNN([L.SimpleRNNCell(8), L.LSTMCell(8)], go_backwards=True, name="r"),
+            SERIES,
+            "r.cell.cells.0",
+        ),
+        (lambda: L.ConvLSTM1D(4, 3, return_sequences=True, name="r"), (3, 8, 4), "r.cell"),
     ],
-    ids=["LSTM", "Bidirectional GRU", "ConvLSTM1D"],
+    ids=["LSTM", "Bidirectional GRU", "RNN of two cells", "ConvLSTM1D"],
 )
-def test_what_cannot_run_is_known_before_the_first_step(layer, shape, path):
-    """The plan names the layer, why, and the fix, and a scope refuses it."""
-    make_model = model_of(layer, shape)
-    plan = lm.plan(make_model, make_map({r"out\.kernel": ("model", None)}))
-    found = {p.subject: p for p in plan.problems if p.kind == "unsupported"}
+def test_a_loop_over_time_is_unrolled(layer, shape, path):
+    """A recurrent layer trains like one device, with its kernels in shards, and the plan says that it is unrolled."""
 
-    assert "error" == found[path].severity
-    assert "unroll=True" in found[path].fix
-    assert found[path].why
-    with pytest.raises(lm.PlanError, match="cannot run on TensorFlow's DTensor"):
-        make_map({r"out\.kernel": ("model", None)}).build(make_model)
+    def make_model():
+        model = keras.Sequential([keras.Input(shape), layer(), L.Flatten(), L.Dense(4, name="out")])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    layout_map = make_map({r"r\..*kernel$": (*[None] * (len(shape) - 1), "model")})
+    notes = {p.subject: p for p in lm.plan(make_model, layout_map).problems if p.kind == "unsupported"}
+    report = lm.check_parity(make_model, layout_map, rows_of(shape), steps=2, batch_dim="batch")
+
+    assert report.agrees
+    assert "note" == notes[path].severity
+    assert "each step in time" in notes[path].why
 
 
 class Calling(L.Layer):
@@ -206,6 +215,21 @@ def test_what_would_be_wrong_in_shards_is_gathered(function):
         report = lm.check_parity(make_model, layout_map, rows_of((8,)), steps=1, batch_dim="batch")
 
     assert report.agrees
+
+
+def test_a_dim_of_one_device_shards_nothing():
+    """A convolution computes whose kernel is over a mesh dim of size 1, in the layout that the rule says."""
+    rules = {r"c\.kernel": (None, "batch", None, None)}
+    with lm.LayoutMap("batch=1,model=8", rules, rest="replicated").scope(batch_dim="batch"):
+        model = keras.Sequential([keras.Input(IMAGE), L.Conv2D(8, 3, name="c"), L.Dense(8)])
+    plain = keras.models.clone_model(model)
+    plain.set_weights(model.get_weights())
+    x, _ = rows_of(IMAGE)
+
+    np.testing.assert_allclose(plain.predict(x, verbose=0), model.predict(x, verbose=0), atol=1e-5)
+    assert ("unsharded", "batch", "unsharded", "unsharded") == model.get_layer(
+        "c"
+    ).kernel.layout.sharding_specs
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ def unsupported_of(backend: Backend, layers: Sequence[Any], entries: Sequence[En
     for layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
         # A layer without weights of its own is where the first below it is: an RNN where its cell is.
-        inner = own or [v for below in sublayers(layer) for v in below._trainable_variables]
+        inner = own or [v for below in sublayers(layer) for v in below.variables]
         known = [specs[id(v)] for v in inner if id(v) in specs]
         if known:
             weights = [specs[id(v)].path for v in own if id(v) in specs]

@@ -32,9 +32,9 @@ default_mesh_lock = threading.RLock()
 
 _lock = threading.Lock()
 # Two meshes of ours, an abstract one and the same one bound, are one of DTensor's, which makes it anew for each layout.
-# Tensors are on the first that was used, but for those that were made on another one.
+# Tensors are on the first that was used, but for those that were made in a layout on another one.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
-_MADE_ON = "_layoutmap_mesh"
+_MADE_IN = "_layoutmap_layout"
 
 
 def native_of(layout: Layout) -> Any:
@@ -53,8 +53,10 @@ def layout_of(array: Any) -> Layout | None:
         return None
     if not dtensor.is_dtensor(array):
         return None
+    if (made_in := getattr(array, _MADE_IN, None)) is not None:
+        return made_in
     native = dtensor.fetch_layout(array)
-    return Layout(list(native.sharding_specs), getattr(array, _MADE_ON, None) or _mesh_of(native.mesh))
+    return Layout(list(native.sharding_specs), _mesh_of(native.mesh))
 
 
 def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
@@ -77,9 +79,9 @@ def _mesh_of(native_mesh: Any) -> Mesh:
     return known or to_mesh(native_mesh)
 
 
-def note(array: Any, mesh: Mesh) -> Any:
-    """Note on a tensor or variable the mesh that it was made on: two of ours may be one of DTensor's."""
-    setattr(array, _MADE_ON, mesh)
+def note(array: Any, layout: Layout) -> Any:
+    """Note on a tensor or variable the layout that it was made in: two of ours may be one of DTensor's."""
+    setattr(array, _MADE_IN, layout)
     return array
 
 
@@ -188,7 +190,7 @@ def from_blocks(
             held[ends_of(index)] = np.array(read(index), copy=copy or None, order="C")
         with tf.device(device):
             components.append(tf.constant(held[ends_of(index)]))
-    return note(dtensor.pack(components, native), layout.mesh)
+    return note(dtensor.pack(components, native), layout)
 
 
 @contextmanager
@@ -226,9 +228,9 @@ def move(array: Any, layout: Layout) -> Any:
     present = layout_of(array)
     if present is not None and native_of(present) == native_of(layout):
         tensor = tensor_of(array)
-        if tensor is array and present.mesh == layout.mesh:
+        if tensor is array and present == layout:
             return tensor
-        return note(tf.identity(tensor) if tensor is array else tensor, layout.mesh)
+        return note(tf.identity(tensor) if tensor is array else tensor, layout)
 
     @tf.custom_gradient
     def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -239,7 +241,7 @@ def move(array: Any, layout: Layout) -> Any:
 
     if tensor_of(array).dtype.is_floating:
         with tf.device(None):
-            return note(moved(tensor_of(array)), layout.mesh)
+            return note(moved(tensor_of(array)), layout)
     return _moved(tensor_of(array), layout)
 
 

@@ -101,14 +101,15 @@ def native_layout(layout: Layout) -> Any:
 def native_specs(layout: Layout) -> list[str]:
     """DTensor's sharding specs of a layout; no device is asked for.
 
+    A mesh dim of size 1 shards nothing, and is left out: DTensor refuses such layouts where it wants replicated ones.
+
     Raises:
         EngineError: An axis is sharded over several mesh dims.
     """
     specs: list[str] = []
-    for axis, spec in enumerate(layout.sharding_specs):
-        # A mesh dim of size 1 shards nothing, so of several dims only the larger ones count.
+    for axis in range(layout.rank):
         sharding = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
-        if isinstance(spec, tuple) and len(sharding) > 1:
+        if len(sharding) > 1:
             raise EngineError(
                 f"TensorFlow cannot shard one axis over several mesh dims: axis {axis} over {', '.join(sharding)}",
                 facts={"layout": str(layout), "mesh": str(layout.mesh)},
@@ -116,7 +117,7 @@ def native_specs(layout: Layout) -> list[str]:
                 fix=f"shard axis {axis} over one dim, or make a mesh with one dim of size "
                 f"{layout.num_shards(axis)} in their place",
             )
-        specs.append(spec if isinstance(spec, str) else (sharding or [UNSHARDED])[0])
+        specs.append((sharding or [UNSHARDED])[0])
     return specs
 
 

@@ -107,7 +107,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         value = initial_value if present is not None else move(initial_value, used)
         with default_mesh_lock:
             super().__init__(value, *args, **kwargs)
-        note(self, used.mesh)
+        note(self, used)
 
     @property
     def layout(self) -> Layout:

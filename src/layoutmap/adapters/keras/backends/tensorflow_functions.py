@@ -7,6 +7,8 @@ traffic.
 A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
 NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it finds.
 
+A loop over time is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's loop collects results.
+
 Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
 join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_windows` has is
 computed as it says.
@@ -16,6 +18,7 @@ Private names of Keras that are replaced while such a call runs, and put back af
     keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
     keras.src.backend.tensorflow.numpy          divide
     keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
+    keras.src.backend                           rnn, lstm, gru
     tensorflow                                  concat, split, reverse, roll
     tensorflow.nn                               pool
 """
@@ -31,6 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
@@ -43,11 +47,13 @@ Replicate = Callable[[Any], Any]
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 _OF_ARRAYS = ("reverse", "roll")
+_OF_TIME = ("rnn", "lstm", "gru")
 _OF_WINDOWS = ("conv", "depthwise_conv", "separable_conv", "average_pool")
 REPLACED = [
     (keras_random, (*_RANDOM, "dropout")),
     (keras_numpy, ("divide",)),
     (keras_nn, _OF_WINDOWS),
+    (keras_backend, _OF_TIME),
     (tf, ("concat", "split", *_OF_ARRAYS)),
     (tf.nn, ("pool",)),
 ]
@@ -119,6 +125,10 @@ def _split(
     return plain(value, num_or_size_splits, axis, **kwargs)
 
 
+def _unrolled(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+    return plain(*args, **{**kwargs, "unroll": True})
+
+
 def _composed(name: str) -> Callable[..., Any]:
     """Return what stands for a function of Keras or TensorFlow."""
     by = getattr(tensorflow_windows, name)
@@ -140,6 +150,7 @@ _PATCHES = Patches(
         _replaced(tf, "split", _split),
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
         *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
+        *(_replaced(keras_backend, name, _unrolled) for name in _OF_TIME),
         _replaced(tf.nn, "pool", _composed("pool")),
     ]
 )

@@ -1,8 +1,8 @@
 """Layers that DTensor cannot compute, found out by running each with TensorFlow 2.21.
 
-Two kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
-called. Some do not run at all: then the plan says so, before the first step. What is not known here is found out when
-a step is compiled: see `tensorflow_gathering`.
+Three kinds. Some operations need a replicated weight: then it is stored sharded, and gathered whenever its layer is
+called. Loops over time are unrolled. Some operations do not run at all: then the plan says so, before the first step.
+What is not known here is found out when a step is compiled: see `tensorflow_gathering`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
     if isinstance(layer, L.RNN) and not layer.unroll:
         yield Unsupported(
             path,
-            f"{kind} cannot run on TensorFlow's DTensor",
-            why="its loop over time collects its results in a list of tensors, which DTensor cannot lay out",
-            fix="pass unroll=True to the layer, or run this model on another backend",
+            f"the loop over time of {kind} is unrolled on TensorFlow's DTensor",
+            why="DTensor has no loops: each step in time is compiled by itself, which takes long for a long series",
+            fix="nothing, but for seconds: use shorter series, or run this model on another backend",
+            severity="note",
         )
     if _multiplies_int8(layer):
         yield Unsupported(
