@@ -67,7 +67,8 @@ def encode(value: Any, where: str) -> Any:
 def decode(value: Any) -> Any:
     """Return what `encode` was given; arrays are numpy's, but for tensors of torch in a program that has loaded it."""
     if isinstance(value, list):
-        return [decode(each) for each in cast("list[Any]", value)]
+        parts = cast("list[Any]", value)  # of a random state 625 numbers
+        return [decode(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
     if not isinstance(value, dict):
         return value
     found = cast("dict[str, Any]", value)

@@ -37,7 +37,9 @@ def gather_texts(text: str, gather: Gather) -> list[str]:
 def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
     """The values of each process, of which each may have another number."""
     lengths = gather(np.array([own.size], np.int64))[:, 0]
-    rows = gather(np.pad(own, (0, max(1, int(lengths.max())) - own.size)))  # JAX gathers no empty arrays
+    if not lengths.any():  # as where nothing has failed
+        return [own] * len(lengths)
+    rows = gather(np.pad(own, (0, int(lengths.max()) - own.size)))
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import Engine
-from layoutmap.engines.agreement import Result, agreed, gather_texts
+from layoutmap.engines.agreement import Result, agreed, check_alike, gather_texts
 
 
 class Group:
@@ -53,6 +53,10 @@ class Group:
     def texts(self, text: str) -> list[str]:
         """The text of each process; they must all ask."""
         return gather_texts(text, self.gather) if self.several else [text]
+
+    def different(self, text: str) -> Sequence[str]:
+        """The text of each process if they differ, else nothing; they must all ask."""
+        return check_alike(text, self.gather)[0] if self.several else []
 
     def agreed(self, function: Callable[[], Result], verb: str = "load") -> Result:
         """The result of a function that each process calls by itself; where it raises in one it raises in all.

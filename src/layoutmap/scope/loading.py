@@ -12,7 +12,6 @@ from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.reader import Step
-from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
@@ -200,13 +199,20 @@ def _with_weights(model: Any, source: KerasWeights) -> Any:
 
 def _opened(directory: str | os.PathLike[str], step: int | None, processes: Group) -> Source:
     """The same source in all processes; the last step is that which is the last for the first process."""
-    source = processes.agreed(lambda: open_source(directory, step))
+
+    def opened(step: int | None) -> Source:
+        found = open_source(directory, step)
+        if isinstance(found, Step):
+            found.check_files()
+        return found
+
+    source = processes.agreed(lambda: opened(step))
     if not isinstance(source, Step):
         return source
-    steps = processes.texts(str(source.step))
+    steps, saves = _steps_and_saves(source, processes)
     if len(set(steps)) > 1:
-        source = processes.agreed(lambda: Step(storage_of(directory), int(steps[0])))
-    saves = processes.texts(str(source.manifest.facts.get("id")))
+        source = processes.agreed(lambda: opened(int(steps[0])))
+        _, saves = _steps_and_saves(source, processes)
     if len(set(saves)) > 1:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
@@ -214,8 +220,15 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
             why="their ids differ: they were written by different saves",
             fix="pass a directory that all processes share, or copies of one",
         )
-    processes.agreed(source.check_files)
     return source
+
+
+def _steps_and_saves(source: Source, processes: Group) -> tuple[list[str], list[str]]:
+    """The numbers and the ids of the steps that the processes have opened, where any differs; else nothing."""
+    assert isinstance(source, Step)
+    own = f"{source.step} {source.manifest.facts.get('id')}"
+    found = [text.split(" ", 1) for text in processes.different(own)]
+    return [step for step, _ in found], [save for _, save in found]
 
 
 @contextmanager

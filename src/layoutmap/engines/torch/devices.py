@@ -27,7 +27,12 @@ from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import at_end
 from layoutmap.engines.torch.dtensor_ops.outside import look_after
-from layoutmap.engines.torch.private import ShardOrderEntry, order_of_placements, placements_of_order
+from layoutmap.engines.torch.private import (
+    ShardOrderEntry,
+    cached_by_mesh,
+    order_of_placements,
+    placements_of_order,
+)
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
@@ -161,6 +166,12 @@ def mesh_of(native: DeviceMesh) -> Mesh | None:
     known = _mesh_of.get(native)
     if known is not None or native.mesh_dim_names is None:
         return known
+    return _mesh_like(native)
+
+
+@cached_by_mesh
+def _mesh_like(native: DeviceMesh) -> Mesh:
+    assert native.mesh_dim_names is not None
     kind = next(name for name, theirs in _TYPES.items() if theirs == native.device_type)
     ranks = simulation.ranks_of(native)
     here = set(simulation.ranks_here(ranks))

@@ -45,7 +45,15 @@ def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
 
 def gathered(values: NumpyArray) -> NumpyArray:
     """The values of each process, one row each, in order of the processes."""
-    return np.stack(_gathered(values) if across() else [values])
+    if not across():
+        return values[None]
+    simulation.start()
+    if "cpu:" not in dist.get_backend_config():
+        return np.stack(_gathered(values))
+    own = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+    rows = [torch.empty_like(own) for _ in range(simulation.world_size())]
+    dist.all_gather(rows, own)
+    return np.stack([row.numpy().view(values.dtype).reshape(values.shape) for row in rows])
 
 
 def random_state() -> int:
