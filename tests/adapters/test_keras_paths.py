@@ -200,6 +200,14 @@ def test_a_tied_weight_has_one_path_and_an_alias_and_rules_match_either():
     assert ("model", "unsharded") == model.embedding.embeddings.layout.sharding_specs
 
 
+def test_the_weight_of_a_wrapped_layer_has_the_same_path_on_each_backend():
+    """So the optimizer's slots that one backend has saved are found by another one."""
+    model = keras.Sequential([keras.Input((4,)), L.SpectralNormalization(L.Dense(3), name="wrapped")])
+    kernel = find_variables(model)[0]
+
+    assert ("wrapped.layer.kernel", ["wrapped.kernel"]) == (kernel.path, kernel.aliases)
+
+
 @pytest.mark.parametrize(
     ("make_layer", "shape", "paths"),
     [

@@ -205,8 +205,9 @@ def _children(owner: Any) -> list[tuple[str, Any]]:
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     """The values of an object's attributes, under public names; not Keras's own trackers."""
-    values = dict(vars(owner))
-    values.update(values.get("_modules") or {})  # torch keeps sublayers apart from the other attributes
+    # torch keeps sublayers apart from the other attributes. They come first, as most are made before a layer's
+    # variables: a variable of two paths, as that of a wrapped layer, has the same first path on each backend.
+    values = {**(vars(owner).get("_modules") or {}), **vars(owner)}
     for name, value in values.items():
         if name not in _BOOKKEEPING:
             yield _public_name(owner, name, values), value
