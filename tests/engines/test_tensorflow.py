@@ -66,9 +66,6 @@ class TestTensorFlowEngine(EngineContract):
     def random_initializer(self, shape, dtype, seed):
         return random_draw(shape, dtype, seed)
 
-    def held(self, specs):
-        return not any(isinstance(spec, tuple) for spec in specs)
-
     def num_live_arrays(self):
         return sum(isinstance(thing, tf.Tensor) for thing in gc.get_objects())
 

@@ -78,6 +78,24 @@ def _largest(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
     return max((s for s in subsets if size % counts[s] == 0), key=lambda s: counts[s])
 
 
+def with_single_dims(layout: Layout) -> Layout:  # why: decisions/0147
+    """The layout with each axis over one mesh dim, the largest of its dims; of two as large, the more major one.
+
+    An axis whose other dims have one device stays as it is: they shard nothing.
+
+    Example:
+        >>> from layoutmap import Mesh
+        >>> print(with_single_dims(Layout([("data", "model"), None], Mesh(None, "data=3,model=4"))))
+        (model, unsharded)
+    """
+    specs = list(layout.sharding_specs)
+    for axis in range(layout.rank):
+        largest = max(layout.mesh_dims_of(axis), key=layout.mesh.dim_size, default="")
+        if largest and layout.num_shards(axis) > layout.mesh.dim_size(largest):
+            specs[axis] = largest
+    return Layout(specs, layout.mesh)
+
+
 def derived_layout(parent: Layout, axes: Axes) -> Layout:
     """The layout of a variable whose axes are those of another.
 

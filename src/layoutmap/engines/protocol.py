@@ -59,10 +59,12 @@ class Engine(Protocol):  # why: decisions/0046
     Attributes:
         name: The engine's name: `"jax"`, `"tensorflow"`, `"torch"`.
         array_types: The classes of the framework's arrays and of its variables that hold one.
+        several_dims: Whether one axis of an array can be sharded over several mesh dims.
     """
 
     name: str
     array_types: tuple[type, ...]
+    several_dims: bool
 
     def devices(self, device_type: str | None = None) -> tuple[str, ...]:
         """Return the names of all devices of one type (`None`: of the default type), in the framework's order.

@@ -16,7 +16,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_pattern, path_shape
-from layoutmap.core.uneven import Uneven, derived_layout, fitted, sharded_further
+from layoutmap.core.uneven import Uneven, derived_layout, fitted, sharded_further, with_single_dims
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity, in_order
@@ -44,6 +44,7 @@ def make_table(
     free_activations: bool = False,
     given: Mapping[tuple[str, str], Layout] | None = None,
     zero_dim: str | None = None,
+    several_dims: bool = True,
 ) -> PlanTable:
     """Match every variable, collect every problem; pure.
 
@@ -57,6 +58,7 @@ def make_table(
         free_activations: Whether a compiler chooses the layouts of activations without a rule.
         given: The layouts of variables that have one already, by `key`; the rules are not asked for these.
         zero_dim: The mesh dim over which slots are sharded further than their weights; `None`: they are not.
+        several_dims: Whether the engine can shard an axis over several mesh dims; else the largest of them is taken.
 
     Raises:
         PlanError: The layout map has no mesh, so nothing can be laid out.
@@ -68,7 +70,7 @@ def make_table(
             why="it was made without one and has no rule",
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
-    planning = _Planning(variables, layout_map, mesh, global_init or {}, given or {}, zero_dim)
+    planning = _Planning(variables, layout_map, mesh, global_init or {}, given or {}, zero_dim, several_dims)
     assignments = planning.assignments()
     problems = planning.problems
     if zero_dim is not None:
@@ -83,6 +85,9 @@ def make_table(
     laid_out = tuple(match for match in matches if match.rule)
     if complete and layers is not None:
         problems += _problems_of_activations(layout_map.activations, matches)
+    if not several_dims:
+        rules = [(match.path, match.rule) for match in laid_out if match.rule]
+        problems += (p for path, rule in rules for p in _problems_of_several_dims(path, rule.layout, rule))
     if complete and free_activations and not laid_out:
         problems += problems_of_free_activations(assignments)
     problems += _problems_of_unsupported(unsupported, assignments)
@@ -100,6 +105,7 @@ class _Planning:
         global_init: Mapping[tuple[str, str], str],
         given: Mapping[tuple[str, str], Layout],
         zero_dim: str | None,
+        several_dims: bool,
     ) -> None:
         self.has_named = any(is_named(rule.pattern) for rule in layout_map.rules)
         self.variables = [_with_its_name(v) for v in variables] if self.has_named else variables
@@ -108,6 +114,7 @@ class _Planning:
         self.global_init = global_init
         self.given = given
         self.zero_dim = zero_dim
+        self.several_dims = several_dims
         self.several_models = has_several_models(variables)
         self.problems: list[Problem] = []
         self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
@@ -133,6 +140,12 @@ class _Planning:
                 assignment = replace(
                     assignment, layout=sharded_further(layout, variable.shape, self.zero_dim)
                 )
+            if not self.several_dims:
+                self._add(
+                    variable,
+                    _problems_of_several_dims(variable.path, assignment.layout, match and match.rule),
+                )
+                assignment = replace(assignment, layout=with_single_dims(assignment.layout))
             self._done[key] = assignment
             if match and match.rule:
                 self._count(match.rule, match.others, variable.path)
@@ -356,6 +369,22 @@ def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
         why=f"{error.why}, and {reason}",
         fix="",
     )
+
+
+def _problems_of_several_dims(path: str, layout: Layout, rule: Rule | None) -> Iterator[Problem]:
+    """A problem for each axis that is over several dims, where the engine can shard it over one."""
+    taken = with_single_dims(layout)
+    for axis in range(layout.rank):
+        if layout.num_shards(axis) > taken.num_shards(axis):
+            yield Problem(
+                "unsupported layout",
+                "warning",
+                path,
+                f"{path}: axis {axis} is sharded over {taken.sharding_specs[axis]} only",
+                (("layout", f"{layout}     {rule or ''}".rstrip()), ("mesh", str(layout.mesh))),
+                "arrays of this engine have an axis over one mesh dim, so each device holds more of it",
+                f"shard axis {axis} over one dim, or make a mesh with one dim of size {layout.num_shards(axis)}",
+            )
 
 
 def problems_of_free_activations(

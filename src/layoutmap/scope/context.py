@@ -17,6 +17,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.uneven import with_single_dims
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
@@ -70,7 +71,8 @@ class Scope:
         mesh, activations = mesh_of(layout_map), self.layout_map.activations
         usual = ScopeOptions()
         self.options = options or replace(usual, own=adapter.own_options({}, usual, across=False))
-        lookup = activations.__getitem__ if activations else None
+        self.several_dims = get_engine(adapter.engine_name).several_dims
+        lookup = self._layout_of_output if activations else None
         self.policy = LayoutPolicy(mesh, self.options.batch_dim, lookup)
         self.plan = Plan(mesh, ())
         self.plan_only = engine is None  # a dry run: nothing may get a value
@@ -115,6 +117,7 @@ class Scope:
             complete=complete,
             layers=layers,
             free_activations=free_activations,
+            several_dims=self.several_dims,
         )
         unused = self._unused_dims(plan) if complete and not self.plan_only else ()
         self.plan = plan.with_problems([*self._not_held(plan), *unused])
@@ -140,7 +143,7 @@ class Scope:
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
         """A layout for one variable that is needed before all are known: its rule's where that fits."""
-        plan = make_plan([variable], self.layout_map, complete=False)
+        plan = make_plan([variable], self.layout_map, complete=False, several_dims=self.several_dims)
         if plan.errors:
             return Assignment(variable, self.policy.replicated(len(variable.shape)))
         return plan.assignments[0]
@@ -195,13 +198,18 @@ class Scope:
         if self._peers is not None:
             self._peers.begin()
 
+    def _layout_of_output(self, path: str) -> Layout | None:
+        layout = self.layout_map.activations[path]
+        return layout if layout is None or self.several_dims else with_single_dims(layout)
+
     def _not_held(self, plan: Plan) -> Iterator[Problem]:
         """A problem for what the engine cannot hold of variables and layers' outputs; no device is asked for."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout | str, EngineError | None] = {}
-        for match in plan.activations:
-            if match.rule and (error := _refusal(engine.check_layout, match.rule.layout)) is not None:
-                yield Problem("unsupported layout", *_refused(match.path, error))
+        for path in (match.path for match in plan.activations):
+            layout = self._layout_of_output(path)
+            if layout is not None and (error := _refusal(engine.check_layout, layout)) is not None:
+                yield Problem("unsupported layout", *_refused(path, error))
         several = has_several_models(a.variable for a in plan.assignments)
         for assignment in plan.assignments:
             layout, variable = assignment.layout, assignment.variable

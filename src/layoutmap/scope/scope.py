@@ -229,9 +229,10 @@ def plan(
             complete=complete,
             layers=context.layers,
             free_activations=context.free_activations,
-        ).with_problems(
-            [problem for problem in found.problems if problem.kind in ("unsupported layout", "unsupported")]
+            several_dims=context.several_dims,
         )
+        of_engine = [p for p in found.problems if p.kind in ("unsupported layout", "unsupported")]
+        final = final.with_problems([p for p in of_engine if p not in final.problems])
     if not complete:
         problem = problem_of_unbuilt(type(model).__name__, unbuilt, called=inputs is not None)
         final = final.with_problem(problem)

@@ -51,6 +51,7 @@ class JaxEngine:
 
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array,)
+    several_dims = True
     devices = staticmethod(device_names)
     simulate = staticmethod(simulate)
     bind = staticmethod(bound_mesh)

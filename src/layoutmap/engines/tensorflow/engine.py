@@ -62,6 +62,7 @@ class TensorFlowEngine:
 
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
+    several_dims = False
     devices = staticmethod(device_names)
     simulate = staticmethod(simulate)
     bind = staticmethod(bound_mesh)

@@ -74,6 +74,7 @@ class TorchEngine:
 
     name = "torch"
     array_types: tuple[type, ...] = (torch.Tensor,)
+    several_dims = True
     devices = staticmethod(device_names)
     bind = staticmethod(bound_mesh)
     simulate = staticmethod(simulation.simulate)

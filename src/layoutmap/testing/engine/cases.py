@@ -73,7 +73,8 @@ class EngineCases:
 
     def held(self, specs: tuple[ShardingSpec, ...]) -> bool:
         """Whether the engine says it can hold such a layout."""
-        return specs not in self.cannot_hold
+        several = any(isinstance(spec, tuple) for spec in specs)
+        return specs not in self.cannot_hold and (self.engine.several_dims or not several)
 
     def mesh(self, dims: str, first: int | None = None, name: str = "") -> Mesh:
         """A grid on whatever devices come first, or on those from a number on; or one on the one device."""
