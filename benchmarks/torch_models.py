@@ -20,6 +20,11 @@ SIZES = {
 }
 
 
+def sizes_of(size: str) -> tuple[int, ...]:
+    """The numbers of one of `SIZES`, or those that it lists, as in `"1024,128,2,4,8,64"`."""
+    return SIZES.get(size) or tuple(map(int, size.split(",")))
+
+
 class Attention(nn.Module):
     """Causal attention; how many heads there are is read from what comes, so that a process may hold some of them."""
 
@@ -80,15 +85,15 @@ TP_PLAN = {
 
 
 def make_model(size: str) -> Decoder:
-    """The decoder of one of `SIZES`, its values those of seed 0."""
-    vocabulary, width, blocks, heads, _, _ = SIZES[size]
+    """The decoder of a size, its values those of seed 0."""
+    vocabulary, width, blocks, heads, _, _ = sizes_of(size)
     torch.manual_seed(0)
     return Decoder(vocabulary, width, blocks, heads)
 
 
 def batches(size: str, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of tokens and of the tokens that follow, the same in all processes."""
-    vocabulary, _, _, _, rows, length = SIZES[size]
+    vocabulary, _, _, _, rows, length = sizes_of(size)
     random = torch.Generator().manual_seed(1)
     text = torch.randint(0, vocabulary, (number, rows, length + 1), generator=random)
     return [(rows[:, :-1], rows[:, 1:]) for rows in text]

@@ -6,6 +6,7 @@
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
     python benchmarks/torch_step.py --size medium --rounds 0     memory and collectives alone: no time is taken
     python benchmarks/torch_step.py --in-turns                 for a busy machine: a minute
+    python benchmarks/torch_step.py --draw 10 --seed 1         ten drawn decoders, median and worst: half an hour
 
 On model=4 (tensor parallel alone): `layoutmap` and `parallelize_module`. On batch=2,model=2:
 `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight sharded over the
@@ -25,7 +26,8 @@ fresh processes. "cpu ms" is the CPU time of its process, which says more where 
 cores. Collectives of one step, forward, backward and optimizer, are counted by `CommDebugMode`.
 "MiB" is the most that the tensors of the first process take at any time of a step, slots of AdamW and
 all, the median of five steps, by torch's profiler in a run of its own.
-With `--in-turns`, `layoutmap` and torch's own way take turns, step by step, in the same processes.
+With `--in-turns`, `layoutmap` and torch's own way take turns, step by step, in the same processes;
+with `--draw` they do, on batch=2,model=2, with compiled blocks and with one graph.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from torch_models import SIZES, TP_PLAN, batches, make_model, parallelize
+from drawn_sizes import draw, spread
+from torch_models import SIZES, TP_PLAN, batches, make_model, parallelize, sizes_of
 from torch_processes import bytes_over_time, measure
 
 PROCESSES = 4
@@ -54,6 +57,14 @@ OWN_GATHERING = "layoutmap, gather=own"
 COMPILED = "layoutmap, compiled"
 ONE_GRAPH = "layoutmap, one graph"
 IN_TURNS = "in turns"
+DRAWN = {
+    "vocabulary": (256, 1024, 4096),
+    "width": (32, 64, 128, 256, 512, 1024),
+    "blocks": (1, 2, 3, 4, 6, 8, 12),
+    "heads": (2, 4, 8),
+    "rows": (2, 4, 8),
+    "tokens": (16, 32, 64),
+}
 METHODS = {
     "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED, ONE_GRAPH),
     "batch=2,model=2": (
@@ -140,13 +151,15 @@ def peak(make: Any, data: Any, *, is_counted: bool) -> dict[str, Any]:
     return {"peak": statistics.median(most[WARMUP:]), "collectives": counted}
 
 
-def child_in_turns(mesh: str, size: str, steps: int) -> None:
-    """One process in which both ways take turns; the first prints the medians of each as JSON."""
+def child_in_turns(mesh: str, size: str, steps: int, is_compiled: bool) -> None:
+    """One process in which the ways take turns; the first prints the medians of each as JSON."""
     import torch
     from torch.nn import functional as F
 
     torch.set_num_threads(1)
     ways = {OWN: by_torch, "layoutmap": by_layoutmap}
+    if is_compiled:
+        ways |= {COMPILED: by_compiled, ONE_GRAPH: by_one_graph}
     one_steps = {name: way(mesh, size, F.cross_entropy)[0] for name, way in ways.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     data = batches(size, WARMUP + steps)
@@ -156,7 +169,11 @@ def child_in_turns(mesh: str, size: str, steps: int) -> None:
             start, own = time.perf_counter(), time.process_time()
             one_step(x, y)
             times[name].append((time.perf_counter() - start, time.process_time() - own))
-    counted = {name: collectives(lambda step=step: step(*data[0])) for name, step in one_steps.items()}
+    graphs = (COMPILED, ONE_GRAPH)  # in which no mode sees a collective
+    counted = {
+        name: {} if name in graphs else collectives(lambda step=step: step(*data[0]))
+        for name, step in one_steps.items()
+    }
     found: list[Any] = [None] * PROCESSES
     torch.distributed.all_gather_object(found, times)
     if torch.distributed.get_rank() == 0:
@@ -217,7 +234,7 @@ def by_torch(mesh: str, size: str, loss_of: Any) -> Any:
             fully_shard(block, mesh=device_mesh["batch"])
         fully_shard(model, mesh=device_mesh["batch"])
         number, count = device_mesh["batch"].get_local_rank(), int(dims["batch"])
-        part = SIZES[size][4] // count
+        part = sizes_of(size)[4] // count
         rows = slice(number * part, (number + 1) * part)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
@@ -347,19 +364,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mesh", choices=METHODS, action="append", help="may be given twice; else both")
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument(
+        "--size", default="small", help=f"{', '.join(SIZES)}, or numbers as in 1024,128,2,4,8,64"
+    )
     parser.add_argument(
         "--steps", type=int, default=20, help="steps that are timed in each round (default: 20)"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--in-turns", action="store_true", help="both ways in the same processes")
+    parser.add_argument("--draw", type=int, help="so many decoders of drawn sizes, all ways in turns")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child == IN_TURNS:
-        child_in_turns(args.mesh[0], args.size, args.steps)
+        child_in_turns(args.mesh[0], args.size, args.steps, args.compiled)
         return
     if args.child:
         child(args.mesh[0], args.child, args.size, args.steps)
+        return
+    if args.draw:
+        report_drawn(args.draw, args.seed, args.steps)
         return
     if args.in_turns:
         for mesh in args.mesh or METHODS:
@@ -379,6 +404,33 @@ def main() -> None:
                 runs[method].append(measure(__file__, arguments, PROCESSES))
         print("\r\x1b[K", end="", file=sys.stderr)
         report(mesh, args.size, runs, expected)
+
+
+def report_drawn(count: int, seed: int, steps: int) -> None:
+    """Steps of drawn decoders beside those of torch's own way, which takes its turns in the same processes."""
+    print(
+        f"batch=2,model=2, {PROCESSES} processes: ratios of ms, and of CPU ms, to `parallelize_module` + `fully_shard`"
+    )
+    print(", ".join(DRAWN))
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for drawn in draw(count, seed, DRAWN):
+        size = ",".join(map(str, drawn.values()))
+        options = ("--mesh", "batch=2,model=2", "--size", size, "--steps", str(steps), "--compiled")
+        found: Any = measure(__file__, ("--child", IN_TURNS, *options), PROCESSES)
+        medians = {
+            name: {kind: statistics.median(each[kind]) for kind in ("times", "cpu")}
+            for name, each in found.items()
+        }
+        own = medians.pop(OWN)
+        line = f"{size:<26} {1e3 * own['times']:>6.0f} ms"
+        for name, each in medians.items():
+            for kind in each:
+                ratios.setdefault((name, kind), []).append(each[kind] / own[kind])
+            beside = " ".join(f"{each[kind] / own[kind]:.2f}" for kind in each)
+            line += f"  {name.removeprefix('layoutmap, ')} {beside}"
+        print(line, flush=True)
+    for (name, kind), each in ratios.items():
+        print(spread(f"{name}, {'CPU ' if kind == 'cpu' else ''}ms", each))
 
 
 def report(mesh: str, size: str, runs: dict[str, list[dict[str, Any]]], expected: list[float]) -> None:
