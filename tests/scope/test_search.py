@@ -152,7 +152,6 @@ EXPERTS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_what_is_found_is_never_worse_than_what_an_expert_writes_down(kind):
     """By what XLA compiles, as well as by what is counted: its maps are among those that are tried."""
