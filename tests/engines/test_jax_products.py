@@ -152,6 +152,15 @@ def test_gathered_over_other_dims(name):
     assert is_right(read, operands, mesh_of((2, 2, 2)), specs, result_spec)
 
 
+@pytest.mark.parametrize("seed", few((1146, 1168), 1146))
+def test_scattered_to_a_batch_of_tables(seed):
+    """The gradient of what is read from a batch of tables is right over a dim that does not shard what was read."""
+    correct()
+    _, *case = drawn_gather(seed)  # XLA alone ends the process
+
+    assert is_right(*case)
+
+
 @pytest.mark.parametrize("seed", few(range(12), 0))
 def test_scatters_of_uneven_shards(seed):
     """A scatter adds nothing but its updates, also where the shards of those do not divide them."""

@@ -1,4 +1,4 @@
-"""Products and gathers whose results XLA computes wrongly in the layout that is wanted: a barrier keeps that apart.
+"""Products, gathers and scatters that XLA computes wrongly in the layout that is wanted: a barrier keeps that apart.
 
 XLA's partitioner gives each group of devices a part of the sum. Where the result is wanted over the dims that tell the
 groups apart, it takes the devices of a group in the order that the result's layout has, which need not be that in
@@ -10,7 +10,8 @@ dims along what is added up, so that one of them must be redistributed in any ca
 At the end each product is held in the layouts that were found, since XLA could find others (docs/decisions/0126).
 
 A gather from a sharded operand, such as an embedding's table, can be wrong where its result is wanted over a mesh dim
-that shards neither its operand nor its indices along that axis.
+that shards neither its operand nor its indices along that axis. A scatter to a batch of tables ends the process where
+its result is wanted over a mesh dim along the batch that does not shard its updates along that.
 
 Private names, tested on JAX 0.9.2 and 0.10.2:
 
@@ -138,7 +139,7 @@ def _pin(module: Any, layouts: Mapping[int, Sequence[Any]]) -> None:
     pinned: dict[tuple[Any, Any], Any] = {}
     for number, (*of_operands, of_result) in layouts.items():
         op = products[number]
-        for operand, layout in enumerate(of_operands):
+        for operand, layout in zip(_operands_of(op), of_operands, strict=True):
             value = op.operands[operand]
             key = value, _closed(layout, mesh, value)
             if key not in pinned:
@@ -179,8 +180,8 @@ def _refused(name: str, op: Any, fix: str) -> EngineError:
     return EngineError(
         f"{name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
-        why="for some products and gathers, whose result is sharded over other mesh dims than the operands, XLA takes "
-        "devices in another order than they have computed in (docs/xla-faults.md)",
+        why="for some products, gathers and scatters, whose result is sharded over other mesh dims than the operands, "
+        "XLA takes devices in another order than they have computed in (docs/xla-faults.md)",
         fix=fix,
     )
 
@@ -208,7 +209,7 @@ def _propagated(module: Any) -> tuple[dict[int, Sequence[Any]], set[tuple[int, i
         # Inside of `shard_map` each device computes for itself: a constraint there is an error.
         found_layouts = () if _is_in_shard_map(op) else tuple(map(_layout, _values(op)))
         layouts.setdefault(number, set()).add(found_layouts)
-        to_change = (_Gather if op.name == _GATHER else _Product).of(op, meshes).to_change()
+        to_change = _KINDS.get(op.name, _Product).of(op, meshes).to_change()
         if to_change is not None:
             found.add((number, to_change))
     alike = {number: each.pop() for number, each in layouts.items() if len(each) == 1}
@@ -223,7 +224,13 @@ def _is_in_shard_map(op: Any) -> bool:
 
 
 def _values(op: Any) -> tuple[Any, Any, Any]:
-    return op.operands[0], op.operands[1], op.results[0]
+    lhs, rhs = _operands_of(op)
+    return op.operands[lhs], op.operands[rhs], op.results[0]
+
+
+def _operands_of(op: Any) -> tuple[int, int]:
+    """The numbers of the operands that a result is computed of; what a scatter adds to has the result's layout."""
+    return (2, 1) if op.name == _SCATTER else (0, 1)
 
 
 def _products(module: Any) -> list[Any]:
@@ -368,6 +375,17 @@ class _Gather(_Product):
         return _RESULT if is_apart else None
 
 
+class _Scatter(_Product):
+    """The layouts of a scatter's updates, of its indices and of its result."""
+
+    def to_change(self) -> int | None:
+        """The result, where a mesh dim shards it along the batch of tables, and not the updates along that."""
+        batch = {*self.labels[1]} & {*self.labels[_RESULT]}
+        found = self._placed(_RESULT).items()
+        is_apart = any(label in batch and label != self._placed(0).get(piece) for piece, label in found)
+        return _RESULT if is_apart else None
+
+
 def _size(pieces: Iterable[Piece]) -> int:
     """Over how many devices they shard an axis."""
     return math.prod(end // begin for _, begin, end in pieces)
@@ -454,9 +472,27 @@ def _labels_of_gather(op: Any) -> tuple[list[Hashable], list[Hashable], list[Has
     return lhs, rhs, result  # type: ignore[return-value]
 
 
+def _labels_of_scatter(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+    numbers = _hlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+    updates, rhs, result = (
+        [(of, axis) for axis in range(len(value.type.shape))] for of, value in enumerate(_values(op))
+    )
+    batching = zip(numbers.input_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    for axis, other in batching:
+        rhs[other] = result[axis]
+    of_indices = [axis for axis in range(len(rhs)) if axis != numbers.index_vector_dim]
+    rows = [axis for axis in range(len(updates)) if axis not in numbers.update_window_dims]
+    for axis, other in zip(rows, of_indices, strict=True):
+        updates[axis] = rhs[other]
+    return updates, rhs, result  # type: ignore[return-value]
+
+
+_SCATTER = "stablehlo.scatter"
 _GATHER = "stablehlo.gather"
+_KINDS: dict[str, type[_Product]] = {_GATHER: _Gather, _SCATTER: _Scatter}
 _LABELS = {
     "stablehlo.dot_general": _labels_of_dot,
     "stablehlo.convolution": _labels_of_convolution,
     _GATHER: _labels_of_gather,
+    _SCATTER: _labels_of_scatter,
 }
