@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import keras
 import keras_hub
 import numpy as np
-from keras.src.backend.jax import trainer
 from keras_hub.src.models.vae.vae_backbone import VAEBackbone
 
 import layoutmap as lm
@@ -682,7 +681,12 @@ def rules(plan, name=""):
 
 @contextmanager
 def quick_steps() -> Generator[None]:
-    """Compile training steps quickly; not what makes first values, whose bits depend on it."""
+    """Compile training steps of JAX quickly; not what makes first values, whose bits depend on it."""
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    from keras.src.backend.jax import trainer
+
     plain = trainer.jit
     trainer.jit = functools.partial(plain, compiler_options=QUICK_STEPS)
     try:

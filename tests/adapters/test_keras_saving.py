@@ -192,6 +192,39 @@ def test_what_a_scope_keeps_of_a_layer_is_not_searched():
     assert [] == [name for name, value in attributes(layer) if value is session_of(layer)]
 
 
+@pytest.mark.every_backend
+@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5"])
+def test_a_kernel_that_is_computed_is_saved(file, tmp_path):
+    """Keras saves a kernel together with its LoRA factors: a plain model has the values then, and so has this one."""
+
+    def make_model():
+        layers = [
+            L.Embedding(8, 16, name="e"),
+            L.EinsumDense("abc,cd->abd", (2, 8), name="s"),
+            L.Dense(4, name="d"),
+        ]
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
+        for layer in layers:
+            layer.enable_lora(2)
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    rules = {r".*\.(kernel|embeddings)$": (None, "model")}
+    model = lm.LayoutMap("batch=2,model=4", rules, rest="replicated").build(make_model, batch_dim="batch")
+    x, y = np.arange(16, dtype="int32").reshape(8, 2) % 8, np.ones((8, 2, 4), "float32")
+    model.fit(x, y, epochs=2, verbose=0)
+    expected, path = model.predict(x, verbose=0), tmp_path / file
+    kernel = model.get_layer("d").kernel
+    as_numpy = keras.ops.convert_to_numpy
+    (model.save if file.endswith(".keras") else model.save_weights)(path)
+    plain = keras.models.load_model(path) if file.endswith(".keras") else make_model()
+    for each in (plain, model):
+        each.load_weights(path)
+        np.testing.assert_allclose(expected, each.predict(x, verbose=0), atol=1e-6)
+    if keras.backend.backend() != "tensorflow":  # whose tensors on a mesh are no arrays for numpy
+        np.testing.assert_allclose(as_numpy(plain.get_layer("d").kernel), as_numpy(kernel), atol=1e-6)
+
+
 def test_a_loaded_model_trains_on(tmp_path):
     """A compiled model that is loaded in a scope takes the next steps of the plain one."""
     path = str(tmp_path / "m.keras")

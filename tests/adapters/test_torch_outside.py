@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -231,13 +232,16 @@ def test_a_step_that_is_learned_through():
 
 
 def test_values_come_out():
-    """Values of a weight come out by `full_tensor`, and in `run_on` as of a plain tensor."""
+    """Values of a weight come out by `full_tensor`, `numpy` and `tolist`; a slice's in `run_on`."""
     plain, model = pair(Layers)
     with lm.dtensor.run_on(lm.create_mesh("batch=2,model=4"), engine="torch"):
         rows = weight(model)[:2].tolist()
 
     assert weight(plain)[:2].tolist() == rows
     assert torch.equal(weight(plain), whole(weight(model).full_tensor()))
+    assert weight(plain).tolist() == weight(model).tolist() == np.asarray(weight(model).detach()).tolist()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight(model).numpy()
 
 
 def test_gathered_values_are_plain_tensors():

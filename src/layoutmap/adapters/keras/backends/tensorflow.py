@@ -27,6 +27,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
     exporting,
     placed,
     reading_in_layout,
+    saving,
 )
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
@@ -113,6 +114,7 @@ class TensorFlowBackend(Backend):
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
         wraps = {name: calling(layer, session, name) for name in CALLS}
+        wraps["save_own_variables"] = saving(layer, session)
         if isinstance(layer, keras.Model):
             wraps["export"] = exporting(layer, session)
             if hasattr(layer, "make_generate_function"):  # a task of keras-hub

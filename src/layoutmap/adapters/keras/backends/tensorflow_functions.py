@@ -18,7 +18,7 @@ Private names of Keras that are replaced while such a call runs, and put back af
     keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
     keras.src.backend.tensorflow.numpy          divide
     keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
-    keras.src.backend                           rnn, lstm, gru
+    keras.src.backend                           rnn, lstm, gru, convert_to_numpy
     tensorflow                                  concat, split, reverse, roll
     tensorflow.nn                               pool
 """
@@ -53,7 +53,7 @@ REPLACED = [
     (keras_random, (*_RANDOM, "dropout")),
     (keras_numpy, ("divide",)),
     (keras_nn, _OF_WINDOWS),
-    (keras_backend, _OF_TIME),
+    (keras_backend, (*_OF_TIME, "convert_to_numpy")),
     (tf, ("concat", "split", *_OF_ARRAYS)),
     (tf.nn, ("pool",)),
 ]
@@ -151,6 +151,7 @@ _PATCHES = Patches(
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
         *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
         *(_replaced(keras_backend, name, _unrolled) for name in _OF_TIME),
+        _replaced(keras_backend, "convert_to_numpy", lambda plain, replicate, value: plain(replicate(value))),
         _replaced(tf.nn, "pool", _composed("pool")),
     ]
 )

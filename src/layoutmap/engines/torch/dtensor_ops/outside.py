@@ -5,6 +5,7 @@ From the first tensor on a mesh on, operators are guarded, plain tensors count a
 tensor[2:4].zero_()      torch changes a copy where the axis is sharded: `memories` writes it back
 tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
 tensor[index] = value    torch changes a copy where the axis is sharded
+tensor.numpy(), tolist() torch refuses them of all that is no plain tensor
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
 tensor.data_ptr()        torch gives 0, and by `__dlpack__` any memory: a kernel would read and write what is there
 torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded in another order, and gathers often
@@ -101,6 +102,16 @@ def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Ten
     return found.clone() if is_everywhere(tensor) else found  # not the memory of one simulated device
 
 
+def _as_plain(name: str) -> Attribute:
+    """The patch of a method by which torch hands out the values of plain tensors alone."""
+
+    def handed_out(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+        given = tensor.full_tensor() if is_guarded(tensor.device_mesh) else tensor
+        return own(given, *args, **options)
+
+    return _method(name, handed_out)
+
+
 def _formatted(own: Callable[..., str], tensor: Any, spec: str) -> str:
     """`f"{tensor:.3f}"` of a number, which torch knows of plain tensors; nothing is gathered that was not asked for."""
     is_number = tensor.ndim == 0 and is_guarded(tensor.device_mesh)
@@ -151,6 +162,8 @@ _CHANGES = (
     _method("data_ptr", _refuse_address),
     _method("__dlpack__", _refuse_address),
     _method("full_tensor", _gathered),
+    _as_plain("numpy"),
+    _as_plain("tolist"),
     _method("__format__", _formatted),
     _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),
     orthogonal_updates(_orthogonal),
