@@ -12,7 +12,7 @@ from core.test_blocks import cuts, indices
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.chunk_table import Chunk, Chunked, check_chunks, chunk_to_json
+from layoutmap.checkpoint.chunk_table import Chunk, Chunked, checked_chunks, chunk_to_json
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
 from layoutmap.core.blocks import Index, assemble, block_shape, full_index, intersect
 from layoutmap.core.layout import Layout
@@ -93,7 +93,7 @@ def checked(chunks: list[Index], shape: tuple[int, ...]) -> None:
     """Check the chunks of a variable as a manifest does, between two others."""
     found = {"a": [full_index(shape)], "w": chunks, "z": [full_index(shape)]}
     rows = {path: [chunk_to_json(Chunk(0, 0, each, "0" * 16)) for each in found[path]] for path in found}
-    check_chunks([Chunked(path, shape, 1, rows[path]) for path in found], [math.prod(shape)])
+    checked_chunks([Chunked(path, shape, 1, rows[path]) for path in found], [math.prod(shape)])
 
 
 @given(st.data(), st.lists(st.integers(0, 6), max_size=4).map(tuple))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -17,7 +17,6 @@ from layoutmap.core.blocks import (
     ends_of,
     full_index,
     index_text,
-    intersect,
     not_once,
 )
 
@@ -39,32 +38,76 @@ class Chunk:
     checksum: str
 
 
-class ChunkTable(Sequence[Chunk]):
-    """The chunks of a variable, as a manifest has them.
+class Columns(NamedTuple):
+    """Chunks of variables of one rank, one row each.
 
-    Args:
-        rows: Each as `chunk_to_json` returns it.
-        rank: The number of axes of the variable.
+    Attributes:
+        files: The numbers of their files.
+        starts: The bytes of these at which they begin.
+        begins: Where they begin in their variables, a column for each axis.
+        ends: Where they end there.
+        checksums: Their checksums.
     """
 
-    def __init__(self, rows: Sequence[Any], rank: int):
-        self._rows, self._rank = rows, rank
+    files: NumpyArray
+    starts: NumpyArray
+    begins: NumpyArray
+    ends: NumpyArray
+    checksums: Sequence[str]
 
-    @cached_property
-    def _columns(self) -> tuple[NumpyArray, NumpyArray, NumpyArray, NumpyArray, Sequence[str]]:
-        """See `_columns_of`."""
-        return _columns_of(self._rows, self._rank)
 
-    def overlapping(self, index: Index) -> list[tuple[Chunk, Index]]:
-        """Return the chunks that have something of a block, in order, and what: the chunk's own index if it is all."""
-        if not len(self):
-            return []
-        _, _, begins, ends, _ = self._columns
+class Shared(NamedTuple):
+    """The part of a chunk that is in a block, too.
+
+    Attributes:
+        file: The number of the chunk's file.
+        start: The byte of the file at which it begins.
+        shape: The shape of the chunk.
+        checksum: Its checksum.
+        size: The number of its elements.
+        place: Where the part is in the block.
+        part: Where it is in the chunk; `None`: it is all of it.
+    """
+
+    file: int
+    start: int
+    shape: tuple[int, ...]
+    checksum: str
+    size: int
+    place: Index
+    part: Index | None
+
+
+class ChunkTable(Sequence[Chunk]):
+    """The chunks of a variable.
+
+    Args:
+        columns: Chunks, with those of others.
+        rows: Which of them are the variable's.
+    """
+
+    def __init__(self, columns: Columns, rows: range):
+        self._columns, self._rows = columns, rows
+
+    def overlapping(self, index: Index) -> Iterator[Shared]:
+        """Yield what chunks have of a block, in the order in which it is in the files."""
+        rows = slice(self._rows.start, self._rows.stop)
+        begins, ends = self._columns.begins[rows], self._columns.ends[rows]
         first, last = (np.array([part[i] for part in ends_of(index)], np.int64) for i in (0, 1))
-        shared = (np.maximum(begins, first) < np.minimum(ends, last)).all(axis=1)
-        is_inside = np.asarray(((first <= begins) & (ends <= last)).all(axis=1))
-        chunks = [(self[int(row)], is_inside[row]) for row in np.flatnonzero(shared)]
-        return [(c, c.index if inside else intersect(c.index, index) or ()) for c, inside in chunks]
+        lows, highs = np.maximum(begins, first), np.minimum(ends, last)
+        found = np.flatnonzero((lows < highs).all(axis=1))
+        files, starts = self._columns.files[rows], self._columns.starts[rows]
+        found = found[np.lexsort((starts[found], files[found]))]
+        begins, ends, lows, highs = (each[found] for each in (begins, ends, lows, highs))
+        shapes, is_all = ends - begins, ((lows == begins) & (highs == ends)).all(axis=1)
+        pairs = (lows - first, highs - first, lows - begins, highs - begins)
+        columns = (files[found], starts[found], shapes, np.prod(shapes, axis=1), *pairs, is_all)
+        for row, file, start, shape, size, low, high, inner, outer, whole in zip(
+            found.tolist(), *(each.tolist() for each in columns), strict=True
+        ):
+            place, checksum = tuple(map(slice, low, high)), self._columns.checksums[self._rows[int(row)]]
+            part = None if whole else tuple(map(slice, inner, outer))
+            yield Shared(file, start, tuple(shape), checksum, size, place, part)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -76,7 +119,10 @@ class ChunkTable(Sequence[Chunk]):
     def __getitem__(self, row: int | slice) -> Chunk | list[Chunk]:
         if isinstance(row, slice):
             return [self[i] for i in range(*row.indices(len(self)))]
-        return chunk_from_json(self._rows[row])
+        files, starts, begins, ends, checksums = self._columns
+        at = self._rows[row]
+        index = tuple(map(slice, begins[at].tolist(), ends[at].tolist()))
+        return Chunk(int(files[at]), int(starts[at]), index, checksums[at])
 
 
 class Chunked(NamedTuple):
@@ -95,24 +141,26 @@ class Chunked(NamedTuple):
     rows: Sequence[Any]
 
 
-def check_chunks(variables: Iterable[Chunked], file_sizes: Sequence[int]) -> None:
-    """Raise if a chunk is outside of its variable, or of its file, or an element is not in exactly one chunk.
+def checked_chunks(variables: Iterable[Chunked], file_sizes: Sequence[int]) -> dict[str, ChunkTable]:
+    """The chunks of variables by path: each is in its variable and in its file, and each element in exactly one.
 
     Args:
         variables: The variables. Those of one rank are checked together: to call numpy for each takes far longer.
         file_sizes: The sizes of the files in bytes.
 
     Raises:
-        ValueError: One is; `TypeError` or `OverflowError`, where a row is none of a chunk.
+        ValueError: They are not; `TypeError` or `OverflowError`, where a row is none of a chunk.
     """
     by_rank: dict[int, list[Chunked]] = {}
+    tables: dict[str, ChunkTable] = {}
     for each in variables:
         if math.prod(max(size, 1) for size in each.shape) * each.itemsize >= 2**63:
             raise ValueError(f"{each.path}: shape {each.shape}")
         by_rank.setdefault(len(each.shape), []).append(each)
     for rank, group in by_rank.items():
         rows = [row for each in group for row in each.rows]
-        files, starts, begins, ends, _ = _columns_of(rows, rank)
+        columns = _columns_of(rows, rank)
+        files, starts, begins, ends, _ = columns
         counts = [len(each.rows) for each in group]
         owners = np.repeat(np.arange(len(group)), counts)
         shapes = np.array([each.shape for each in group], np.int64).reshape(len(group), rank)
@@ -131,23 +179,26 @@ def check_chunks(variables: Iterable[Chunked], file_sizes: Sequence[int]) -> Non
             if (found := not_once(begins[own], ends[own], wanted)) is not None:
                 cell, times = found
                 raise ValueError(f"{group[number].path}: {times or 'no'} chunks have {index_text(cell)}")
+        borders = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        tables |= {
+            each.path: ChunkTable(columns, range(*pair)) for each, pair in zip(group, borders, strict=True)
+        }
+    return tables
 
 
-def _columns_of(
-    rows: Sequence[Any], rank: int
-) -> tuple[NumpyArray, NumpyArray, NumpyArray, NumpyArray, Sequence[str]]:
-    """The files of chunks, where they start in these, where they begin and end in their variables, and their checksums.
+def _columns_of(rows: Sequence[Any], rank: int) -> Columns:
+    """The columns of rows as `chunk_to_json` returns them.
 
     Raises:
         ValueError: They are not rows of chunks.
     """
     files, starts, indices, checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
-    if not all(isinstance(each, str) for each in checksums):
+    if not {*map(type, checksums)} <= {str}:
         raise ValueError("a checksum of a chunk is not text")
-    if any(len(index) != rank for index in indices):
+    if not {*map(len, indices)} <= {rank}:
         raise ValueError("a place of a chunk has not as many axes as its variable")
     ends = _integers(indices, (len(rows), rank, 2))
-    return (
+    return Columns(
         _integers(files, (len(rows),)),
         _integers(starts, (len(rows),)),
         ends[..., 0],

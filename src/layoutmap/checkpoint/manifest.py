@@ -29,8 +29,7 @@ from typing import Any, cast
 from layoutmap.checkpoint.chunk_table import (
     Chunk,
     Chunked,
-    ChunkTable,
-    check_chunks,
+    checked_chunks,
     chunk_from_json,
     chunk_to_json,
 )
@@ -172,10 +171,9 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     variables = tuple(map(_saved_variable, found["variables"]))
     sizes = [file.num_bytes for file in files]
     rows = [(row["chunks"], variable) for row, variable in zip(found["variables"], variables, strict=True)]
-    check_chunks(
+    tables = checked_chunks(
         (Chunked(v.path, v.shape, math.ceil(itemsize(v.dtype)), chunks) for chunks, v in rows), sizes
     )
-    tables = {variable.path: ChunkTable(chunks, len(variable.shape)) for chunks, variable in rows}
     facts = {name: value for name, value in found.items() if name not in known}
     return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, tables)
 

@@ -5,38 +5,27 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.chunk_table import Chunk, ChunkTable
+from layoutmap.checkpoint.chunk_table import ChunkTable, Shared
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.lineage import last_step
 from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of, manifest_from_bytes
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.states import decode
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, within
+from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import itemsize
 
 _KEPT = 2  # chunks of which only a part was wanted; the next block often wants the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ALIGNMENT = 64  # bytes: JAX and TensorFlow copy arrays that begin elsewhere
-
-_Take = Callable[[Chunk, Index, NumpyArray], object]
-
-
-class _Found(NamedTuple):
-    """A chunk, its shape, what is wanted of it, and the byte of its file at which it ends."""
-
-    chunk: Chunk
-    shape: tuple[int, ...]
-    both: Index
-    end: int
 
 
 class Step(Source):
@@ -77,7 +66,7 @@ class Step(Source):
         self.bytes_read = self.room = 0
         self.verifies = True
         self._checked: dict[tuple[str, Ends], NumpyArray] = {}
-        self._kept: OrderedDict[tuple[str, Ends], NumpyArray] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], NumpyArray] = OrderedDict()
         self._lock = threading.Lock()
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(_THREADS, "layoutmap-read")
@@ -151,12 +140,7 @@ class Step(Source):
         if checked is not None:
             target[...] = checked
             return
-
-        def take(chunk: Chunk, both: Index, values: NumpyArray) -> None:
-            part = values if both is chunk.index else values[within(both, chunk.index)]
-            target[(*within(both, wanted), ...)] = part  # of a scalar, too
-
-        self._each_chunk(variable, wanted, take)
+        self._each_chunk(variable, wanted, target)
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
         """Keeps the values for `read` while there is `room`, and else none."""
@@ -165,7 +149,7 @@ class Step(Source):
             self._checked[variable.path, ends_of(wanted)] = self._read(variable, wanted)
             self.room -= num_bytes
             return
-        self._each_chunk(variable, wanted, lambda chunk, both, values: None)
+        self._each_chunk(variable, wanted, None)
 
     def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
         """Read all, and yield each file and each chunk that is not as it was written.
@@ -202,53 +186,72 @@ class Step(Source):
                 except CheckpointError as error:
                     yield error
 
-    def _each_chunk(self, variable: SavedVariable, wanted: Index, take: _Take) -> None:
-        """Read and check the chunks that have something of a block, and pass each to `take`.
+    def _each_chunk(self, variable: SavedVariable, wanted: Index, target: NumpyArray | None) -> None:
+        """Read and check the chunks that have something of a block, and write it into an array, if there is one.
 
         Neighbours in a file are read at once, and several such runs at the same time.
         """
         dtype = numpy_dtype(variable.dtype, variable.path)
-        rest: list[_Found] = []
         chunks = self.manifest.chunks[variable.path]
         assert isinstance(chunks, ChunkTable)
-        for chunk, both in chunks.overlapping(wanted):
-            kept = self._kept.get((variable.path, ends_of(chunk.index))) if self._kept else None
+
+        def take(found: Shared, values: NumpyArray) -> None:
+            if target is not None:
+                target[found.place] = values if found.part is None else values[found.part]
+
+        rest: list[Shared] = []
+        for found in chunks.overlapping(wanted):
+            kept = self._kept.get(found[:4]) if self._kept else None
             if kept is None:
-                shape = block_shape(chunk.index)
-                rest.append(_Found(chunk, shape, both, chunk.start + math.prod(shape) * dtype.itemsize))
+                rest.append(found)
             else:
-                take(chunk, both, kept)
+                take(found, kept)
 
-        def read(run: Sequence[_Found]) -> None:
-            for found, values in zip(run, self._read_run(variable.path, dtype, run), strict=True):
-                take(found.chunk, found.both, values)
+        runs = list(_runs(rest, dtype.itemsize, self._storage.read_bytes))
+        left = iter(runs)
 
-        runs = list(_runs(rest, self._storage.read_bytes))
-        list(self._pool.map(read, runs) if len(runs) > 1 else map(read, runs))
+        def work() -> None:
+            while (run := next(left, None)) is not None:
+                self._read_run(variable.path, dtype, *run, take)
 
-    def _read_run(self, path: str, dtype: np.dtype[Any], run: Sequence[_Found]) -> Iterator[NumpyArray]:
-        """The values of neighbouring chunks, in memory that the next run of this thread uses again."""
-        start, file = run[0].chunk.start, self.manifest.files[run[0].chunk.file]
+        helping = [self._pool.submit(work) for _ in range(min(_THREADS, len(runs)) - 1)]
+        try:
+            work()
+        finally:
+            deque(left, 0)  # of an error the rest is not read
+            wait(helping)
+        for each in helping:
+            each.result()
+
+    def _read_run(
+        self,
+        path: str,
+        dtype: np.dtype[Any],
+        run: Sequence[Shared],
+        end: int,
+        take: Callable[[Shared, NumpyArray], object],
+    ) -> None:
+        """Pass on neighbouring chunks, in memory that the next run of this thread uses again."""
+        start, file = run[0].start, self.manifest.files[run[0].file]
         scratch: NumpyArray | None = getattr(self._local, "scratch", None)
-        if scratch is None or scratch.size < run[-1].end - start:
-            scratch = self._local.scratch = np.empty(run[-1].end - start, np.uint8)
-        data = scratch[: run[-1].end - start]
+        if scratch is None or scratch.size < end - start:
+            scratch = self._local.scratch = np.empty(end - start, np.uint8)
+        data = scratch[: end - start]
         count = self._storage.read_into(self._folder, file.name, start, data.data)
+        # Threads that pass Python to and fro at each small chunk take twice as long as one.
         with self._lock:
             self.bytes_read += count
-        for chunk, shape, both, end in run:
-            part = data[chunk.start - start : end - start]
-            missing = max(0, min(part.size, end - start - count))
-            if missing or (self.verifies and checksum_of(part.data) != chunk.checksum):
-                where = f"{self.where}/{file.name}"
-                raise _damaged(where, path, chunk.start, part.size, missing=missing)
-            values = part.view(dtype).reshape(shape)
-            if both is not chunk.index:
-                with self._lock:
-                    self._kept[path, ends_of(chunk.index)] = values.copy()
+            for found in run:
+                first, size = found.start - start, found.size * dtype.itemsize
+                missing = max(0, min(size, first + size - count))
+                if missing or (self.verifies and checksum_of(data[first : first + size]) != found.checksum):
+                    raise _damaged(f"{self.where}/{file.name}", path, found.start, size, missing=missing)
+                values = np.ndarray(found.shape, dtype, data, first)
+                if found.part is not None:
+                    self._kept[found[:4]] = values.copy()
                     while len(self._kept) > _KEPT:
                         self._kept.popitem(last=False)
-            yield values
+                take(found, values)
 
     def __repr__(self) -> str:
         return f"<Step {self.step} of {self.where}: {len(self.variables)} variables>"
@@ -261,20 +264,19 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _runs(found: list[_Found], most_bytes: int) -> Iterator[list[_Found]]:
-    """Neighbours in a file together, up to a size."""
-    found.sort(key=lambda each: (each.chunk.file, each.chunk.start))
-    run: list[_Found] = []
+def _runs(found: Iterable[Shared], itemsize: int, most_bytes: int) -> Iterator[tuple[list[Shared], int]]:
+    """Neighbours in a file together, up to a size, and the byte at which they end."""
+    run: list[Shared] = []
+    end = 0
     for each in found:
-        if run and (
-            (each.chunk.file, each.chunk.start) != (run[0].chunk.file, run[-1].end)
-            or each.end - run[0].chunk.start > most_bytes
-        ):
-            yield run
+        stop = each.start + each.size * itemsize
+        if run and ((each.file, each.start) != (run[0].file, end) or stop - run[0].start > most_bytes):
+            yield run, end
             run = []
         run.append(each)
+        end = stop
     if run:
-        yield run
+        yield run, end
 
 
 def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:

@@ -233,15 +233,15 @@ class LocalStorage:
     @contextlib.contextmanager
     def _opened(self, folder: str, name: str) -> Generator[int]:
         self._check_system()
-        path = self._root / folder / name
+        path = f"{self.where}/{folder}/{name}"
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a pipe of that name does not hang
         except OSError as error:
-            raise _failed(str(path), "the file cannot be read", error) from error
+            raise _failed(path, "the file cannot be read", error) from error
         try:
             yield file
         except OSError as error:
-            raise _failed(str(path), "the file cannot be read", error) from error
+            raise _failed(path, "the file cannot be read", error) from error
         finally:
             os.close(file)
 
