@@ -15,7 +15,6 @@ from engines.torch.function_cases import CASES
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from layoutmap.core.layout import Layout
-from layoutmap.engines.torch.dtensor_ops.upstream import CORRECTIONS
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.private import set_replicates_plain_tensors
 
@@ -24,9 +23,15 @@ ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "docs" / "torch-operators.md"
 SOURCE = ROOT / "src" / "layoutmap" / "engines" / "torch"
 # Modules that correct nothing by themselves; `sums` is about when, not what, and `linear` and `softmax` save time.
-MACHINERY = {
-    *("__init__", "linear", "masks", "mode", "proven", "shards", "softmax", "sums", "unwrap_python"),
-    "upstream",
+MACHINERY = {"__init__", "linear", "masks", "mode", "proven", "shards", "softmax", "sums", "unwrap_python"}
+# why: decisions/0088; what -> the module of engines.torch, torch's issue or "none found", and the version last seen on
+CORRECTIONS = {
+    name: others
+    for name, *others in re.findall(
+        r"^\| (.+?) \| `([\w.]+)` \| .+ \| (?:\[pytorch/pytorch)?(#\d+|none found).* \| (2\.\d+\.\d+) \|$",
+        TABLE.read_text(),
+        re.MULTILINE,
+    )
 }
 X = torch.arange(48.0).view(8, 6).sin()
 SECONDS = 60  # of a search that never ends
@@ -187,10 +192,10 @@ def _stop(*_):
 @pytest.mark.parametrize("name", few(PROBES, *(name for name in PROBES if name not in SLOW)))
 def test_a_correction_is_needed(name):
     """What a correction says that DTensor does wrongly, it does on this version of torch."""
-    known = CORRECTIONS[name]
+    module, issue, _ = CORRECTIONS[name]
     assert not is_right(PROBES[name]), (
-        f"no longer needed: {name} (in {known.module}, pytorch/pytorch{known.upstream or ': no issue'}): "
-        f"torch {torch.__version__} computes it right, so delete it there and in upstream.py"
+        f"no longer needed: {name} (in {module}, issue of pytorch/pytorch: {issue}): "
+        f"torch {torch.__version__} computes it right, so delete it there and in docs/torch-operators.md"
     )
 
 
@@ -217,28 +222,8 @@ def test_probes_can_come_out_right():
 def test_each_correction_has_a_probe():
     """The probes are those of the corrections, and each module that corrects something says what and has a probe."""
     modules = {path.stem for path in (SOURCE / "dtensor_ops").glob("*.py")} - MACHINERY
-    named = {each.module for each in CORRECTIONS.values()}
+    named = {module for module, *_ in CORRECTIONS.values()}
 
     assert set(CORRECTIONS) == set(PROBES)
     assert {f"dtensor_ops.{module}" for module in modules} <= named
     assert [] == [module for module in named if not (SOURCE / f"{module.replace('.', '/')}.py").exists()]
-
-
-def rows():
-    """The rows of the table in the docs, as the source has them."""
-    link = "https://github.com/pytorch/pytorch/issues/"
-    return [
-        f"| {name} | `{each.module}` | {each.wrong} | "
-        + (f"[pytorch/pytorch{each.upstream}]({link}{each.upstream[1:]})" if each.upstream else "none found")
-        + f" | {each.seen_on} |"
-        for name, each in CORRECTIONS.items()
-    ]
-
-
-def test_the_docs_list_them():
-    """The docs show the corrections; what this prints is to be put there when it fails."""
-    shown = re.findall(r"^\| .*`(?:dtensor_ops\.)?\w+` \|.*$", TABLE.read_text(), re.MULTILINE)
-    print("\n".join(rows()))
-
-    assert len(rows()) == len(shown)
-    assert [] == [row for row in rows() if row not in TABLE.read_text()]

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning"),  # of what is gathered, which is right
 ]
 
-MENDED = "no longer needed: torch computes this right; see upstream.py for what can go"
+MENDED = "no longer needed: torch computes this right; see docs/torch-operators.md for what can go"
 WORKER = Path(__file__).with_name("wrong_numbers_process.py")
 
 BATCH, BOTH, CHANNELS = ("batch",), ("batch", "model"), (None, "model")
