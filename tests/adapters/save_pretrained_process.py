@@ -1,6 +1,7 @@
 """One of two processes that save a model of transformers in layouts; run by test_torch_hugging_face.py."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -96,5 +97,13 @@ def main(folder):
     dist.destroy_process_group()
 
 
+def killed(folder):
+    """Die as the first shard is to be written."""
+    dist.init_process_group("gloo")
+    model = make_map("model=2").build(make_llama, library="torch")
+    os.pwrite = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    model.save_pretrained(folder / "several")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    {"killed": killed, "whole": main}[sys.argv[2]](Path(sys.argv[1]))

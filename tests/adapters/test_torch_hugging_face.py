@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,14 +237,26 @@ def test_accelerate_trains_as_on_one_device(tmp_path, accumulation):
 
 
 @pytest.mark.long
+def in_two_processes(worker, *arguments):
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [*launcher, str(Path(__file__).with_name(f"{worker}.py")), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_killed_save_leaves_nothing_to_the_next(tmp_path):
+    """Its hidden folder is there until the next save to the same place, which finds nobody who writes it."""
+    assert in_two_processes("save_pretrained_process", tmp_path, "killed").returncode
+    (left,) = tmp_path.iterdir()
+    assert re.fullmatch(r"\.several\.[0-9a-f]{16}", left.name)
+    assert 2 == in_two_processes("save_pretrained_process", tmp_path, "whole").stdout.count("all is well")
+
+    assert not left.exists()
+
+
 @pytest.mark.parametrize("worker", WORKERS)
 def test_two_processes(worker, tmp_path):
     """Two read what each needs of a checkpoint, write what each has of one, and refuse to train or save a part."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    program = str(Path(__file__).with_name(f"{worker}.py"))
-    ran = subprocess.run(
-        [*launcher, program, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
+    ran = in_two_processes(worker, tmp_path, "whole")
 
     assert 0 == ran.returncode, ran.stderr[-4000:]
     assert 2 == ran.stdout.count("all is well")

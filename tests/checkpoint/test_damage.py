@@ -18,10 +18,10 @@ from checkpoint.checkpoints import random_values, saved
 from checkpoint.forged import Place, manifest_in, put, write_manifest
 from checkpoint.saves import is_good, names_in, save, values_of, writers
 
-from layoutmap.checkpoint import storage
 from layoutmap.checkpoint.manifest import NAME, checksum_of
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.storage import LocalStorage
+from layoutmap.core import folders
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -168,7 +168,7 @@ def test_a_link_to_a_directory_is_that_directory(tmp_path: Path) -> None:
 def test_a_system_without_posix_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows nothing is written or read, and the message says where it is."""
     save(tmp_path, 1, OLD)
-    monkeypatch.setattr(storage, "fcntl", None)
+    monkeypatch.setattr(folders, "fcntl", None)
     refused = [message(lambda: save(tmp_path, 2, NEW))[0], message(lambda: Step(LocalStorage(tmp_path)))[0]]
 
     assert [f"{tmp_path}: checkpoints are not written or read on this system"] * 2 == refused

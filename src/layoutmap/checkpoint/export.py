@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,11 @@ from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
 from layoutmap.checkpoint.renamed import under_their_names
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.storage import (
-    LocalStorage,
-    Lock,
-    new_token,
-    remove_folder,
-    remove_leftovers,
-    sync_folder,
-)
+from layoutmap.checkpoint.storage import LocalStorage, new_token
 from layoutmap.checkpoint.writer import header_bytes
 from layoutmap.core.blocks import Index, full_index
 from layoutmap.core.errors import CheckpointError
+from layoutmap.core.folders import hidden_folder, sync_folder
 from layoutmap.core.variables import Kind
 
 MOST_BYTES = 5 << 30
@@ -160,23 +153,15 @@ def _check_target(target: Path, needed: int) -> None:
 @contextlib.contextmanager
 def _folder(target: Path) -> Generator[tuple[LocalStorage, str]]:
     """A hidden folder beside the target, which becomes the target when all is in it."""
-    hidden = target.parent / f".{target.name}.{new_token()}"
-    storage = LocalStorage(target.parent)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
-        hidden.mkdir()
-        lock = Lock(hidden)
-        yield storage, hidden.name
-        sync_folder(hidden)
-        os.rename(hidden, target)
-        sync_folder(target.parent)
-        del lock
+        with hidden_folder(target, new_token()) as hidden:
+            yield LocalStorage(target.parent), hidden.name
+            sync_folder(hidden)
+            os.rename(hidden, target)
+            sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
             f"{target}: it cannot be written",
             why=f"the system says: {error.strerror or error}",
             fix="name a folder that this user may write; nothing has been left there",
         ) from error
-    finally:
-        remove_folder(hidden)

@@ -238,8 +238,7 @@ class Step(Source):
             scratch = self._local.scratch = np.empty(end - start, np.uint8)
         data = scratch[: end - start]
         count = self._storage.read_into(self._folder, file.name, start, data.data)
-        # Threads that pass Python to and fro at each small chunk take twice as long as one.
-        with self._lock:
+        with self._lock:  # why: decisions/0131
             self.bytes_read += count
             for found in run:
                 first, size = found.start - start, found.size * dtype.itemsize

@@ -14,17 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from layoutmap.core import folders
 from layoutmap.core.errors import CheckpointError
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # on Windows
-    fcntl = None
+from layoutmap.core.folders import remove_folder, sync_folder
 
 MOST_STEP = 10**18 - 1
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _UNFINISHED = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems without locks say
 
 
 class Sink(Protocol):
@@ -127,7 +123,7 @@ class LocalStorage:
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
         self.where = str(self._root)
-        self._locks: dict[str, Lock] = {}
+        self._locks: dict[str, folders.Lock | None] = {}
 
     def steps(self) -> list[int]:
         """Return the steps that exist, in rising order."""
@@ -151,9 +147,8 @@ class LocalStorage:
         name = _unfinished(step, token)
         try:
             self._make_root()
-            remove_leftovers(self._root, _UNFINISHED)
-            while not self._is_made(name):
-                pass
+            folders.remove_leftovers(self._root, _UNFINISHED)
+            self._locks[name] = folders.make_locked(self._root / name)
             return name
         except BaseException as error:
             self.abandon(step, token)
@@ -246,7 +241,7 @@ class LocalStorage:
             os.close(file)
 
     def _check_system(self) -> None:
-        if fcntl is None:
+        if folders.fcntl is None:
             raise CheckpointError(
                 f"{self.where}: checkpoints are not written or read on this system",
                 why="it lacks the locks, reads and renames of POSIX",
@@ -259,68 +254,9 @@ class LocalStorage:
         for path in new:
             sync_folder(path.parent)
 
-    def _is_made(self, name: str) -> bool:
-        """Make and lock a folder; `False`: another save took it for a leftover before it was locked."""
-        path = self._root / name
-        path.mkdir(exist_ok=True)
-        try:
-            self._locks[name] = lock = Lock(path)
-            return lock.is_of(path)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            if error.errno in _NO_LOCKS:  # then no save deletes what others have left
-                return True
-            raise
-
-
-def remove_leftovers(root: Path, unfinished: re.Pattern[str]) -> None:
-    """Delete the folders of such names whose process has ended: nobody holds their locks."""
-    for name in os.listdir(root):
-        if unfinished.fullmatch(name):
-            with contextlib.suppress(OSError):
-                lock = Lock(root / name, wait=False)
-                remove_folder(root / name)
-                del lock
-
 
 def _unfinished(step: int, token: str) -> str:
     return f".step-{step}.{token}"
-
-
-class Lock:
-    """A folder that is locked until this is garbage, or the process ends.
-
-    Args:
-        path: The folder.
-        wait: Whether to wait for who has locked it.
-
-    Raises:
-        OSError: Somebody else has locked it, or the file system has no locks.
-    """
-
-    _file = -1
-
-    def __init__(self, path: Path, *, wait: bool = True):
-        self._file = os.open(path, os.O_RDONLY)
-        assert fcntl is not None
-        fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-
-    def is_of(self, path: Path) -> bool:
-        """Whether it is the folder that is at a path now."""
-        return os.path.samestat(os.fstat(self._file), os.stat(path))
-
-    def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-
-
-def remove_folder(path: Path) -> None:
-    """Delete a folder, or a link to one, as far as that is possible."""
-    with contextlib.suppress(OSError):
-        if path.is_symlink():
-            path.unlink()
-    shutil.rmtree(path, ignore_errors=True)
 
 
 class _LocalSink:
@@ -355,15 +291,6 @@ class _LocalSink:
             raise _failed(str(self._path), "the file cannot be written", failure) from failure
         finally:
             os.close(self._file)
-
-
-def sync_folder(path: Path) -> None:
-    """Have what is in a folder on the disk: the names, and not what is in the files."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def there_already(where: str, step: int) -> CheckpointError:

@@ -11,9 +11,8 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.blocks import Index, NumpyArray, ends_of
 from layoutmap.core.errors import CheckpointError
+from layoutmap.core.folders import hidden_folder
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import agreed, gather_texts
@@ -102,10 +102,12 @@ def save_shards(
     is_first = own == tokens[0]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
     hidden = target.parent / f".{target.name}.{tokens[0]}"
-    try:
-        plan = agreed(
-            lambda: _begin(save, hidden, target, tensors, layouts) if is_first else None, gather, "save"
-        )
+    with ExitStack() as end:
+
+        def begin() -> list[_Place] | None:
+            return _begin(save, end.enter_context(hidden_folder(target, own)), target, tensors, layouts)
+
+        plan = agreed(lambda: begin() if is_first else None, gather, "save")
         found = json.loads(gather_texts(json.dumps(plan), gather)[0])
         if found is None:
             return False
@@ -113,9 +115,6 @@ def save_shards(
         agreed(lambda: _write(hidden, places, tensors, layouts), gather, "save")
         agreed(lambda: _put(hidden, target) if is_first else None, gather, "save")
         return True
-    finally:
-        if is_first:
-            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _begin(
