@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import keras
 import numpy as np
@@ -134,6 +135,22 @@ outer: layers of it have layouts, and it was made outside of their scope
     rules = {r"(.*\.)?d\d\.kernel$": (None, "model")}
     lm.LayoutMap(layout_map.mesh, rules, rest="replicated").apply(made[0])(X)
     assert all(v.layout.mesh == layout_map.mesh for v in made[0].variables)
+
+
+@pytest.mark.parametrize("outer", [functional, sequential, subclass])
+def test_a_head_made_outside_is_trained_or_refused(outer, layout_map):
+    """JAX trains it; elsewhere `fit` says that it is to be made in the scope; laid out as a whole it trains."""
+    rows, rules = np.ones((4, 3), "float32"), {r"(.*\.)?d\d\.kernel$": (None, "model")}
+    with warnings.catch_warnings(action="ignore"):
+        model = outer(layout_map.build(make_model))
+        model.compile("sgd", "mse")
+        if keras.backend.backend() != "jax":
+            with pytest.raises(lm.ScopeError, match="made outside of their scope") as caught:
+                model.fit(X, rows, verbose=0)
+            assert "in the scope" in str(caught.value)
+            lm.LayoutMap(layout_map.mesh, rules, rest="replicated").apply(model)
+            model.compile("sgd", "mse")
+        assert np.isfinite(model.fit(X, rows, verbose=0).history["loss"]).all()
 
 
 def test_a_model_around_it_without_weights_is_not_warned_of(model):

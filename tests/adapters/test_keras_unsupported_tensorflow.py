@@ -136,6 +136,15 @@ def test_a_loop_over_time_is_unrolled(layer, shape, path):
     assert "each step in time" in notes[path].why
 
 
+def test_a_long_loop_over_time_is_warned_of():
+    """Hundreds of steps take minutes to compile: the plan says how many there are."""
+    make_model = model_of(lambda: L.LSTM(8, name="r"), (512, 4))
+    plan = lm.plan(make_model, make_map({r"r\.cell\.kernel": (None, "model")}))
+    first = next(problem for problem in plan.problems if problem.subject == "r.cell")
+
+    assert ("warning", True) == (first.severity, "(512 steps)" in first.what)
+
+
 class Calling(L.Layer):
     """Returns what a function makes of its inputs."""
 

@@ -3,7 +3,8 @@
 copy.deepcopy    makes the copy in the scope again, so it has the same layouts
 pickle           holds values and a configuration, and may be read where other devices are: a warning
 clone_model      makes new layers; where no scope is open those are plain: a warning
-a head           a model made outside of the scope, with layers in it that are not: a warning at its first call
+a head           a model made outside of the scope, with layers in it that are not: a warning at its first call, and
+                 an error in a step that a backend cannot take with it
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from layoutmap.adapters.current import current
 from layoutmap.adapters.keras.private import CLONING
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import level_of_user
 
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
@@ -72,6 +73,26 @@ def warn_of_plain_layers(model: Any, plain: list[Any]) -> None:
         facts={"without layouts": names + more},
         why="weights that are made outside are plain arrays, and its batches are not sharded over batch_dim",
         fix="make it in the scope, too: with layout_map.scope(): ...; or lay it out: layout_map.apply(model)",
+    )
+
+
+def step_of(model: Any, names: Container[str]) -> str:
+    """Return the name of the step that a model is taking, if it is one of some; else an empty text."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name in names and frame.f_locals.get("self") is model:
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
+
+
+def of_two_kinds(model: Any, step: str) -> ScopeError:
+    """Return the error for a model with layers in layouts that was made outside of their scope."""
+    return ScopeError(
+        f"{model.name}: its {step} cannot have layers in layouts, since it was made outside of their scope",
+        why="its batches, its other layers and its optimizer are plain, which the layers in layouts are not",
+        fix="make its new layers and the model in the scope: with layout_map.scope(): ...; or lay it out and compile "
+        "it again: layout_map.apply(model)",
     )
 
 

@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import keras
@@ -128,6 +129,9 @@ class Backend(ABC):  # why: decisions/0043
 
     chooses_layouts: ClassVar[bool] = False
     """Whether a compiler chooses the layouts of activations where no rule gives them."""
+
+    one_scope_in: ClassVar[Mapping[str, bool]] = MappingProxyType({})
+    """Steps of Keras that a model made outside cannot take with layers in layouts; `True`: if it trains others, too."""
 
     unreadable_boards: ClassVar[Sequence[str]] = ()
     """Options of Keras's TensorBoard with which it computes with weights themselves, which fails in layouts."""

@@ -22,7 +22,7 @@ import keras
 
 from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.batches import checking_callbacks, sharding_batches
-from layoutmap.adapters.keras.copies import copy_wraps, warn_of_plain_layers
+from layoutmap.adapters.keras.copies import copy_wraps, of_two_kinds, step_of, warn_of_plain_layers
 from layoutmap.adapters.keras.loading import loading, loading_weights
 from layoutmap.adapters.keras.older import existed_before
 from layoutmap.adapters.keras.paths import SESSION
@@ -201,7 +201,17 @@ def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Call
 
 
 def _check_outer(outer: Any, session: KerasSession) -> None:
-    """Warn once, when all its layers are built, if a model outside of all scopes has weights of its own."""
+    """Warn once, when all its layers are built, if a model outside of all scopes has weights of its own.
+
+    Raises:
+        ScopeError: It is called in a step of Keras's that the backend cannot take with layers of two kinds.
+    """
+    step = step_of(outer, session.backend.one_scope_in)
+    trained = {
+        session_of(v) is None for v in outer._flatten_layers() if v._trainable_variables and v.trainable
+    }
+    if step and (len(trained) > 1 or not session.backend.one_scope_in[step]):
+        raise of_two_kinds(outer, step)
     if outer in session.outer_models:
         return
     layers = outer._flatten_layers()

@@ -52,6 +52,7 @@ class TensorFlowBackend(Backend):
     """Keras on TensorFlow; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "tensorflow"
+    one_scope_in = MappingProxyType(dict.fromkeys(("train_step", "test_step", "predict_step"), False))
     unreadable_boards = ("histogram_freq", "write_images")
     training_wraps = staticmethod(training_wraps)
     unsupported_of = staticmethod(unsupported_of)

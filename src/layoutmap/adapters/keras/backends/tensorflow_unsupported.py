@@ -22,6 +22,7 @@ from layoutmap.core.unsupported import Unsupported
 L = keras.layers
 
 _IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
+_MANY_STEPS = 64  # each takes a tenth of a second to compile, in each function
 _NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),
     *(L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D),
@@ -46,12 +47,13 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
     """The operations of a layer that DTensor cannot compute."""
     kind = type(layer).__name__
     if isinstance(layer, L.RNN) and not layer.unroll:
+        steps = [*(layer.get_build_config() or {}).get("input_shape", ()), None, None][1]
         yield Unsupported(
             path,
-            f"the loop over time of {kind} is unrolled on TensorFlow's DTensor",
+            f"the loop over time of {kind} ({steps or 'any number of'} steps) is unrolled on TensorFlow's DTensor",
             why="DTensor has no loops: each step in time is compiled by itself, which takes long for a long series",
             fix="nothing, but for seconds: use shorter series, or run this model on another backend",
-            severity="note",
+            severity="warning" if (steps or 0) > _MANY_STEPS else "note",
         )
     if _multiplies_int8(layer):
         yield Unsupported(

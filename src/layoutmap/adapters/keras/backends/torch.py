@@ -42,6 +42,7 @@ class TorchBackend(Backend):  # why: decisions/0018
     """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "torch"
+    one_scope_in = MappingProxyType({"train_step": True})
     unreadable_boards = ("write_images",)
     training_wraps = staticmethod(training_wraps)
     unsupported_of = staticmethod(unsupported_of)
