@@ -277,7 +277,15 @@ def _one_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | No
             why="the processes of one mesh save together",
             fix="lay all out on one mesh, or save them as two models",
         )
-    return next(iter(meshes), None)
+    mesh = next(iter(meshes), None)
+    if mesh is not None and not engine.bind(mesh).local_device_ids:
+        raise CheckpointError(
+            f"{meshes[mesh]}: this process has no device of its mesh",
+            facts={"mesh": str(mesh)},
+            why="the processes that have devices of a mesh save what is on it, and they alone",
+            fix="call it only in these processes",
+        )
+    return mesh
 
 
 def check_step(step: Any) -> int:
