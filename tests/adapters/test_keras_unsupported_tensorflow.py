@@ -145,6 +145,10 @@ def test_a_long_loop_over_time_is_warned_of():
     assert ("warning", True) == (first.severity, "(512 steps)" in first.what)
 
 
+def summed(total, row):
+    return total + row, total * row
+
+
 class Calling(L.Layer):
     """Returns what a function makes of its inputs."""
 
@@ -170,6 +174,13 @@ class Calling(L.Layer):
         (lambda: Calling(lambda x: keras.ops.flip(x, axis=(1, -1))), IMAGE),
         (lambda: Calling(lambda x: keras.ops.roll(x, (1, -3), axis=(1, 2))), IMAGE),
         (lambda: Calling(lambda x: keras.ops.concatenate([x, 2 * x], axis=-1)), SERIES),
+        (
+            lambda: Calling(
+                lambda x: keras.ops.map(lambda row: row[0] * keras.ops.cumsum(row[1], 0), (x, 2 * x))
+            ),
+            SERIES,
+        ),
+        (lambda: Calling(lambda x: keras.ops.scan(summed, x[0], x, reverse=True)[1]), SERIES),
     ],
     ids=[
         "DepthwiseConv2D",
@@ -183,6 +194,8 @@ class Calling(L.Layer):
         "flip",
         "roll",
         "concatenate",
+        "map",
+        "scan",
     ],
 )
 def test_what_dtensor_has_no_gradient_of_trains(layer, shape):
@@ -224,6 +237,26 @@ def test_what_would_be_wrong_in_shards_is_gathered(function):
         report = lm.check_parity(make_model, layout_map, rows_of((8,)), steps=1, batch_dim="batch")
 
     assert report.agrees
+
+
+def test_tensors_that_a_layer_keeps_are_placed():
+    """A plain tensor that a compiled step reads, such as a mean to be subtracted, is replicated on the mesh."""
+
+    class Centering(L.Layer):
+        def build(self, shape):
+            self.mean, self.scales = tf.range(8.0), tf.constant([[2.0], [0.5]])
+
+        def call(self, x):
+            return (x - self.mean) * self.scales[0]
+
+    def make_model():
+        model = keras.Sequential([keras.Input((8,)), L.Dense(8, name="d"), Centering(), L.Dense(4)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    layout_map = make_map({r"d\.kernel": (None, "model")})
+
+    assert lm.check_parity(make_model, layout_map, rows_of((8,)), steps=2, batch_dim="batch").agrees
 
 
 def test_a_dim_of_one_device_shards_nothing():
@@ -279,7 +312,7 @@ def test_what_nobody_knew_is_explained_in_words(how):
 
     class Running(L.Layer):
         def call(self, x):
-            return keras.ops.scan(lambda carry, row: (carry + row, carry), x[0] * 0, x)[1]
+            return tf.scan(lambda carry, row: carry + row, x)
 
     model = make_map({r"out\.kernel": ("model", None)}).build(model_of(lambda: Running(name="own"), (8,)))
     x, y = rows_of((8,))

@@ -7,7 +7,7 @@ traffic.
 A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
 NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it finds.
 
-A loop over time is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's loop collects results.
+A loop over an axis is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's collects results.
 
 Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
 join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_windows` has is
@@ -19,6 +19,7 @@ Private names of Keras that are replaced while such a call runs, and put back af
     keras.src.backend.tensorflow.numpy          divide
     keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
     keras.src.backend                           rnn, lstm, gru, convert_to_numpy
+    keras.src.backend.tensorflow.core           map, scan
     tensorflow                                  concat, split, reverse, roll
     tensorflow.nn                               pool
 """
@@ -34,7 +35,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
+from keras import tree
 from keras.src import backend as keras_backend
+from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
@@ -54,6 +57,7 @@ REPLACED = [
     (keras_numpy, ("divide",)),
     (keras_nn, _OF_WINDOWS),
     (keras_backend, (*_OF_TIME, "convert_to_numpy")),
+    (keras_core, ("map", "scan")),
     (tf, ("concat", "split", *_OF_ARRAYS)),
     (tf.nn, ("pool",)),
 ]
@@ -129,6 +133,30 @@ def _unrolled(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwa
     return plain(*args, **{**kwargs, "unroll": True})
 
 
+def _scan(
+    plain: Callable[..., Any],
+    replicate: Replicate,
+    f: Any,
+    init: Any,
+    xs: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    leaves = [] if xs is None else [tf.convert_to_tensor(x) for x in tree.flatten(xs)]
+    if not leaves or not leaves[0].shape[0]:
+        return plain(f, init, xs, *args, **kwargs)
+    rows = [tree.pack_sequence_as(xs, row) for row in zip(*map(tf.unstack, leaves), strict=True)]
+    is_reversed, made = kwargs.get("reverse", False), list[Any]()
+    for row in rows[::-1] if is_reversed else rows:
+        init, each = f(init, row)
+        made.append(each)
+    return init, tree.map_structure(lambda *each: tf.stack(each), *(made[::-1] if is_reversed else made))
+
+
+def _map(plain: Callable[..., Any], replicate: Replicate, f: Any, xs: Any) -> Any:
+    return _scan(lambda *_: (None, plain(f, xs)), replicate, lambda carry, x: (carry, f(x)), None, xs)[1]
+
+
 def _composed(name: str) -> Callable[..., Any]:
     """Return what stands for a function of Keras or TensorFlow."""
     by = getattr(tensorflow_windows, name)
@@ -151,6 +179,8 @@ _PATCHES = Patches(
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
         *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
         *(_replaced(keras_backend, name, _unrolled) for name in _OF_TIME),
+        _replaced(keras_core, "map", _map),
+        _replaced(keras_core, "scan", _scan),
         _replaced(keras_backend, "convert_to_numpy", lambda plain, replicate, value: plain(replicate(value))),
         _replaced(tf.nn, "pool", _composed("pool")),
     ]

@@ -17,7 +17,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import operation_of, refused
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
+    is_about_plain_tensors,
+    operation_of,
+    refused,
+)
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
@@ -79,6 +83,8 @@ class Regathered:
                 with self._gathering():
                     result = self._at(self._session.gathering)(*args)
             except tf.errors.OpError as error:
+                if is_about_plain_tensors(error) and self._placed(self.traced(*args)):
+                    continue
                 if not refused(error) or self._session.gathering == Gathering.ALL:
                     self._session.gathering = before
                     raise
@@ -88,6 +94,22 @@ class Regathered:
             if self._session.gathering != before:
                 _warn(self._what, operation, self._session)
             return result
+
+    def _placed(self, function: Any) -> bool:
+        """Have plain tensors replicated on the mesh that a traced function reads; returns whether there were any."""
+        read = list(function.captured_inputs)
+        plain = [i for i, each in enumerate(read) if _is_plain(each)]
+        for i in plain:
+            read[i] = self._session.engine.relayout(
+                read[i], self._session.policy.replicated(read[i].shape.rank)
+            )
+        function.set_external_captures(read)
+        return bool(plain)
+
+
+def _is_plain(value: Any) -> bool:
+    is_array = isinstance(value, tf.Tensor) and value.dtype not in (tf.resource, tf.variant)
+    return is_array and not tf.experimental.dtensor.is_dtensor(value)
 
 
 def _warn(what: str, operation: str, session: KerasSession) -> None:
