@@ -42,6 +42,7 @@ import time
 from bisect import bisect
 from collections import Counter
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from drawn_sizes import draw, spread
@@ -65,6 +66,9 @@ DRAWN = {
     "rows": (2, 4, 8),
     "tokens": (16, 32, 64),
 }
+MOST = 4 << 20
+"""Blocks times the square of the width: four models and their optimizers in each of four processes fit 24 GiB."""
+
 METHODS = {
     "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED, ONE_GRAPH),
     "batch=2,model=2": (
@@ -413,7 +417,8 @@ def report_drawn(count: int, seed: int, steps: int) -> None:
     )
     print(", ".join(DRAWN))
     ratios: dict[tuple[str, str], list[float]] = {}
-    for drawn in draw(count, seed, DRAWN):
+    fitting = (each for each in draw(100 * count, seed, DRAWN) if each["blocks"] * each["width"] ** 2 <= MOST)
+    for drawn in islice(fitting, count):
         size = ",".join(map(str, drawn.values()))
         options = ("--mesh", "batch=2,model=2", "--size", size, "--steps", str(steps), "--compiled")
         found: Any = measure(__file__, ("--child", IN_TURNS, *options), PROCESSES)
