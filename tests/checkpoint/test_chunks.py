@@ -12,8 +12,9 @@ from core.test_blocks import cuts, indices
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.chunk_table import Chunk, Chunked, checked_chunks, chunk_to_json
+from layoutmap.checkpoint.chunk_table import Chunk, checked_chunks, chunk_to_json
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
+from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.blocks import Index, assemble, block_shape, full_index, intersect
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -92,8 +93,8 @@ def test_chunks_of_other_shapes(shape: tuple[int, ...], axis: int | None) -> Non
 def checked(chunks: list[Index], shape: tuple[int, ...]) -> None:
     """Check the chunks of a variable as a manifest does, between two others."""
     found = {"a": [full_index(shape)], "w": chunks, "z": [full_index(shape)]}
-    rows = {path: [chunk_to_json(Chunk(0, 0, each, "0" * 16)) for each in found[path]] for path in found}
-    checked_chunks([Chunked(path, shape, 1, rows[path]) for path in found], [math.prod(shape)])
+    rows = [[chunk_to_json(Chunk(0, 0, each, "0" * 16)) for each in own] for own in found.values()]
+    checked_chunks([SavedVariable(path, shape, "uint8") for path in found], rows, [math.prod(shape)])
 
 
 @given(st.data(), st.lists(st.integers(0, 6), max_size=4).map(tuple))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.blocks import (
     Index,
     NumpyArray,
     covered_once,
-    ends_of,
+    ends_of_all,
     full_index,
     index_text,
     not_once,
 )
+from layoutmap.core.variables import itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +42,7 @@ class Chunk:
 
 
 class Columns(NamedTuple):
-    """Chunks of variables of one rank, one row each.
-
-    Attributes:
-        files: The numbers of their files.
-        starts: The bytes of these at which they begin.
-        begins: Where they begin in their variables, a column for each axis.
-        ends: Where they end there.
-        checksums: Their checksums.
-    """
+    """Chunks of variables of one rank, a row each: their files, first bytes there, places in variables, checksums."""
 
     files: NumpyArray
     starts: NumpyArray
@@ -62,18 +57,18 @@ class Shared(NamedTuple):
     Attributes:
         file: The number of the chunk's file.
         start: The byte of the file at which it begins.
+        end: That at which it ends.
         shape: The shape of the chunk.
         checksum: Its checksum.
-        size: The number of its elements.
         place: Where the part is in the block.
         part: Where it is in the chunk; `None`: it is all of it.
     """
 
     file: int
     start: int
+    end: int
     shape: tuple[int, ...]
     checksum: str
-    size: int
     place: Index
     part: Index | None
 
@@ -89,87 +84,68 @@ class ChunkTable(Sequence[Chunk]):
     def __init__(self, columns: Columns, rows: range):
         self._columns, self._rows = columns, rows
 
-    def overlapping(self, index: Index) -> Iterator[Shared]:
+    def overlapping(self, index: Index, itemsize: int) -> Iterator[Shared]:
         """Yield what chunks have of a block, in the order in which it is in the files."""
         rows = slice(self._rows.start, self._rows.stop)
-        begins, ends = self._columns.begins[rows], self._columns.ends[rows]
-        first, last = (np.array([part[i] for part in ends_of(index)], np.int64) for i in (0, 1))
+        columns, (first,), (last,) = self._columns, *ends_of_all([index], len(index))
+        begins, ends = columns.begins[rows], columns.ends[rows]
         lows, highs = np.maximum(begins, first), np.minimum(ends, last)
         found = np.flatnonzero((lows < highs).all(axis=1))
-        files, starts = self._columns.files[rows], self._columns.starts[rows]
-        found = found[np.lexsort((starts[found], files[found]))]
+        found = found[np.lexsort((columns.starts[rows][found], columns.files[rows][found]))]
         begins, ends, lows, highs = (each[found] for each in (begins, ends, lows, highs))
-        shapes, is_all = ends - begins, ((lows == begins) & (highs == ends)).all(axis=1)
+        found += rows.start
+        starts, shapes, is_all = columns.starts[found], ends - begins, (lows == begins) & (highs == ends)
+        stops = starts + np.prod(shapes, axis=1) * itemsize
         pairs = (lows - first, highs - first, lows - begins, highs - begins)
-        columns = (files[found], starts[found], shapes, np.prod(shapes, axis=1), *pairs, is_all)
-        for row, file, start, shape, size, low, high, inner, outer, whole in zip(
-            found.tolist(), *(each.tolist() for each in columns), strict=True
+        wanted = (found, columns.files[found], starts, stops, shapes, *pairs, is_all.all(axis=1))
+        for row, file, start, stop, shape, low, high, inner, outer, is_whole in zip(
+            *(each.tolist() for each in wanted), strict=True
         ):
-            place, checksum = tuple(map(slice, low, high)), self._columns.checksums[self._rows[int(row)]]
-            part = None if whole else tuple(map(slice, inner, outer))
-            yield Shared(file, start, tuple(shape), checksum, size, place, part)
+            part = None if is_whole else tuple(map(slice, inner, outer))
+            place = tuple(map(slice, low, high))
+            yield Shared(file, start, stop, tuple(shape), columns.checksums[int(row)], place, part)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, row: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[Chunk]: ...
-    def __getitem__(self, row: int | slice) -> Chunk | list[Chunk]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
+    def __getitem__(self, row: Any) -> Any:
         files, starts, begins, ends, checksums = self._columns
-        at = self._rows[row]
+        at = self._rows[operator.index(row)]
         index = tuple(map(slice, begins[at].tolist(), ends[at].tolist()))
         return Chunk(int(files[at]), int(starts[at]), index, checksums[at])
 
 
-class Chunked(NamedTuple):
-    """A variable and the rows of its chunks, as a manifest has them.
-
-    Attributes:
-        path: The path of the variable.
-        shape: Its shape.
-        itemsize: Bytes of one element.
-        rows: Each as `chunk_to_json` returns it.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    itemsize: int
-    rows: Sequence[Any]
-
-
-def checked_chunks(variables: Iterable[Chunked], file_sizes: Sequence[int]) -> dict[str, ChunkTable]:
+def checked_chunks(
+    variables: Sequence[SavedVariable], rows_of: Sequence[Sequence[Any]], file_sizes: Sequence[int]
+) -> dict[str, ChunkTable]:
     """The chunks of variables by path: each is in its variable and in its file, and each element in exactly one.
 
     Args:
         variables: The variables. Those of one rank are checked together: to call numpy for each takes far longer.
+        rows_of: The rows of the chunks of each, as `chunk_to_json` returns them.
         file_sizes: The sizes of the files in bytes.
 
     Raises:
         ValueError: They are not; `TypeError` or `OverflowError`, where a row is none of a chunk.
     """
-    by_rank: dict[int, list[Chunked]] = {}
+    by_rank: dict[int, list[tuple[SavedVariable, Sequence[Any]]]] = {}
     tables: dict[str, ChunkTable] = {}
-    for each in variables:
-        if math.prod(max(size, 1) for size in each.shape) * each.itemsize >= 2**63:
-            raise ValueError(f"{each.path}: shape {each.shape}")
-        by_rank.setdefault(len(each.shape), []).append(each)
-    for rank, group in by_rank.items():
-        rows = [row for each in group for row in each.rows]
+    for variable, rows in zip(variables, rows_of, strict=True):
+        if math.prod(max(size, 1) for size in variable.shape) * _bytes_of(variable) >= 2**63:
+            raise ValueError(f"{variable.path}: shape {variable.shape}")
+        by_rank.setdefault(len(variable.shape), []).append((variable, rows))
+    for rank, pairs in by_rank.items():
+        group = [variable for variable, _ in pairs]
+        rows = [row for _, own in pairs for row in own]
         columns = _columns_of(rows, rank)
         files, starts, begins, ends, _ = columns
-        counts = [len(each.rows) for each in group]
+        counts = [len(own) for _, own in pairs]
         owners = np.repeat(np.arange(len(group)), counts)
         shapes = np.array([each.shape for each in group], np.int64).reshape(len(group), rank)
         right = ((begins >= 0) & (begins <= ends) & (ends <= shapes[owners])).all(axis=1)
         right &= (files >= 0) & (files < len(file_sizes))
         if right.all():
-            num_bytes = (
-                np.prod(ends - begins, axis=1) * np.array([e.itemsize for e in group], np.int64)[owners]
-            )
+            num_bytes = np.prod(ends - begins, axis=1) * np.array([*map(_bytes_of, group)], np.int64)[owners]
             right = (starts >= 0) & (starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
         if not right.all():
             row = int(np.argmin(right))
@@ -186,6 +162,10 @@ def checked_chunks(variables: Iterable[Chunked], file_sizes: Sequence[int]) -> d
     return tables
 
 
+def _bytes_of(variable: SavedVariable) -> int:
+    return math.ceil(itemsize(variable.dtype))
+
+
 def _columns_of(rows: Sequence[Any], rank: int) -> Columns:
     """The columns of rows as `chunk_to_json` returns them.
 
@@ -197,14 +177,9 @@ def _columns_of(rows: Sequence[Any], rank: int) -> Columns:
         raise ValueError("a checksum of a chunk is not text")
     if not {*map(len, indices)} <= {rank}:
         raise ValueError("a place of a chunk has not as many axes as its variable")
-    ends = _integers(indices, (len(rows), rank, 2))
-    return Columns(
-        _integers(files, (len(rows),)),
-        _integers(starts, (len(rows),)),
-        ends[..., 0],
-        ends[..., 1],
-        checksums,
-    )
+    number, ends = len(rows), _integers(indices, (len(rows), rank, 2))
+    files, starts = _integers(files, (number,)), _integers(starts, (number,))
+    return Columns(files, starts, ends[..., 0], ends[..., 1], checksums)
 
 
 def _integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:

@@ -21,14 +21,12 @@ line.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from layoutmap.checkpoint.chunk_table import (
     Chunk,
-    Chunked,
     checked_chunks,
     chunk_from_json,
     chunk_to_json,
@@ -37,7 +35,7 @@ from layoutmap.checkpoint.manifest_form import check_form
 from layoutmap.checkpoint.source import SavedVariable, Specs
 from layoutmap.core.errors import CheckpointError, brief
 from layoutmap.core.garbage import garbage_kept
-from layoutmap.core.variables import Kind, itemsize
+from layoutmap.core.variables import Kind
 
 NAME = "manifest.json"
 FORMAT = "layoutmap checkpoint"
@@ -169,11 +167,8 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
     files = tuple(map(file_from_json, found["files"]))
     variables = tuple(map(_saved_variable, found["variables"]))
-    sizes = [file.num_bytes for file in files]
-    rows = [(row["chunks"], variable) for row, variable in zip(found["variables"], variables, strict=True)]
-    tables = checked_chunks(
-        (Chunked(v.path, v.shape, math.ceil(itemsize(v.dtype)), chunks) for chunks, v in rows), sizes
-    )
+    rows = [each["chunks"] for each in found["variables"]]
+    tables = checked_chunks(variables, rows, [file.num_bytes for file in files])
     facts = {name: value for name, value in found.items() if name not in known}
     return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, tables)
 

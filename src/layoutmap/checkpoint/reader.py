@@ -194,25 +194,18 @@ class Step(Source):
         dtype = numpy_dtype(variable.dtype, variable.path)
         chunks = self.manifest.chunks[variable.path]
         assert isinstance(chunks, ChunkTable)
-
-        def take(found: Shared, values: NumpyArray) -> None:
-            if target is not None:
-                target[found.place] = values if found.part is None else values[found.part]
-
         rest: list[Shared] = []
-        for found in chunks.overlapping(wanted):
-            kept = self._kept.get(found[:4]) if self._kept else None
-            if kept is None:
-                rest.append(found)
+        for found in chunks.overlapping(wanted, dtype.itemsize):
+            if self._kept and (kept := self._kept.get(found[:5])) is not None:
+                _put(found, kept, target)
             else:
-                take(found, kept)
-
-        runs = list(_runs(rest, dtype.itemsize, self._storage.read_bytes))
+                rest.append(found)
+        runs = list(_runs(rest, self._storage.read_bytes))
         left = iter(runs)
 
         def work() -> None:
             while (run := next(left, None)) is not None:
-                self._read_run(variable.path, dtype, *run, take)
+                self._read_run(variable.path, dtype, run, target)
 
         helping = [self._pool.submit(work) for _ in range(min(_THREADS, len(runs)) - 1)]
         try:
@@ -224,33 +217,28 @@ class Step(Source):
             each.result()
 
     def _read_run(
-        self,
-        path: str,
-        dtype: np.dtype[Any],
-        run: Sequence[Shared],
-        end: int,
-        take: Callable[[Shared, NumpyArray], object],
+        self, path: str, dtype: np.dtype[Any], run: Sequence[Shared], target: NumpyArray | None
     ) -> None:
-        """Pass on neighbouring chunks, in memory that the next run of this thread uses again."""
+        """Read and check neighbouring chunks, in memory that the next run of this thread uses again."""
         start, file = run[0].start, self.manifest.files[run[0].file]
         scratch: NumpyArray | None = getattr(self._local, "scratch", None)
-        if scratch is None or scratch.size < end - start:
-            scratch = self._local.scratch = np.empty(end - start, np.uint8)
-        data = scratch[: end - start]
+        if scratch is None or scratch.size < run[-1].end - start:
+            scratch = self._local.scratch = np.empty(run[-1].end - start, np.uint8)
+        data = scratch[: run[-1].end - start]
         count = self._storage.read_into(self._folder, file.name, start, data.data)
         with self._lock:  # why: decisions/0131
             self.bytes_read += count
             for found in run:
-                first, size = found.start - start, found.size * dtype.itemsize
-                missing = max(0, min(size, first + size - count))
-                if missing or (self.verifies and checksum_of(data[first : first + size]) != found.checksum):
-                    raise _damaged(f"{self.where}/{file.name}", path, found.start, size, missing=missing)
-                values = np.ndarray(found.shape, dtype, data, first)
+                part = data[found.start - start : found.end - start]
+                missing = max(0, min(part.size, found.end - start - count))
+                if missing or (self.verifies and checksum_of(part) != found.checksum):
+                    raise _damaged(f"{self.where}/{file.name}", path, found.start, part.size, missing=missing)
+                values = part.view(dtype).reshape(found.shape)
                 if found.part is not None:
-                    self._kept[found[:4]] = values.copy()
+                    self._kept[found[:5]] = values.copy()
                     while len(self._kept) > _KEPT:
                         self._kept.popitem(last=False)
-                take(found, values)
+                _put(found, values, target)
 
     def __repr__(self) -> str:
         return f"<Step {self.step} of {self.where}: {len(self.variables)} variables>"
@@ -263,19 +251,23 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _runs(found: Iterable[Shared], itemsize: int, most_bytes: int) -> Iterator[tuple[list[Shared], int]]:
-    """Neighbours in a file together, up to a size, and the byte at which they end."""
+def _put(found: Shared, values: NumpyArray, target: NumpyArray | None) -> None:
+    if target is not None:
+        target[found.place] = values if found.part is None else values[found.part]
+
+
+def _runs(found: Iterable[Shared], most_bytes: int) -> Iterator[list[Shared]]:
+    """Neighbours in a file together, up to a size."""
     run: list[Shared] = []
-    end = 0
     for each in found:
-        stop = each.start + each.size * itemsize
-        if run and ((each.file, each.start) != (run[0].file, end) or stop - run[0].start > most_bytes):
-            yield run, end
+        if run and (
+            (each.file, each.start) != (run[0].file, run[-1].end) or each.end - run[0].start > most_bytes
+        ):
+            yield run
             run = []
         run.append(each)
-        end = stop
     if run:
-        yield run, end
+        yield run
 
 
 def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:

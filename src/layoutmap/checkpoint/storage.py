@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -209,13 +208,17 @@ class LocalStorage:
 
     def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
         """Read bytes of a file from one on; returns how many there were."""
-        done = 0
-        with self._opened(folder, name) as file:
-            while done < len(buffer):
-                count = os.preadv(file, [buffer[done:]], start + done)
-                if not count:
-                    break
-                done += count
+        self._check_system()
+        path, done = f"{self.where}/{folder}/{name}", 0
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a pipe of that name does not hang
+            try:
+                while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
+                    done += count
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise _failed(path, "the file cannot be read", error) from error
         return done
 
     def free_bytes(self) -> int | None:
@@ -224,21 +227,6 @@ class LocalStorage:
         with contextlib.suppress(OSError):
             return shutil.disk_usage(existing).free
         return None
-
-    @contextlib.contextmanager
-    def _opened(self, folder: str, name: str) -> Generator[int]:
-        self._check_system()
-        path = f"{self.where}/{folder}/{name}"
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which a pipe of that name does not hang
-        except OSError as error:
-            raise _failed(path, "the file cannot be read", error) from error
-        try:
-            yield file
-        except OSError as error:
-            raise _failed(path, "the file cannot be read", error) from error
-        finally:
-            os.close(file)
 
     def _check_system(self) -> None:
         if folders.fcntl is None:

@@ -22,9 +22,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems wit
 def hidden_folder(target: Path, token: str) -> Generator[Path]:
     """A hidden folder beside one that it is to become or to fill, removed in the end; first those that were left go.
 
-    Args:
-        target: The folder.
-        token: 16 hexadecimal digits that no other save has.
+    Its name has a token: 16 hexadecimal digits that no other save has.
     """
     hidden = target.parent / f".{target.name}.{token}"
     target.parent.mkdir(parents=True, exist_ok=True)

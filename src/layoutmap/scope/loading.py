@@ -20,6 +20,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.agreement import of_processes
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.group import Group
 from layoutmap.scope.progress import Progress
@@ -209,26 +210,22 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
     source = processes.agreed(lambda: opened(step))
     if not isinstance(source, Step):
         return source
-    steps, saves = _steps_and_saves(source, processes)
-    if len(set(steps)) > 1:
-        source = processes.agreed(lambda: opened(int(steps[0])))
-        _, saves = _steps_and_saves(source, processes)
-    if len(set(saves)) > 1:
+    if differ := processes.different(_step_and_id(source)):
+        step = int(differ[0].split()[0])
+        source = processes.agreed(lambda: opened(step))
+        differ = processes.different(_step_and_id(source))
+    if differ:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
-            facts={f"process {number}": save for number, save in enumerate(saves)},
+            facts=of_processes(differ),
             why="their ids differ: they were written by different saves",
             fix="pass a directory that all processes share, or copies of one",
         )
     return source
 
 
-def _steps_and_saves(source: Source, processes: Group) -> tuple[list[str], list[str]]:
-    """The numbers and the ids of the steps that the processes have opened, where any differs; else nothing."""
-    assert isinstance(source, Step)
-    own = f"{source.step} {source.manifest.facts.get('id')}"
-    found = [text.split(" ", 1) for text in processes.different(own)]
-    return [step for step, _ in found], [save for _, save in found]
+def _step_and_id(source: Any) -> str:
+    return f"{source.step} {source.manifest.facts.get('id')}"
 
 
 @contextmanager
