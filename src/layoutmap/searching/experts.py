@@ -13,7 +13,7 @@ from layoutmap.rules import presets
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.searching.groups import Group, kernels_of_biases
 from layoutmap.searching.options import REPLICATED, Grid, Option, Specs, specs_in, specs_of
-from layoutmap.searching.space import Blocks, Layouts, Model, layouts_in
+from layoutmap.searching.space import Blocks, Layouts, Model
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:  
     for name, layouts, blocks in found:
         key = frozenset(_taken(layouts).items()), frozenset(blocks.items())
         if key not in known and (layouts or name == "data parallel"):
-            yield _expert(name, model, grid, layouts, blocks)
+            yield Expert(name, grid, model.map_of(grid, layouts, blocks), layouts, blocks)
         known.add(key)
 
 
@@ -128,12 +128,6 @@ def _alternating(model: Model, large: Sequence[Group]) -> Iterator[tuple[Group, 
         yield group, group.axes("in" if number_of[group.paths[0]] % 2 else "out")[0]
 
 
-def _expert(
-    name: str, model: Model, grid: Grid, layouts: Layouts, blocks: Mapping[Blocks, Specs | None]
-) -> Expert:
-    return Expert(name, grid, model.map_of(grid, layouts, blocks), layouts, blocks)
-
-
 def _of_preset(name: str, model: Model, grid: Grid, preset: str, data: bool) -> Iterator[Expert]:
     try:
         made = _preset(preset, grid, data=data)
@@ -149,9 +143,7 @@ def expert_of(name: str, model: Model, grid: Grid, layout_map: RuleSet) -> Exper
         PlanError: Some of its layouts do not fit.
     """
     table = make_table(model.variables, layout_map, complete=False).check()
-    layouts = layouts_in(
-        model, {path: table[path].layout for group in model.groups for path in group.paths[:1]}
-    )
+    layouts = {group: specs_in(table[group.paths[0]].layout) for group in model.groups}
     blocks = {b: _specs(layout_map, b) for b in model.free_blocks}
     return Expert(name, grid, layout_map, layouts, blocks)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from layoutmap.core.layout import Layout
 from layoutmap.core.paths import path_regex, path_shape, repeated_layers
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules.rule_set import RuleSet
@@ -18,7 +17,6 @@ from layoutmap.searching.options import (
     activation_options,
     bias_specs,
     options_of,
-    specs_in,
     specs_of,
 )
 from layoutmap.searching.written import rules_for
@@ -60,12 +58,9 @@ def blocks_of(
         if len(shape) > 1 and path in layers:
             groups.setdefault((path_shape(path), len(shape)), []).append(path)
     repeated = [paths for paths in groups.values() if len(paths) > 1]
-    inner = {p for paths in repeated for p in paths if _is_below(p, repeated)}
+    above = tuple(f"{path}." for paths in repeated for path in paths)
+    inner = {path for paths in repeated for path in paths if path.startswith(above)}
     return tuple(Blocks(tuple(paths), outputs[paths[0]]) for paths in repeated if not inner & set(paths))
-
-
-def _is_below(path: str, groups: Sequence[Sequence[str]]) -> bool:
-    return any(path.startswith(f"{other}.") for paths in groups for other in paths)
 
 
 @dataclass(frozen=True)
@@ -114,17 +109,15 @@ class Model:
                 every[bias] = bias_specs(bias, kernel, every[kernel], grid)
         by_paths = {group.paths: every.get(group, (None,) * group.rank) for group in self.groups}
         rules = rules_for(by_paths, self.owners)
-        outputs = {_pattern_of(b): specs for b, specs in blocks.items() if specs is not None}
+        outputs = {
+            f"(.*\\.)?{path_regex(b.paths)}": specs for b, specs in blocks.items() if specs is not None
+        }
         made = RuleSet(grid.mesh, rest="replicated")
         if self.kept is not None:
             made.update(self.kept)
         made.update({p: s for p, s in rules.items() if p not in made})
         made.activations.update({p: s for p, s in outputs.items() if p not in made.activations})
         return made
-
-
-def _pattern_of(blocks: Blocks) -> str:
-    return f"(.*\\.)?{path_regex(blocks.paths)}"
 
 
 class Space:
@@ -196,8 +189,3 @@ def _options(groups: Sequence[Group], grid: Grid) -> list[tuple[Specs, ...]]:
 
 def _taken(groups: Sequence[Group], layouts: Layouts) -> tuple[Specs, ...]:
     return tuple(layouts.get(group, (None,) * group.rank) for group in groups)
-
-
-def layouts_in(model: Model, table: Mapping[str, Layout]) -> dict[Group, Specs]:
-    """The layouts of groups in another map's plan, by path; those of a group's first variable count for all."""
-    return {group: specs_in(table[group.paths[0]]) for group in model.groups}

@@ -12,7 +12,7 @@ from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.optimizers import is_nnx_optimizer, weights_of
 from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in
 from layoutmap.adapters.protocol import ScopeContext, Stored
-from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.core.variables import Kind
 
 _contexts: dict[int, tuple[weakref.ref[Any], ScopeContext]] = {}
 _STATE = "opt_state"
@@ -26,7 +26,8 @@ def described(model: Any, optimizer: Any = None) -> list[Stored]:
     if is_nnx_optimizer(model):
         return [replace(each, variable=replace(each.variable, kind=Kind.SLOT)) for each in found]
     if optimizer is None and _has_both(model):
-        weights = {parts: _of_state(spec) for parts, spec in weights_of(model.params)[0].items()}
+        found_weights = weights_of(model.params)[0].items()
+        weights = {parts: replace(spec, path=f"params.{spec.path}") for parts, spec in found_weights}
         found = [each for each in found if not each.variable.path.startswith(f"{_STATE}.")]
         return found + optimizer_arrays(model, model.opt_state, weights)
     return found + optimizer_arrays(model, optimizer)
@@ -36,10 +37,6 @@ def _has_both(model: Any) -> bool:
     """Whether a pytree is a train state, as flax has one: parameters, and the state of their optimizer."""
     is_pytree = not isinstance(model, TrainState) and not is_nnx(model)
     return is_pytree and hasattr(model, "params") and hasattr(model, _STATE)
-
-
-def _of_state(spec: VariableSpec) -> VariableSpec:
-    return replace(spec, path=f"params.{spec.path}")
 
 
 def note_context(model: Any, context: ScopeContext) -> None:

@@ -13,8 +13,7 @@ If the name is gone, or JAX itself holds the Variable, `set_raw_value` is called
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from layoutmap.engines.patches import Attribute, Patches
@@ -22,18 +21,12 @@ from layoutmap.engines.patches import Attribute, Patches
 _NAME = "_origin_msg"
 
 
-def _short(plain: Callable[[Any], str]) -> Callable[[Any], str]:
-    return lambda tracer: ""
-
-
-def _patches() -> Patches | None:
+def _patches() -> Patches:
     try:
-        from jax._src.interpreters.partial_eval import DynamicJaxprTracer
+        from jax._src.interpreters.partial_eval import DynamicJaxprTracer as Traced
     except ImportError:
-        return None
-    return (
-        Patches([Attribute(DynamicJaxprTracer, _NAME, _short)]) if _NAME in vars(DynamicJaxprTracer) else None
-    )
+        return Patches([])
+    return Patches([Attribute(Traced, _NAME, lambda _: lambda tracer: "")] if _NAME in vars(Traced) else [])
 
 
 _PATCHES = _patches()
@@ -41,7 +34,7 @@ _PATCHES = _patches()
 
 def short_messages() -> AbstractContextManager[None]:
     """While open, errors of JAX do not say from which operations a traced array comes."""
-    return _PATCHES.used() if _PATCHES is not None else nullcontext()
+    return _PATCHES.used()
 
 
 def has_plain_value(variable: Any) -> bool:

@@ -87,7 +87,7 @@ def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
     places = [place for place, value in enumerate(values) if is_array(value)]
     if describe is None:
         named = named_leaves(tree)
-        leaves = [_leaf(named[place][0], values[place]) for place in places]
+        leaves = [Leaf(".".join(named[n][0]), values[n], kind_of(values[n])) for n in places]
     else:
         leaves = [describe([*map(key_text, found[place][0])], values[place]) for place in places]
     _check_distinct(leaves, tree)
@@ -108,10 +108,6 @@ def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
         for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_flax_box)[0]
         for inner, leaf in jax.tree_util.tree_flatten_with_path(node)[0]
     ]
-
-
-def _leaf(keys: Sequence[str], value: Any) -> Leaf:
-    return Leaf(".".join(keys), value, kind_of(value))
 
 
 def kind_of(value: Any) -> Kind:

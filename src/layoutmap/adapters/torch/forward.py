@@ -24,12 +24,13 @@ from layoutmap.adapters.torch.compiled import Compiled, as_called, by_options
 from layoutmap.adapters.torch.fsdp_own import Order
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
-from layoutmap.adapters.torch.mesh_context import compiling, here, is_running, running, summing_up
+from layoutmap.adapters.torch.mesh_context import here, is_running, running, summing_up
 from layoutmap.adapters.torch.programs import program_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, PlanError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import check_batch, check_program, check_values
+from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.changes import keep
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
@@ -170,7 +171,7 @@ class Forward:
         if compiler is None:
             return self._called(args, kwargs)
         try:
-            with compiling(self._compiled_by(compiler)):
+            with temporarily(here, "compiled", self._compiled_by(compiler)):
                 return self._called(args, kwargs)
         finally:
             go_on_compiling(compiler)

@@ -71,11 +71,6 @@ def recording() -> AbstractContextManager[None]:
     return temporarily(here, "is_recording", True)
 
 
-def compiling(compiled: Mapping[Any, Any]) -> AbstractContextManager[None]:
-    """While open, some modules of a model are compiled, by their `Forward`s."""
-    return temporarily(here, "compiled", compiled)
-
-
 @contextmanager
 def _with_versions() -> Generator[None]:
     """Under `torch.inference_mode`, which has no views of a `DTensor`, only no gradients."""

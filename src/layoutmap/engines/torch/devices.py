@@ -30,6 +30,7 @@ from layoutmap.engines.torch.dtensor_ops.outside import look_after
 from layoutmap.engines.torch.private import (
     ShardOrderEntry,
     cached_by_mesh,
+    default_group,
     order_of_placements,
     placements_of_order,
 )
@@ -135,7 +136,7 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.group())
     with _lock:
         if key not in _device_meshes:
-            with simulation.as_default(), simulation.on_ranks(ranks.flat):
+            with default_group(simulation.group()), simulation.on_ranks(ranks.flat):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
                 at_end(functools.partial(_forget, _device_meshes[key]))

@@ -131,11 +131,6 @@ def group() -> Any:
     return _group if _simulation is not None else dist.group.WORLD
 
 
-def as_default() -> AbstractContextManager[None]:
-    """While open, that group is the default one of this process."""
-    return default_group(group())
-
-
 def simulate(number: int) -> None:  # why: decisions/0013
     """Set how many ranks are simulated; see `Engine.simulate`."""
     global _num_devices

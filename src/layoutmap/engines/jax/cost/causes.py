@@ -86,6 +86,8 @@ class Causes:
                 return ""
             value = todo.pop(0)
             for op in value.uses:
+                # Along axes of one element, as the gradient of a bias is.
+                is_sum_of_one = op.name == "reduce" and op.operands[0].size == op.results[0].size
                 if op.name == "return":
                     results = [
                         self._returned[id(op), number]
@@ -94,7 +96,7 @@ class Causes:
                     ]
                 elif op.is_update and (name := self._updated(op, value)):
                     return name
-                elif op.name in _PASSED_FORWARD or op.is_update or _only_reshapes(op):
+                elif op.name in _PASSED_FORWARD or op.is_update or is_sum_of_one:
                     results = results_of(op, value)
                 else:
                     continue
@@ -112,8 +114,3 @@ class Causes:
             if fits and (name := self._argument_behind(other)):
                 return name
         return ""
-
-
-def _only_reshapes(op: Op) -> bool:
-    """Whether an operation sums along axes of one element, as the gradient of a bias is."""
-    return op.name == "reduce" and op.operands[0].size == op.results[0].size

@@ -178,13 +178,10 @@ class LoweredStep:  # why: decisions/0090
     def _same_outputs(self, first: str, path: str, policy: LayoutPolicy) -> bool:
         if policy.activations is None:
             return True
-        below = {
-            p[len(first) :] for lowered in self._modules.values() for p in lowered.outputs if _is_in(p, first)
-        }
-        return all(
-            policy.activation_layout(f"{first}{p}") == policy.activation_layout(f"{path}{p}")
-            for p in {"", *below}
-        )
+        paths = {first, *(p for lowered in self._modules.values() for p in lowered.outputs)}
+        below = [p[len(first) :] for p in paths if f"{p}.".startswith(f"{first}.")]
+        layout_of = policy.activation_layout
+        return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
     def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
@@ -276,10 +273,6 @@ class _Unequal(Exception):
 class _NotTied(Exception):
     def __init__(self, stack: int):
         self.stack = stack
-
-
-def _is_in(path: str, block: str) -> bool:
-    return path == block or path.startswith(f"{block}.")
 
 
 def _block_of(variable: VariableSpec, blocks: Mapping[str, Any]) -> str | None:
