@@ -70,7 +70,7 @@ def make_table(
             why="it was made without one and has no rule",
             fix='give it one: LayoutMap(create_mesh("batch=2,model=4"))',
         )
-    planning = _Planning(variables, layout_map, mesh, global_init or {}, given or {}, zero_dim, several_dims)
+    planning = _Planning(variables, layout_map, mesh, global_init or {}, given or {}, zero_dim)
     assignments = planning.assignments()
     problems = planning.problems
     if zero_dim is not None:
@@ -86,8 +86,12 @@ def make_table(
     if complete and layers is not None:
         problems += _problems_of_activations(layout_map.activations, matches)
     if not several_dims:
-        rules = [(match.path, match.rule) for match in laid_out if match.rule]
-        problems += (p for path, rule in rules for p in _problems_of_several_dims(path, rule.layout, rule))
+        asked = [(match, match.rule.layout, "") for match in laid_out if match.rule]
+        asked += [(a.match, a.layout, a.variable.model) for a in assignments if a.match]
+        for match, layout, model in asked:
+            found = _problems_of_several_dims(match, layout)
+            problems += (p.of_model(model if planning.several_models else "") for p in found)
+        assignments = [replace(a, layout=with_single_dims(a.layout)) for a in assignments]
     if complete and free_activations and not laid_out:
         problems += problems_of_free_activations(assignments)
     problems += _problems_of_unsupported(unsupported, assignments)
@@ -105,7 +109,6 @@ class _Planning:
         global_init: Mapping[tuple[str, str], str],
         given: Mapping[tuple[str, str], Layout],
         zero_dim: str | None,
-        several_dims: bool,
     ) -> None:
         self.has_named = any(is_named(rule.pattern) for rule in layout_map.rules)
         self.variables = [_with_its_name(v) for v in variables] if self.has_named else variables
@@ -114,7 +117,6 @@ class _Planning:
         self.global_init = global_init
         self.given = given
         self.zero_dim = zero_dim
-        self.several_dims = several_dims
         self.several_models = has_several_models(variables)
         self.problems: list[Problem] = []
         self.won: dict[int, int] = dict.fromkeys(range(1, len(layout_map) + 1), 0)
@@ -140,12 +142,6 @@ class _Planning:
                 assignment = replace(
                     assignment, layout=sharded_further(layout, variable.shape, self.zero_dim)
                 )
-            if not self.several_dims:
-                self._add(
-                    variable,
-                    _problems_of_several_dims(variable.path, assignment.layout, match and match.rule),
-                )
-                assignment = replace(assignment, layout=with_single_dims(assignment.layout))
             self._done[key] = assignment
             if match and match.rule:
                 self._count(match.rule, match.others, variable.path)
@@ -371,7 +367,7 @@ def _of_taken(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
     )
 
 
-def _problems_of_several_dims(path: str, layout: Layout, rule: Rule | None) -> Iterator[Problem]:
+def _problems_of_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
     """A problem for each axis that is over several dims, where the engine can shard it over one."""
     taken = with_single_dims(layout)
     for axis in range(layout.rank):
@@ -379,9 +375,9 @@ def _problems_of_several_dims(path: str, layout: Layout, rule: Rule | None) -> I
             yield Problem(
                 "unsupported layout",
                 "warning",
-                path,
-                f"{path}: axis {axis} is sharded over {taken.sharding_specs[axis]} only",
-                (("layout", f"{layout}     {rule or ''}".rstrip()), ("mesh", str(layout.mesh))),
+                match.path,
+                f"{match.path}: axis {axis} is sharded over {taken.sharding_specs[axis]} only",
+                (("layout", f"{layout}     {match.rule}"), ("mesh", str(layout.mesh))),
                 "arrays of this engine have an axis over one mesh dim, so each device holds more of it",
                 f"shard axis {axis} over one dim, or make a mesh with one dim of size {layout.num_shards(axis)}",
             )

@@ -27,9 +27,9 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
     exporting,
     placed,
     reading_in_layout,
-    saving,
+    replicated,
 )
-from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
+from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED, computing_for_a_mesh
 from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, assigning, keying
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
@@ -115,7 +115,10 @@ class TensorFlowBackend(Backend):
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
         wraps = {name: calling(layer, session, name) for name in CALLS}
-        wraps["save_own_variables"] = saving(layer, session)
+        gathering = computing_for_a_mesh(functools.partial(replicated, session=session))
+        wraps["save_own_variables"] = gathering(
+            layer.save_own_variables
+        )  # of a kernel that is computed, as with LoRA
         if isinstance(layer, keras.Model):
             wraps["export"] = exporting(layer, session)
             if hasattr(layer, "make_generate_function"):  # a task of keras-hub

@@ -70,18 +70,6 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
     return call
 
 
-def saving(layer: Any, session: KerasSession) -> Callable[..., Any]:
-    """Return a layer's `save_own_variables`, to which a kernel that it computes is gathered, such as that of LoRA."""
-    plain = layer.save_own_variables
-
-    @functools.wraps(plain)
-    def save_own_variables(store: Any) -> Any:
-        with computing_for_a_mesh(functools.partial(replicated, session=session)):
-            return plain(store)
-
-    return save_own_variables
-
-
 @contextmanager
 def inside_a_call(session: KerasSession) -> Generator[None]:
     """While open, a layer of the scope is being called, and the layers in it are not the outermost one."""

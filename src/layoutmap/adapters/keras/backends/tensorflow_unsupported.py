@@ -105,11 +105,6 @@ def refused(error: tf.errors.OpError) -> bool:
     return "dtensor_graph_to_mlir_pass" in str(error)
 
 
-def is_about_plain_tensors(error: tf.errors.OpError) -> bool:
-    """Whether DTensor has refused a function, before any of it ran, for a tensor that is on no mesh."""
-    return "got a regular tensor" in str(error)
-
-
 def operation_of(error: tf.errors.OpError) -> str:
     """Return the TensorFlow operation that an error of DTensor names, or an empty text."""
     operation = _OPERATION.search(str(error))

@@ -102,14 +102,9 @@ def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Ten
     return found.clone() if is_everywhere(tensor) else found  # not the memory of one simulated device
 
 
-def _as_plain(name: str) -> Attribute:
-    """The patch of a method by which torch hands out the values of plain tensors alone."""
-
-    def handed_out(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
-        given = tensor.full_tensor() if is_guarded(tensor.device_mesh) else tensor
-        return own(given, *args, **options)
-
-    return _method(name, handed_out)
+def _on_plain(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+    """What torch does with plain tensors alone."""
+    return own(tensor.full_tensor() if is_guarded(tensor.device_mesh) else tensor, *args, **options)
 
 
 def _formatted(own: Callable[..., str], tensor: Any, spec: str) -> str:
@@ -162,8 +157,8 @@ _CHANGES = (
     _method("data_ptr", _refuse_address),
     _method("__dlpack__", _refuse_address),
     _method("full_tensor", _gathered),
-    _as_plain("numpy"),
-    _as_plain("tolist"),
+    _method("numpy", _on_plain),
+    _method("tolist", _on_plain),
     _method("__format__", _formatted),
     _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),
     orthogonal_updates(_orthogonal),
