@@ -1,5 +1,7 @@
 """What DTensor cannot compute: known before the first step, gathered where that helps, and explained."""
 
+import re
+
 import hub_models
 import keras
 import numpy as np
@@ -102,7 +104,8 @@ def test_a_step_that_is_refused_is_computed_with_more_gathered(layers, shape, ru
         report = lm.check_parity(make_model, make_map(rules), rows_of(shape), steps=2, batch_dim="batch")
 
     assert report.agrees
-    assert all(word in str(caught[-1].message) for word in ("  operation ", "  why ", "  fix "))
+    assert all(word in str(caught[-1].message) for word in ("  operation ", "  in ", "  why ", "  fix "))
+    assert re.search(r"in +\S+, near .*d\.kernel \(.*model", str(caught[-1].message))
 
 
 @pytest.mark.parametrize(
@@ -330,6 +333,7 @@ def test_what_nobody_knew_is_explained_in_words(how):
     first = str(caught.value).splitlines()[0]
     assert first.endswith("step cannot be run by TensorFlow's DTensor")
     assert all(word in str(caught.value) for word in ("  operation ", "  TensorFlow ", "  why ", "  fix "))
+    assert re.search("in +own, near out.kernel", str(caught.value), re.MULTILINE)
 
 
 def test_an_axis_over_two_dims_is_sharded_over_the_larger_one():

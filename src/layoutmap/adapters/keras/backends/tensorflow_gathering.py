@@ -18,9 +18,10 @@ import keras
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
-    operation_of,
+    place_of,
     refused,
 )
+from layoutmap.adapters.keras.describing import layer_paths
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
@@ -72,9 +73,9 @@ class Regathered:
 
     def __call__(self, *args: Any) -> Any:
         """Call it, compiled as it must be."""
-        before, operation = self._session.gathering, ""
+        before, place = self._session.gathering, dict[str, str]()
         if not self._is_looked_at:
-            needed, operation = _needed(self.traced(*args).graph)
+            needed, place["operation"] = _needed(self.traced(*args).graph)
             self._session.gathering = max(needed, before)
         self._is_looked_at = True
         while True:
@@ -84,14 +85,16 @@ class Regathered:
             except tf.errors.OpError as error:
                 if "got a regular tensor" in str(error) and self._placed(self.traced(*args)):
                     continue
+                found = place_of(error, self.traced(*args).graph, _sayings(self._session))
                 if not refused(error) or self._session.gathering == Gathering.ALL:
                     self._session.gathering = before
+                    error.layoutmap_place = found  # for `explained`
                     raise
-                operation = operation or operation_of(error)
+                place = place if place.get("operation") else found
                 self._session.gathering = Gathering(self._session.gathering + 1)
                 continue
             if self._session.gathering != before:
-                _warn(self._what, operation, self._session)
+                _warn(self._what, place, self._session)
             return result
 
     def _placed(self, function: Any) -> bool:
@@ -111,10 +114,26 @@ def _is_plain(value: Any) -> bool:
     return is_array and not tf.experimental.dtensor.is_dtensor(value)
 
 
-def _warn(what: str, operation: str, session: KerasSession) -> None:
+def _sayings(session: KerasSession) -> dict[str, str]:
+    """The path of each layer by its name, and the layouts of the sharded weights in it and next to it."""
+    layers = layer_paths(session.registry.layers())
+    sharded: list[list[str]] = []
+    for _, layer in layers:
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        laid_out = [(session.path_of(v), session.registry.layout_of(v)) for v in own]
+        sharded.append([f"{path} {of}" for path, of in laid_out if of and not of.is_fully_replicated()])
+    said = dict[str, str]()
+    for i, (path, layer) in enumerate(layers):
+        before, after = (next(filter(None, each), []) for each in (sharded[:i][::-1], sharded[i + 1 :]))
+        near = ", ".join([*before, *sharded[i], *after])
+        said[layer.name] = f"{path}, near {near}" if near else path
+    return said
+
+
+def _warn(what: str, place: dict[str, str], session: KerasSession) -> None:
     warning = LayoutMapWarning(
         f"{what}: {_SAID[session.gathering]}",
-        facts={"operation": operation},
+        facts=place,
         why="DTensor has no right rule for that operation in the layouts of this map; weights and slots are "
         "stored as planned",
         fix="nothing, but for speed: leave the weights of the layers around that operation unsharded, or use JAX",

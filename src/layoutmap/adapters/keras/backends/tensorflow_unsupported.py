@@ -8,7 +8,7 @@ What is not known here is found out when a step is compiled: see `tensorflow_gat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,7 +96,10 @@ def generating(task: Any) -> Callable[[], Any]:
     return make_generate_function
 
 
-_OPERATION = re.compile(r"'?tf\.(\w+)'?")
+_OPERATION = re.compile(
+    r"see current operation: .*?\"tf\.(\w+)\"(?:.*?_global_shape = \[#tf_type\.shape<([\dx]*)>)?"
+)
+_NAMED = re.compile(r"'?tf\.(\w+)'?()")
 _ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor", re.IGNORECASE)
 
 
@@ -105,10 +108,24 @@ def refused(error: tf.errors.OpError) -> bool:
     return "dtensor_graph_to_mlir_pass" in str(error)
 
 
-def operation_of(error: tf.errors.OpError) -> str:
-    """Return the TensorFlow operation that an error of DTensor names, or an empty text."""
-    operation = _OPERATION.search(str(error))
-    return operation.group(1) if operation else ""
+def place_of(error: tf.errors.OpError, graph: Any, layers: Mapping[str, str]) -> dict[str, str]:
+    """Return the operation that an error of DTensor names, and the layers that it is in, for people.
+
+    Args:
+        error: The error.
+        graph: The function's graph; `None`: layers are not looked for.
+        layers: What to say of a layer, by the name that Keras gives to its operations.
+    """
+    found = _OPERATION.search(str(error)) or _NAMED.search(str(error))
+    kind, shape = found.groups() if found else ("", None)
+    inside = dict[str, None]()
+    for op in graph.get_operations() if graph and found else ():
+        if op.type == kind and (not shape or shape in ("x".join(map(str, out.shape)) for out in op.outputs)):
+            parts = [
+                re.sub(r"_\d+$", "", part) if part not in layers else part for part in op.name.split("/")
+            ]
+            inside[next((layers[part] for part in reversed(parts) if part in layers), "")] = None
+    return {"operation": kind, "in": "; ".join(list(filter(None, inside))[:4])}
 
 
 @contextmanager
@@ -130,9 +147,10 @@ def explained(what: str) -> Generator[None]:
         raise EngineError(
             f"{what} cannot be run by TensorFlow's DTensor",
             facts={
-                "operation": operation_of(error),
+                **getattr(error, "layoutmap_place", place_of(error, None, {})),
                 "TensorFlow": (first.partition("error: ")[2] or first or message)[:200],
             },
-            why="DTensor has no rule for that operation: a compiled step was tried with everything gathered, too",
+            why="DTensor has no rule for it: a compiled step was tried in the layouts of the map, with none carried "
+            "from layer to layer, with weights gathered, and with everything gathered",
             fix="compile what runs eagerly; else compute it with other operations, or run this model on JAX or PyTorch",
         ) from None

@@ -103,7 +103,7 @@ def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Ten
 
 
 def _on_plain(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
-    """What torch does with plain tensors alone."""
+    """The result of a method that torch has for plain tensors alone."""
     return own(tensor.full_tensor() if is_guarded(tensor.device_mesh) else tensor, *args, **options)
 
 
