@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from torch_pairs import (
 )
 
 import layoutmap as lm
+from layoutmap.adapters import get_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
@@ -87,6 +89,17 @@ class TestStateDicts:
         assert_models_close(plain, model)
         slot = optimizers[1].state[model.body[0].weight]["exp_avg"]
         assert lm.dtensor.fetch_layout(model.body[0].weight) == lm.dtensor.fetch_layout(slot)
+
+    def test_what_is_read_of_bfloat16_is_written(self):
+        """A variable of bfloat16, laid out or plain, takes a value as numpy has it, and as torch does."""
+        adapter = get_adapter("torch")
+        for model in (each.bfloat16() for each in pair()):
+            variable = adapter.variables(model)["body.0.weight"]
+            value = adapter.read(variable)
+            adapter.write(variable, 2 * value)
+            assert np.array_equal(2 * value, adapter.read(variable))
+            adapter.write(variable, torch.ones(value.shape, dtype=torch.bfloat16))
+            assert np.array_equal(np.ones_like(value), adapter.read(variable))
 
     def test_a_conversion(self):
         """`model.to(dtype)` converts what is laid out, in its layout."""

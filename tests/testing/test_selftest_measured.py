@@ -10,9 +10,10 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import devices_of_text, known_devices, machine_for, machine_named
 from layoutmap.testing.laws import Outcome
+from layoutmap.testing.products import type_of_products
 from layoutmap.testing.schedule import Tried
 from layoutmap.testing.selftest.measured import Speeds
-from layoutmap.testing.speeds import KINDS, type_of_products
+from layoutmap.testing.speeds import KINDS
 
 SWITCHED = [name for name, device in known_devices().items() if not device.fast.ring_from]
 

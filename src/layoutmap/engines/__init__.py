@@ -106,6 +106,9 @@ def step_counter(name: str) -> Any:
 def speeds_of(name: str) -> Any:
     """Return the module that runs what is measured on the devices of a framework: collectives, products, copies.
 
+    A collective has the mesh, a dim of it, and the bytes of its tensor where that is largest, as `Machine.seconds`
+    takes them. `wait` returns when what a function has begun is done.
+
     Raises:
         EngineError: Nothing is measured on that framework.
     """

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from layoutmap.adapters import Training, capable, get_adapter
-from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine, speeds_of
@@ -27,8 +24,6 @@ from layoutmap.testing.stack import Stack
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that are measured."""
 _ROUNDS, _TIMES = 5, 2
-_COARSE = 1e-5
-"""Products of float32 differ by less from exact ones, and those of TF32 and bfloat16 by more."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -62,13 +57,13 @@ def _measured(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     num_bytes = 2**20 if is_cpu else 2**28  # large enough that the start of a collective takes less
     for dim in mesh.mesh_dims:
         for kind in KINDS if dim.size > 1 else ():
-            seconds = _seconds(speeds.collective(kind, mesh, dim.name, num_bytes))
+            seconds = _seconds(speeds.collective(kind, mesh, dim.name, num_bytes), speeds.wait)
             yield {"kind": kind, "mesh": dims, "dim": dim.name, "bytes": num_bytes, "seconds": seconds}
     size = 2**8 if is_cpu else 2**13
     for dtype in _DTYPES:
-        yield {"dtype": dtype, "flops": 2 * size**3 / _seconds(speeds.product(dtype, size))}
+        yield {"dtype": dtype, "flops": 2 * size**3 / _seconds(speeds.product(dtype, size), speeds.wait)}
     copied = 2**26 if is_cpu else 2**30
-    yield {"memory_bandwidth": 2 * copied / _seconds(speeds.copy(copied))}
+    yield {"memory_bandwidth": 2 * copied / _seconds(speeds.copy(copied), speeds.wait)}
     yield {"memory": speeds.memory_bytes() or _host_bytes() // len(mesh.local_device_ids)}
 
 
@@ -82,7 +77,7 @@ def _step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     adapter.set_seed(0)
     model = stack.built()
     created, peak = peak(), speeds.watched_peak()
-    seconds = _seconds(lambda times: [adapter.train_step(model, batch) for _ in range(times)], rounds=2)
+    seconds = _seconds(lambda: adapter.train_step(model, batch), speeds.wait, rounds=2)
     yield {
         "mesh": dims,
         "width": stack.width,
@@ -92,13 +87,13 @@ def _step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     }
 
 
-def _seconds(repeated: Callable[[int], Any], rounds: int = _ROUNDS) -> float:
+def _seconds(run: Callable[[], Any], wait: Callable[[Any], None], rounds: int = _ROUNDS) -> float:
     """The least time that something takes, of several rounds: other programs only slow it down."""
-    repeated(1)  # compiles it, and connects processes
+    wait(run())  # compiles it, and connects processes
     found: list[float] = []
     for _ in range(rounds):
         begun = time.perf_counter()
-        repeated(_TIMES)
+        wait([run() for _ in range(_TIMES)])
         found.append((time.perf_counter() - begun) / _TIMES)
     return min(found)
 
@@ -120,18 +115,5 @@ def host_facts(engine: str, group: Group) -> dict[str, str]:
     found = {"processes": str(group.count), "devices of each": " or ".join(map(str, each))}
     found["hosts"] = str(len(set(hosts)))
     with suppress(EngineError):
-        speeds = speeds_of(engine)
-        found |= speeds.facts() | {"float32 products": type_of_products(speeds.multiplied)}
+        found |= speeds_of(engine).facts()
     return found
-
-
-def type_of_products(multiplied: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
-    """Return how products of float32 are rounded: in float32, or as TF32 and bfloat16 are.
-
-    Args:
-        multiplied: Multiplies two matrices on a device.
-    """
-    a, b = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
-    exact = a.astype("float64") @ b.astype("float64")
-    error = float(np.abs(multiplied(a, b) - exact).max() / np.abs(exact).max())
-    return "in float32" if error < _COARSE else f"in TF32 or bfloat16 (they differ by {error:.0e})"

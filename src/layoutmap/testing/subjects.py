@@ -18,8 +18,6 @@ is found so is tried again without them.
 """
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """The environment in which torch takes a device of the machine where no launcher has started several processes."""
-PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "NVIDIA_TF32_OVERRIDE": "0"}
-"""Settings by which products of float32 keep all bits where devices have faster ones, unless the user set others."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Subject:
         }
         if simulated:
             return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
-        return PRECISION | (_ALONE if launcher() is None else {}) | os.environ | settings
+        return (_ALONE if launcher() is None else {}) | os.environ | settings
 
 
 SUBJECTS = {

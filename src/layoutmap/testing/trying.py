@@ -23,9 +23,10 @@ from layoutmap.scope.devices import devices, simulate_devices
 from layoutmap.scope.group import Group
 from layoutmap.testing import models
 from layoutmap.testing.arrays import try_arrays
-from layoutmap.testing.laws import Outcome, quiet, try_case
+from layoutmap.testing.laws import PRECISIONS, Outcome, quiet, try_case
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
+from layoutmap.testing.products import product_facts
 from layoutmap.testing.speeds import host_facts, try_speeds
 from layoutmap.testing.subjects import SPEEDS, subject_named
 
@@ -63,7 +64,8 @@ def try_seed(
         yield Outcome("a case is drawn", "failed", traceback.format_exc(limit=-4), 0.0), ""
         return
     for outcome in try_case(case, laws):
-        yield outcome, str(case) if outcome.is_suspicious else ""
+        tried = case.in_precision(PRECISIONS[outcome.law]) if outcome.law in PRECISIONS else case
+        yield outcome, str(tried) if outcome.is_suspicious else ""
 
 
 def main(arguments: list[str]) -> int:
@@ -86,8 +88,9 @@ def main(arguments: list[str]) -> int:
     there = Devices(len(names), simulated=int(number) > 0, mesh=mesh)
     if mesh and Mesh(None, mesh).size != len(names):
         raise MeshError(f"{engine} has {len(names)} devices, and the mesh {mesh} has {Mesh(None, mesh).size}")
-    group = Group(get_engine(engine), Mesh(names, {"all": len(names)}))
-    answers.write(f"{json.dumps({'devices': names, 'facts': host_facts(engine, group)})}\n")
+    group = Group(get_engine(engine), every := Mesh(names, {"all": len(names)}))
+    facts = host_facts(engine, group) | product_facts(engine, every, simulated=int(number) > 0)
+    answers.write(f"{json.dumps({'devices': names, 'facts': facts})}\n")
     while line := group.first(lambda: [sys.stdin.readline()])[0]:  # all try what the first process is told
         subject, seed = line.split()
         failed: list[dict[str, Any]] = []

@@ -10,6 +10,7 @@ import torch
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
+from layoutmap.engines.torch.element_types import to_torch
 from layoutmap.engines.torch.private import FakeTensor
 
 
@@ -61,8 +62,9 @@ class Variable:
         engine = get_engine("torch")
         layout = engine.layout_of(self.tensor)
         with torch.no_grad():
-            new = torch.as_tensor(value) if layout is None else engine.relayout(value, layout)
-            self.tensor.copy_(new)
+            if layout is not None:
+                value = engine.relayout(value, layout)
+            self.tensor.copy_(value if isinstance(value, torch.Tensor) else to_torch(value))
 
     def _check(self) -> None:
         if not self.has_value or isinstance(self.tensor, FakeTensor):

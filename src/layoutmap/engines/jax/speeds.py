@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
 from layoutmap.engines.jax.devices import named_sharding
-
-Repeated = Callable[[int], None]
-"""Does something so many times, and returns when it is done."""
 
 _OPERATIONS: Mapping[str, Callable[[Any, str], Any]] = {
     "all_gather": lambda x, dim: lax.all_gather(x, dim, tiled=True),
@@ -28,15 +24,8 @@ _OPERATIONS: Mapping[str, Callable[[Any, str], Any]] = {
 _OF_A_PART = ("all_gather", "all_to_all")  # each device takes a part of the tensor
 
 
-def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Repeated:
-    """Return a collective over a mesh dim, of float32.
-
-    Args:
-        kind: What it does.
-        mesh: The mesh.
-        dim: The dim.
-        num_bytes: Its tensor where that is largest, as `Machine.seconds` takes it.
-    """
+def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], Any]:
+    """Return a function that runs a collective of float32 over a mesh dim."""
     size = mesh.dim_size(dim)
     length = num_bytes // 4 // size**2 * (size if kind in _OF_A_PART else size**2)  # of each device
     sharding = named_sharding(Layout([mesh.dim_names], mesh))
@@ -48,22 +37,17 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Re
         check_vma=False,
     )
     values = jax.jit(lambda: jnp.ones(length * mesh.size), out_shardings=sharding)()
-    return _repeated(operation, values)
+    return partial(jax.jit(operation), values)
 
 
-def product(dtype: str, size: int) -> Repeated:
-    """Return a product of two square matrices on one device."""
-    return _repeated(jnp.matmul, *[jnp.ones((size, size), dtype)] * 2)
+def product(dtype: str, size: int) -> Callable[[], Any]:
+    """Return a function that multiplies two square matrices on one device."""
+    return partial(jax.jit(jnp.matmul), *[jnp.ones((size, size), dtype)] * 2)
 
 
-def multiplied(a: NumpyArray, b: NumpyArray) -> NumpyArray:
-    """Return the product of two matrices, computed on one device."""
-    return np.asarray(jnp.matmul(a, b))
-
-
-def copy(num_bytes: int) -> Repeated:
-    """Return a copy on one device, which reads so many bytes and writes as many."""
-    return _repeated(jnp.negative, jnp.ones(num_bytes // 4))
+def copy(num_bytes: int) -> Callable[[], Any]:
+    """Return a function that copies on one device: it reads so many bytes and writes as many."""
+    return partial(jax.jit(jnp.negative), jnp.ones(num_bytes // 4))
 
 
 def memory_bytes() -> int | None:
@@ -101,12 +85,6 @@ def facts() -> dict[str, str]:
     return found | ({"slices": str(len(slices))} if slices else {})
 
 
-def _repeated(function: Callable[..., Any], *args: Any) -> Repeated:
-    compiled = jax.jit(function)
-
-    def repeated(times: int) -> None:
-        for _ in range(times):
-            done = compiled(*args)
-        done.block_until_ready()
-
-    return repeated
+def wait(done: Any) -> None:
+    """Return when all is computed that was begun."""
+    jax.block_until_ready(done)

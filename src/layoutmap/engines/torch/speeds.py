@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.devices import device_mesh, device_names, device_of
-
-Repeated = Callable[[int], None]
-"""Does something so many times, and returns when it is done."""
 
 _PLACEMENTS = {
     "all_gather": (Shard(0), Replicate()),
@@ -24,15 +21,8 @@ _PLACEMENTS = {
 }
 
 
-def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Repeated:
-    """Return a collective over a mesh dim, of float32.
-
-    Args:
-        kind: What it does.
-        mesh: The mesh.
-        dim: The dim.
-        num_bytes: Its tensor where that is largest, as `Machine.seconds` takes it.
-    """
+def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], Any]:
+    """Return a function that runs a collective of float32 over a mesh dim."""
     native, size = device_mesh(mesh), mesh.dim_size(dim)
     there, wanted = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
     number = mesh.dim_names.index(dim)
@@ -43,30 +33,23 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Re
         pieces = {rank: torch.ones(rows * size, size, device=device_of(native)) for rank in ranks}
         tensor = DTensor.from_local(simulation.join(pieces, torch.float32), native, there, run_check=False)
 
-    def repeated(times: int) -> None:
+    def run() -> Any:
         with simulation.on_mesh(native), torch.no_grad():
-            for _ in range(times):
-                tensor.redistribute(native, wanted)
-        _wait()
+            return tensor.redistribute(native, wanted)
 
-    return repeated
+    return run
 
 
-def product(dtype: str, size: int) -> Repeated:
-    """Return a product of two square matrices on one device."""
+def product(dtype: str, size: int) -> Callable[[], Any]:
+    """Return a function that multiplies two square matrices on one device."""
     matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=_device())
-    return _repeated(lambda: matrix @ matrix)
+    return lambda: matrix @ matrix
 
 
-def multiplied(a: NumpyArray, b: NumpyArray) -> NumpyArray:
-    """Return the product of two matrices, computed on one device."""
-    return (torch.from_numpy(a).to(_device()) @ torch.from_numpy(b).to(_device())).cpu().numpy()
-
-
-def copy(num_bytes: int) -> Repeated:
-    """Return a copy on one device, which reads so many bytes and writes as many."""
+def copy(num_bytes: int) -> Callable[[], Any]:
+    """Return a function that copies on one device: it reads so many bytes and writes as many."""
     values = torch.ones(num_bytes // 4, device=_device())
-    return _repeated(values.clone)
+    return values.clone
 
 
 def memory_bytes() -> int | None:
@@ -88,21 +71,13 @@ def facts() -> dict[str, str]:
     return {"kind": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
 
 
-def _repeated(function: Callable[[], object]) -> Repeated:
-    def repeated(times: int) -> None:
-        for _ in range(times):
-            function()
-        _wait()
-
-    return repeated
+def wait(done: Any) -> None:
+    """Return when all is computed that was begun."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _device() -> torch.device:
     """The device of this process. Making a mesh chooses it, unless something is on another one before."""
     names = device_names()
     return device_of(device_mesh(Mesh(names, {"all": len(names)})))
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -12,13 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from layoutmap.testing.laws import inspecting, keeping, planning, training
 from layoutmap.testing.laws.trial import NotTried, Trial, quiet
-from layoutmap.testing.models.cases import Case
+from layoutmap.testing.models.cases import EPSILONS, Case
 
-__all__ = ["LAWS", "Outcome", "quiet", "try_case"]
+__all__ = ["LAWS", "PRECISIONS", "Outcome", "quiet", "try_case"]
 
 Law = Callable[[Trial], Iterable[str]]
 _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in the order of a model's life
@@ -41,7 +42,15 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     training.replicas_have_the_same_bits,
     training.a_step_that_fails_changes_nothing,
 )
-LAWS = {law.__name__.replace("_", " "): law for law in _FUNCTIONS}
+PRECISIONS = {
+    f"it trains in {precision.replace('_', ' ')} as on one device": precision
+    for precision in EPSILONS
+    if precision != "float32"
+}
+"""The laws of models that are computed in other precisions than float32, and these."""
+LAWS: Mapping[str, Law] = {law.__name__.replace("_", " "): law for law in _FUNCTIONS} | {
+    law: partial(training.it_trains_in, precision) for law, precision in PRECISIONS.items()
+}
 """The laws by name, in the order in which they are tried; each yields the differences that it finds."""
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
+from layoutmap.core.mesh import Mesh
 from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.parity import compared, compared_variables
 from layoutmap.testing.laws.trial import TOLERANCE, NotTried, Trial
+from layoutmap.testing.models.cases import EPSILONS
+from layoutmap.testing.products import tf32
 
 _DIVERGES = 1e3
 """A loss from which the next step may be infinite without a fault: some models diverge, at one rate for all."""
@@ -44,6 +48,32 @@ def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
     with importlib.import_module("jax").disable_jit():
         found = compared(trial.adapter, *pair, trial.case.batch, steps=1, tolerance=TOLERANCE)
         yield from map(str, trial.beyond_rounding(found.rows))
+
+
+def it_trains_in(precision: str, trial: Trial) -> Iterator[str]:  # why: decisions/0143
+    """First values, outputs, gradients and steps of SGD are those of one device, but for rounding, in a precision.
+
+    One case in three is tried in each precision other than float32.
+    """
+    if precision != trial.choices.one_of(*(each for each in EPSILONS if each != "float32")):
+        raise NotTried("one case in three is tried")
+    other = Trial(trial.case.in_precision(precision))
+    with ExitStack() as stack:
+        if precision == "tf32":
+            in_tf32 = tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
+            if trial.case.devices.simulated or not stack.enter_context(in_tf32):
+                raise NotTried("no TF32 on these devices")
+        elif precision not in trial.case.model.precisions:
+            raise NotTried("no models of its library are drawn in it")
+        try:
+            yield from first_values_are_those_of_the_plain_model(other)
+            yield from it_trains_as_on_one_device(other)
+        except NotTried:
+            raise
+        except Exception:
+            if _raises(lambda *_: other.adapter.train_step(other.plain(), other.case.batch), None, None):
+                raise NotTried("its plain model takes no step in it") from None
+            raise
 
 
 def replicas_have_the_same_bits(trial: Trial) -> Iterator[str]:

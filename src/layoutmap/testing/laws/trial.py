@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -19,11 +19,13 @@ from layoutmap.scope.group import Group
 from layoutmap.scope.parity import ParityRow, compared, compared_numbers, compared_variables
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import build
-from layoutmap.testing.models.cases import Case
+from layoutmap.testing.models.cases import EPSILONS, Case
 from layoutmap.testing.models.choices import Choices
 
-ROUNDINGS = 30
+ROUNDINGS = {"float32": 30}
 """How many times as far as by one rounding of its weights a model may differ: each of its operations rounds."""
+_COARSE_ROUNDINGS = 8
+"""So many in other precisions, in which 30 are more than a factor of two."""
 _SEED = 0
 TOLERANCE = 1e-5
 """The largest relative difference that counts as equal without a look at rounding."""
@@ -109,29 +111,40 @@ class Trial:
         wrong = [row for row in rows if not row.agrees]
         if not wrong:
             return []
-        worst: dict[str, float] = {}
-        for row in (
-            *self._rounded,
-            *self._compared(self.plain(), self.plain()),
-        ):  # some devices add in any order
+        worst = {row.stage: EPSILONS[self.case.precision] for row in wrong}
+        again = self._compared(self.plain(), self.plain())  # some devices add in any order
+        for row in (*self._rounded, *self._from_float32, *again):
             worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
-        return [row for row in wrong if not row.error <= ROUNDINGS * worst.get(row.stage, 0.0)]
+        times = ROUNDINGS.get(self.case.precision, _COARSE_ROUNDINGS)
+        return [row for row in wrong if not row.error <= times * worst[row.stage]]
 
     @cached_property
     def _rounded(self) -> Sequence[ParityRow]:
         """Comparisons of two plain models, the weights of one moved by one rounding."""
-        plain, moved = self.plain(), self.plain()
+        signs, step = np.random.default_rng(0), EPSILONS[self.case.precision]
+        moved = self._with_weights(self.plain(), lambda value: 1 + step * signs.choice([-1, 1], value.shape))
+        return tuple(self._compared(self.plain(), moved))
+
+    @property
+    def _from_float32(self) -> Iterator[ParityRow]:
+        """Comparisons of the plain model with one of the same weights in float32: frameworks add up in either."""
+        if self.case.precision != "float32":
+            exact = self._with_weights(Trial(self.case.in_precision("float32")).plain())
+            yield from self._compared(exact, self.plain())
+
+    def _with_weights(self, model: Any, factor: Callable[[Any], Any] = lambda _: 1) -> Any:
+        """Give a plain model, which is returned, the weights of the plain one, each multiplied by a factor."""
         trained = {a.variable.path for a in self.plan.assignments if a.variable.is_trained}
-        signs = np.random.default_rng(0)
         # How a plain model calls layers without names is its own. One of JAX has no optimizer's state before its first
         # step; that comes last.
-        paths = self.adapter.variables(self.pair[1])
-        for path, variable in zip(paths, self.adapter.variables(moved).values(), strict=False):
-            value = self.adapter.read(variable)
-            if path in trained and value.dtype.kind == "f":
-                step = signs.choice([-1, 1], value.shape) * np.finfo(value.dtype).eps
-                self.adapter.write(variable, (value * (1 + step)).astype(value.dtype))
-        return tuple(self._compared(plain, moved))
+        found = (self.adapter.variables(each) for each in (self.pair[1], self.plain(), model))
+        paths, weights, variables = (list(each.items()) for each in found)
+        for (path, _), (_, weight), (_, variable) in zip(paths, weights, variables, strict=False):
+            if path in trained:
+                value = self.adapter.read(weight).astype("float64")
+                dtype = self.adapter.read(variable).dtype
+                self.adapter.write(variable, (value * factor(value)).astype(dtype))
+        return model
 
     def plain(self) -> Any:
         """Return another plain model, with all that training makes."""

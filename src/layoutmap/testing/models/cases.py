@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
+from layoutmap.adapters import get_adapter
 from layoutmap.core.variables import Kind
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices, Map, Shape, draw_map
+from layoutmap.testing.products import ALLOW_TF32
 
+EPSILONS = {"float32": 2**-23, "bfloat16": 2**-7, "mixed_bfloat16": 2**-7, "tf32": 2**-10}
+"""The precisions in which a model is computed, and the distance of 1 to the next number in each.
+
+In `bfloat16` weights are of it, too; in `mixed_bfloat16` and `tf32` they are of float32.
+"""
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _PREAMBLE = """\
 {imports}
@@ -52,6 +59,11 @@ class Drawn(Protocol):
         """The expression of the inputs that a plan needs to know all variables; empty: it needs none."""
         ...
 
+    @property
+    def precisions(self) -> Mapping[str, str]:
+        """Lines at the end of a program by which its model is computed in another precision, by precision."""
+        ...
+
     def source(self, optimizer: str) -> str:
         """The program that defines `make_model`, a function of no arguments that returns the model, ready to train.
 
@@ -75,6 +87,7 @@ class Case:
         optimizer: The expression that makes the optimizer.
         rows: How many rows the batch has.
         devices: Those that it is for.
+        precision: One of `EPSILONS`.
     """
 
     model: Drawn
@@ -82,15 +95,21 @@ class Case:
     optimizer: str
     rows: int
     devices: Devices = EIGHT
+    precision: str = "float32"
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
+        if self.precision != "float32":  # a factor of two is still seen
+            options += ", tolerance=0.25"
         return f"{self.program}print(lm.check_parity(make_model, layout_map, batch, {options}))\n"
 
     @property
     def program(self) -> str:
         """A program that defines `make_model`, `layout_map` and `batch`, where devices are simulated with them."""
         simulation = f"\nlm.simulate_devices({self.devices.number})\n" if self.devices.simulated else ""
+        if self.precision == "tf32":
+            engine = get_adapter(self.library).engine_name
+            simulation += f"\nimport {engine}\n\n{ALLOW_TF32[engine].format(True)}\n"
         return f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.source}"
 
     @property
@@ -102,6 +121,10 @@ class Case:
     def with_sgd(self) -> Case:
         """The same case with an optimizer whose step depends on the gradient's scale."""
         return dataclasses.replace(self, optimizer=next(iter(self.model.optimizers)))
+
+    def in_precision(self, precision: str) -> Case:
+        """The same case with SGD, computed in another precision, one of `EPSILONS`."""
+        return dataclasses.replace(self.with_sgd, precision=precision)
 
     @property
     def make_model(self) -> Callable[[], Any]:
@@ -142,6 +165,7 @@ class Case:
         return (
             f"{self.model.source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
             f"rng = np.random.default_rng(0)\nbatch = {self.model.data(self.rows)}\n"
+            f"{self.model.precisions.get(self.precision, '')}"
         )
 
     @cached_property

@@ -28,7 +28,7 @@ from layoutmap.scope.progress import Waiting
 from layoutmap.testing.schedule import Schedule, Tried
 from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.selftest.report import Report
-from layoutmap.testing.subjects import ARRAYS, PRECISION, SPEEDS, SUBJECTS
+from layoutmap.testing.subjects import ARRAYS, SPEEDS, SUBJECTS
 
 _LIBRARIES = {"keras": "keras", "nnx": "flax"}
 """The package of a kind of models, besides that of the engine."""
@@ -131,10 +131,6 @@ def _counted(speeds: Speeds, on: str | None) -> dict[str, float]:
 def _facts(options: Any, seed: int) -> dict[str, str]:
     """The subjects that are tried, and the releases of what computes."""
     facts = {"seed": str(seed), "minutes": f"{options.minutes:g}", "mesh": options.mesh or "drawn"}
-    if not options.simulate:
-        facts["precision"] = ", ".join(
-            f"{name}={os.environ.get(name, value)}" for name, value in PRECISION.items()
-        )
     facts |= {"started": str(launcher() or "as one process"), "cores of this host": str(os.cpu_count())}
     facts |= {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in ("layoutmap", "numpy", "jaxlib", "optax", "tensorflow-cpu", *TESTED):

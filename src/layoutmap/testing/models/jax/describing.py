@@ -28,6 +28,14 @@ _CLASSES = {
     "namedtuple": "{name} = collections.namedtuple({name!r}, {keys})\n",
     "dataclass": "{name} = jax.tree_util.register_dataclass(dataclasses.make_dataclass({name!r}, {keys}))\n",
 }
+CAST = """
+
+def cast(values):
+    of_float32 = lambda x: getattr(x, "dtype", None) == jnp.float32
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if of_float32(x) else x, values)
+
+
+"""
 
 
 @dataclass(frozen=True)

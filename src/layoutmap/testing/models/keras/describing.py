@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,15 @@ class Scale(L.Layer):
 }
 """The layers that a program defines itself, by kind."""
 
+_IN_POLICY = """
+
+def make_model(make=make_model):
+    keras.config.set_dtype_policy({policy!r})
+    try:
+        return make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+"""
 _MERGING = ("Add", "Multiply", "Concatenate")  # called with a list
 _INDENT = "    "
 
@@ -133,6 +143,12 @@ L = keras.layers
     def kinds(self) -> tuple[str, ...]:
         """The kinds of all its layers, in order."""
         return tuple(kind for layer in self.layers for kind in layer.kinds)
+
+    @property
+    def precisions(self) -> Mapping[str, str]:
+        """Lines by which it has a dtype policy, by policy; backends make no orthogonal matrices of bfloat16."""
+        own = [] if re.search("RNN|LSTM|GRU", str(self.kinds)) else ["bfloat16"]
+        return {policy: _IN_POLICY.format(policy=policy) for policy in (*own, "mixed_bfloat16")}
 
     @property
     def is_subclassed(self) -> bool:

@@ -14,6 +14,23 @@ from layoutmap.testing.models.torch.own import OWN
 from layoutmap.testing.models.values import Value, batch_source
 
 _INDENT = "    "
+_IN_BFLOAT16 = """
+
+def autocast(call):
+    for device in ("cpu", *["cuda"] * torch.cuda.is_available()):
+        call = torch.autocast(device, torch.bfloat16)(call)
+    return call
+
+
+def make_model(make=make_model):
+    model = make()
+    CHANGED
+    return model
+
+
+loss = autocast(loss)
+"""
+_CAST = "lambda _, inputs: tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)"
 _SGD = "partial(torch.optim.SGD, lr=0.05, momentum=0.9)"
 
 
@@ -161,6 +178,10 @@ from layoutmap.adapters.torch import train_with
         "partial(torch.optim.RMSprop, lr=0.001, momentum=0.9, centered=True)": 1,
         "partial(torch.optim.Adagrad, lr=0.01)": 1,
         "partial(torch.optim.NAdam, lr=0.001, decoupled_weight_decay=True, weight_decay=0.01)": 1,
+    }
+    precisions: ClassVar[Mapping[str, str]] = {
+        "bfloat16": _IN_BFLOAT16.replace("CHANGED", f"model.bfloat16().register_forward_pre_hook({_CAST})"),
+        "mixed_bfloat16": _IN_BFLOAT16.replace("CHANGED", "model.forward = autocast(model.forward)"),
     }
     planned_with: ClassVar[str] = ""
 

@@ -1,0 +1,80 @@
+"""Drawn models are computed in bfloat16 and in TF32, too, and a wrong number among coarse ones is found."""
+
+import os
+from collections import Counter
+
+import ml_dtypes
+import pytest
+
+from layoutmap.scope.parity import ParityRow
+from layoutmap.testing import models
+from layoutmap.testing.laws.training import it_trains_in
+from layoutmap.testing.laws.trial import NotTried, Trial, quiet
+from layoutmap.testing.products import ALLOW_TF32
+from layoutmap.testing.subjects import SUBJECTS
+
+PROCESSES = ("jax", "tensorflow", "torch")
+HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
+LIBRARIES = {each.library for each in SUBJECTS.values() if each.engine == HERE}
+SMALL = {"keras": 105, "torch": 103, "nnx": 117, "pytree": 117}
+"""Seeds of small models."""
+IN_BFLOAT16 = [
+    pytest.param(library, precision, id=f"{library} in {precision}")
+    for library in sorted(LIBRARIES)
+    for precision in ("bfloat16", "mixed_bfloat16")
+    if (library, precision) != ("nnx", "mixed_bfloat16")
+]
+
+
+@pytest.fixture(autouse=True)
+def without_warnings():
+    with quiet():
+        yield
+
+
+@pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
+def test_a_model_is_computed_in_its_precision(library, precision):
+    """Outputs are of bfloat16, and weights are, unless it is mixed; gradients are like weights."""
+    trial = Trial(models.draw(SMALL[library], library).in_precision(precision))
+    outputs = trial.adapter.forward(trial.plain(), trial.case.batch)
+    while isinstance(outputs, list | tuple):
+        outputs = outputs[0]
+    own = "float32" if precision == "mixed_bfloat16" else "bfloat16"
+
+    assert ml_dtypes.bfloat16 == outputs.dtype
+    assert {own} == {a.variable.dtype for a in trial.plan.assignments if a.variable.is_trained}
+    gradients = trial.adapter.gradients(trial.pair[1], trial.case.batch)[1].values()
+    assert {own} == {each.dtype.name for each in gradients if each is not None}
+
+
+@pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
+def test_a_factor_of_two_is_found(library, precision):
+    """The largest gradient times two, which differs by 1, is beyond rounding; what rounding does is not."""
+    trial = Trial(models.draw(SMALL[library], library).in_precision(precision))
+    rows = [row for row in trial.rows if row.stage != "weights"]
+    twice = ParityRow("gradient", "of a weight", 1.0, 1e-5)
+
+    assert any(not row.agrees for row in rows)
+    assert [twice] == trial.beyond_rounding([*rows, twice])
+
+
+def test_what_is_not_tried():
+    """One case in three is tried in each precision, and none in TF32 where devices have none, which is said."""
+    library = sorted(LIBRARIES)[0]
+    said = Counter()
+    for seed in range(12):
+        with pytest.raises(NotTried) as caught:
+            list(it_trains_in("tf32", Trial(models.draw(seed, library))))
+        said[str(caught.value)] += 1
+
+    assert {"one case in three is tried", "no TF32 on these devices"} == said.keys()
+
+
+def test_a_program_says_its_precision():
+    """What is printed where a law does not hold has the lines that it was tried with."""
+    library = sorted(LIBRARIES)[0]
+    case = models.draw(SMALL[library], library)
+
+    assert f"\n{ALLOW_TF32[HERE].format(True)}\n" in str(case.in_precision("tf32"))
+    assert str(case.in_precision("bfloat16")).count("bfloat16")
+    assert not str(case).count("float16")
