@@ -17,7 +17,8 @@ import numpy as np
 
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import CheckpointError, ScopeError
+from layoutmap.core.errors import CheckpointError, ScopeError, listed
+from layoutmap.engines.checks import processes_differ
 
 _MAX_SHOWN = 200  # characters of a process's text in a message
 
@@ -208,6 +209,16 @@ def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
         why="it was made in each process for itself, and the shards of one variable would be of different values",
         fix="give all processes the same seed before it is made, or load the same file in all of them",
     )
+
+
+def check_computed(checksums: Sequence[tuple[str, int]], gather: Gather) -> None:
+    """Raise an `EngineError` if first values that each process has computed, by path, differ between them."""
+    everyone = gather(np.array([value for _, value in checksums], np.uint32))
+    differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
+    if differ:
+        raise processes_differ(
+            f"{differ[0]}: the processes have different values", {"variables": listed(differ)}
+        )
 
 
 def check_batch(arrays: Sequence[Any], gather: Gather) -> None:  # why: decisions/0030

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
 
+from layoutmap.core.layout import Layout
 from layoutmap.plan.diff import PlanDiff, diff_plans
 from layoutmap.plan.keras_names import layouts_by_name
 from layoutmap.plan.lint import Findings, lint_plan
@@ -179,11 +180,8 @@ class Plan(PlanTable):  # why: decisions/0041
             {'d1.kernel': P(None, 'model')}
         """
         from layoutmap.engines.jax.devices import partition_spec
-        from layoutmap.engines.jax.trees import partition_specs
 
-        if tree is None:
-            return {path: partition_spec(a.layout) for path, a in self.items()}
-        return partition_specs(tree, lambda path: self[path].layout)
+        return self._in_jax(tree, partition_spec)
 
     def to_named_shardings(self, tree: Any = None) -> Any:
         """Return the `NamedSharding`s of JAX, on this machine's devices; see `to_partition_specs`.
@@ -193,11 +191,15 @@ class Plan(PlanTable):  # why: decisions/0041
             MeshError: The machine does not have the mesh's devices.
         """
         from layoutmap.engines.jax.devices import named_sharding
-        from layoutmap.engines.jax.trees import named_shardings
+
+        return self._in_jax(tree, named_sharding)
+
+    def _in_jax(self, tree: Any, made: Callable[[Layout], Any]) -> Any:
+        from layoutmap.engines.jax.trees import mapped_by_path
 
         if tree is None:
-            return {path: named_sharding(a.layout) for path, a in self.items()}
-        return named_shardings(tree, lambda path: self[path].layout)
+            return {path: made(a.layout) for path, a in self.items()}
+        return mapped_by_path(tree, lambda path, _: made(self[path].layout))
 
     def to_keras(self, device_mesh: Any = None) -> Any:
         """Return the layouts as a layout map of Keras's own, for `keras.distribution.ModelParallel`.

@@ -30,6 +30,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
+from layoutmap.engines.agreement import check_computed
 from layoutmap.engines.checks import (
     check_draws,
     check_initial_value,
@@ -41,7 +42,7 @@ from layoutmap.engines.checks import (
 from layoutmap.engines.jax.arrays import by_device, canonical, dtype_of, from_blocks, ready, shards_of
 from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names, simulate
 from layoutmap.engines.jax.layouts import ArrayLayouts
-from layoutmap.engines.jax.processes import check_equal_everywhere, common_seeds, gathered
+from layoutmap.engines.jax.processes import common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, undisturbed, why_global
 from layoutmap.engines.protocol import Unplaced
 
@@ -126,7 +127,8 @@ class JaxEngine:
                     del array
                     if progress is not None:
                         progress(key)
-                check_equal_everywhere(checksums, devices)
+                if checksums:
+                    check_computed(checksums, functools.partial(gathered, devices=devices))
         except BaseException:
             made.clear()
             raise

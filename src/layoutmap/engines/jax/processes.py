@@ -103,15 +103,3 @@ def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devi
 
 def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def check_equal_everywhere(checksums: Sequence[tuple[str, int]], devices: Sequence[Device]) -> None:
-    """Raise if a global value that every process computed, with its path, is not the same in all of them."""
-    if not checksums or not devices:
-        return
-    everyone = gathered(np.array([value for _, value in checksums], np.uint32), devices)
-    differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
-    if differ:
-        raise processes_differ(
-            f"{differ[0]}: the processes have different values", {"variables": ", ".join(differ[:10])}
-        )

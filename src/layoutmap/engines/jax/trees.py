@@ -8,9 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.engines.jax.devices import named_sharding, partition_spec
 
 
 def variables_of(tree: Any) -> list[VariableSpec]:
@@ -21,26 +19,12 @@ def variables_of(tree: Any) -> list[VariableSpec]:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         found.append(VariableSpec(path, leaf.shape, str(leaf.dtype), Kind.RNG if is_key else Kind.WEIGHT))
 
-    _mapped(tree, note)
+    mapped_by_path(tree, note)
     return found
 
 
-def partition_specs(tree: Any, layout_of: Callable[[str], Layout]) -> Any:
-    """The tree with a `PartitionSpec` for each array, by path, and `None` for each leaf that is none."""
-    return _mapped(tree, lambda path, _: partition_spec(layout_of(path)))
-
-
-def named_shardings(tree: Any, layout_of: Callable[[str], Layout]) -> Any:
-    """The tree with a `NamedSharding` for each array, by path, and `None` for each leaf that is none.
-
-    Raises:
-        MeshError: The machine does not have the devices.
-    """
-    return _mapped(tree, lambda path, _: named_sharding(layout_of(path)))
-
-
-def _mapped(tree: Any, made: Callable[[str, Any], Any]) -> Any:
-    """The tree with what is made of each array and its path: its keys joined by dots."""
+def mapped_by_path(tree: Any, made: Callable[[str, Any], Any]) -> Any:
+    """The tree with what is made of each array and its path, its keys joined by dots; `None` for any other leaf."""
 
     def of_leaf(keys: Any, leaf: Any) -> Any:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")

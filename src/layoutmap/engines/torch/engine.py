@@ -28,6 +28,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
+from layoutmap.engines.agreement import check_computed
 from layoutmap.engines.checks import (
     check_draws,
     check_initial_value,
@@ -60,7 +61,6 @@ from layoutmap.engines.torch.malloc import give_back
 from layoutmap.engines.torch.private import is_view_of_another, plainly, tree_leaves, tree_map
 from layoutmap.engines.torch.processes import (
     across,
-    check_equal_everywhere,
     common_seeds,
     gathered,
     random_state,
@@ -129,7 +129,7 @@ class TorchEngine:
             seeds = common_seeds(used)
             if across() and any(initializer.blocks is not None for initializer in used.values()):
                 # Blocks differ between processes, so the random state that they come from is compared.
-                check_equal_everywhere([("the random state", random_state())])
+                check_computed([("the random state", random_state())], gathered)
             with torch.no_grad():
                 for key, assignment in assignments.items():
                     made[key], computed = _created(assignment, used[key], seeds.get(key))
@@ -139,8 +139,8 @@ class TorchEngine:
                     if progress is not None:
                         progress(key)
             free_room()
-            if across():
-                check_equal_everywhere(checksums)
+            if across() and checksums:
+                check_computed(checksums, gathered)
         except BaseException:
             made.clear()
             raise

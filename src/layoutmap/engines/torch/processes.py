@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -59,21 +59,6 @@ def gathered(values: NumpyArray) -> NumpyArray:
 def random_state() -> int:
     """A checksum of what the next numbers will be."""
     return zlib.crc32(torch.get_rng_state().numpy().tobytes())
-
-
-def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
-    """Compare what the processes computed; the same in all of them, or an error in all of them.
-
-    Args:
-        checksums: For each variable its path, and a checksum of what this process computed.
-
-    Raises:
-        EngineError: They differ; names the first path.
-    """
-    rows = _gathered([value for _, value in checksums])
-    for place, (path, _) in enumerate(checksums):
-        if len({row[place] for row in rows}) > 1:
-            raise processes_differ(f"{path}: the processes have different values")
 
 
 def _gathered(value: Any) -> list[Any]:

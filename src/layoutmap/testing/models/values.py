@@ -1,10 +1,11 @@
-"""Inputs and outputs of drawn models, of any library."""
+"""Parts of drawn models of any library: inputs, outputs, and shapes that divide by the dims of a mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
 
 WIDTHS = {8: 6, 16: 5, 4: 2, 24: 2, 12: 2, 32: 1, 6: 1, 7: 1}
@@ -48,3 +49,18 @@ def one_or_list(parts: list[str]) -> str:
 def divisors(*numbers: int) -> list[int]:
     """Small numbers that divide all of these."""
     return [n for n in (2, 4, 8, 1, 3, 7) if all(number % n == 0 for number in numbers)]
+
+
+def heads_of(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
+    """An equation that makes heads of features, or features of heads.
+
+    Returns:
+        The equation, the kernel's shape, the number of its axes that the product adds up over, and the result's shape.
+    """
+    axes = "bcd"[: len(shape)]
+    joins = len(shape) == 3 or (len(shape) == 2 and choices.one_in(3))
+    summed, free = (axes[-2:], axes[:-2]) if joins else (axes[-1:], axes[:-1])
+    sides = (choices.weighted(WIDTHS),) if joins else (choices.one_of(4, 2, 8), choices.one_of(4, 8))
+    made = "z" if joins else "yz"
+    equation, kernel = f"a{free}{summed},{summed}{made}->a{free}{made}", (*shape[len(free) :], *sides)
+    return equation, kernel, len(summed), (*shape[: len(free)], *sides)

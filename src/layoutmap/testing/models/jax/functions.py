@@ -8,7 +8,7 @@ from typing import Any
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, divisors
+from layoutmap.testing.models.values import WIDTHS, divisors, heads_of
 
 Held = str | Mapping[str, Shape | str]
 """The values of a layer: a module, as an expression; or by name weights, as shapes, and constants, as expressions."""
@@ -92,21 +92,6 @@ def convolution(choices: Choices, space: Shape, width: int) -> tuple[dict[str, A
         "groups": groups,
     }
     return {**settings, "padding": "VALID" if is_valid else "SAME"}, (*places, filters)
-
-
-def heads_of(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
-    """An equation that makes heads of features, or features of heads.
-
-    Returns:
-        The equation, the kernel's shape, the number of its axes that the product adds up over, and the result's shape.
-    """
-    axes = "bcd"[: len(shape)]
-    joins = len(shape) == 3 or (len(shape) == 2 and choices.one_in(3))
-    summed, free = (axes[-2:], axes[:-2]) if joins else (axes[-1:], axes[:-1])
-    sides = (choices.weighted(WIDTHS),) if joins else (choices.one_of(4, 2, 8), choices.one_of(4, 8))
-    made = "z" if joins else "yz"
-    equation, kernel = f"a{free}{summed},{summed}{made}->a{free}{made}", (*shape[len(free) :], *sides)
-    return equation, kernel, len(summed), (*shape[: len(free)], *sides)
 
 
 # -- with weights

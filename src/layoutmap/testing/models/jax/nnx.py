@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.describing import CAST, Container, Model, block
-from layoutmap.testing.models.jax.functions import ANY, PLACES, Made, activated, convolution, heads_of
+from layoutmap.testing.models.jax.functions import ANY, PLACES, Made, activated, convolution
 from layoutmap.testing.models.jax.growing import Growing, Library
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, divisors
+from layoutmap.testing.models.values import WIDTHS, divisors, heads_of
 
 _OWN = {
     "Fixed": """\

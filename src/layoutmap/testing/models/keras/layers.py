@@ -12,7 +12,7 @@ from typing import Any
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.keras.describing import Layer
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, divisors
+from layoutmap.testing.models.values import WIDTHS, divisors, heads_of
 
 Options = dict[str, Any]
 Maker = Callable[[Choices, Shape], tuple[Options, Shape]]
@@ -69,19 +69,9 @@ def _around_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
 
 
 def _einsum_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    """Makes heads of features, or features of heads; `a` is the axis of rows."""
-    axes = "bcd"[: len(shape)]
-    joins = len(shape) > 2 or (len(shape) == 2 and choices.one_in(3))
-    summed, free = (axes[-2:], axes[:-2]) if joins else (axes[-1:], axes[:-1])
-    sides = (choices.weighted(WIDTHS),) if joins else (choices.one_of(4, 2, 8), choices.one_of(4, 8))
-    made = "z" if joins else "yz"
-    after = (*shape[: len(free)], *sides)
-    bias = {"bias_axes": made} if choices.one_in(2) else {}
-    return {
-        "equation": f"a{free}{summed},{summed}{made}->a{free}{made}",
-        "output_shape": after,
-        **bias,
-    }, after
+    equation, _, _, after = heads_of(choices, shape)
+    bias = {"bias_axes": "yz" if "y" in equation else "z"} if choices.one_in(2) else {}
+    return {"equation": equation, "output_shape": after, **bias}, after
 
 
 def _prelu(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
