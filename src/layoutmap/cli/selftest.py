@@ -42,9 +42,7 @@ def run_selftest_command(options: Any) -> int:
     files = output.check_targets(targets)
     if find_spec("hypothesis") is None:
         raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
-    with (
-        interrupts.raised()
-    ):  # by its name, as engines are: what tests all parts imports them all, also this one
+    with interrupts.raised():  # by its name, as engines are: what tests all parts imports this one, too
         report = import_module("layoutmap.testing.selftest").selftest(options)
     if report is None:  # another process of the program reports
         return output.WELL

@@ -25,7 +25,7 @@ from layoutmap.engines import ENGINES, installed_engines
 from layoutmap.engines.launchers import Launcher, launcher
 from layoutmap.engines.tested import TESTED
 from layoutmap.scope.progress import Waiting
-from layoutmap.testing.schedule import Schedule, Tried
+from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.selftest.report import Report
 from layoutmap.testing.subjects import ARRAYS, SPEEDS, SUBJECTS
@@ -76,39 +76,31 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
         except KeyboardInterrupt:
             report.is_complete = False
     report.seconds = time.monotonic() - started
-    for engine in schedule.devices:
-        report.facts |= _devices(schedule, engine)
-        if not started_by.process and any(_is_of(engine, each) for each in report.tried):
-            report.add_speeds(_speeds(report, schedule, engine, options.on))
     if not schedule.devices and report.is_complete:
         raise LayoutMapError(
             f"nothing could be tried within {options.minutes:g} minutes",
             why=next((each.outcome.why for each in report.tried), "frameworks take up to a minute to start"),
             fix="see that this lists devices: layoutmap devices; or give more --minutes",
         )
-    return None if started_by.process else report
+    if started_by.process:
+        return None
+    for engine in schedule.devices:
+        _add_devices(report, schedule, engine, options.on)
+    return report
 
 
-def _devices(schedule: Schedule, engine: str) -> dict[str, str]:
-    """The devices of an engine, and how they lie, for people."""
-    names = schedule.devices[engine]
-    kind = "simulated " * (schedule.simulate > 0) + names[0].rpartition(":")[0].rpartition(":")[2]
-    topology = ", ".join(f"{name} {fact}" for name, fact in schedule.facts[engine].items())
-    return {f"{engine} devices": f"{len(names)} {kind}", f"{engine} topology": topology}
-
-
-def _is_of(engine: str, tried: Tried) -> bool:
-    return tried.subject == f"speeds-{engine}"
-
-
-def _speeds(report: Report, schedule: Schedule, engine: str, on: str | None) -> Speeds:
-    """The speeds of an engine's devices, with what a plan counts of the step that was measured."""
-    names = schedule.devices[engine]
-    node_size = -(-len(names) // int(schedule.facts[engine]["hosts"]))
-    share_cores = "CPU" in names[0] and (schedule.simulate > 0 or node_size > (os.cpu_count() or 1))
-    tried = [each for each in report.tried if _is_of(engine, each)]
-    speeds = Speeds(engine, node_size, tried, machine_named(on).device if on else None, share_cores)
-    return replace(speeds, counted=_counted(speeds, on)) if report.is_complete else speeds
+def _add_devices(report: Report, schedule: Schedule, engine: str, on: str | None) -> None:
+    """Add to a report what is known of the devices of an engine, and their speeds, if they were measured."""
+    names, facts, is_simulated = schedule.devices[engine], schedule.facts[engine], schedule.simulate > 0
+    kind = "simulated " * is_simulated + names[0].rpartition(":")[0].rpartition(":")[2]
+    report.facts[f"{engine} devices"] = f"{len(names)} {kind}"
+    report.facts[f"{engine} topology"] = ", ".join(f"{name} {fact}" for name, fact in facts.items())
+    tried = [each for each in report.tried if each.subject == f"speeds-{engine}"]
+    if tried:
+        node_size = -(-len(names) // int(facts["hosts"]))
+        share_cores = "CPU" in kind and (is_simulated or node_size > (os.cpu_count() or 1))
+        speeds = Speeds(engine, node_size, tried, machine_named(on).device if on else None, share_cores)
+        report.add_speeds(replace(speeds, counted=_counted(speeds, on)) if report.is_complete else speeds)
 
 
 def _counted(speeds: Speeds, on: str | None) -> dict[str, float]:
@@ -175,7 +167,5 @@ def _check_free() -> None:
 
 def _is_ours(pid: str) -> bool:
     """Whether a process is one that a self-test has started, as another process of this program does."""
-    try:
-        return b"layoutmap.testing.trying" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    command = Path("/proc", pid, "cmdline")
+    return command.exists() and b"layoutmap.testing.trying" in command.read_bytes()

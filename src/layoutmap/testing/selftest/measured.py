@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
+
+import yaml
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import size
@@ -19,7 +21,17 @@ from layoutmap.testing.schedule import Tried
 COLUMNS = ("on", "what", "over", "measured", "expected")
 _FAR_BELOW = {True: 3, False: 10}
 """How many times slower than a machine's peak, or than the same collective elsewhere, is a finding."""
-_OF_A_STEP = {"step": "a step", "step_bytes": "peak of a step", "created_bytes": "peak of creation"}
+_HEAD = """\
+# Written by layoutmap selftest. A network has the median of all collectives over it;
+# one that was not measured has that of the other one.
+"""
+_OF_A_DEVICE = {"memory": ("memory", "B"), "memory_bandwidth": ("copy in memory", "B/s")}
+_FIELDS = {"memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth"}
+_OF_A_STEP: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "step": ("a step", duration),
+    "step_bytes": ("peak of a step", size),
+    "created_bytes": ("peak of creation", size),
+}
 LAW = "no collective is far slower than expected"
 _Key = tuple[str, int, int]
 
@@ -119,29 +131,27 @@ class Speeds:
         return max(others, default=None)
 
     def rows(self) -> list[list[str]]:
-        """A row for each figure, beside that of the machine file."""
+        """A row for each figure, beside that of the machine file, or that which was counted."""
         rows: list[list[str]] = []
         for key, (figure, group, bandwidth) in sorted(self._collectives.items()):
-            what = f"{_named(figure)} of {size(figure['bytes'])}"
-            expected = self._expected(key) if self.on else None
             over = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
-            rows.append([self.engine, what, over, _rate(bandwidth), _rate(expected) if expected else ""])
+            expected = self._expected(key) if self.on else None
+            rows.append(
+                self._row(f"{_named(figure)} of {size(figure['bytes'])}", over, _rate, bandwidth, expected)
+            )
         for name, number in self._best.items():
-            expected = None if self.on is None else _said(self.on, name)
-            what = {"memory": "memory", "memory_bandwidth": "copy in memory"}.get(name, f"product in {name}")
-            unit = {"memory": "B", "memory_bandwidth": "B/s"}.get(name, "FLOP/s")
-            rows.append(
-                [self.engine, what, "one device", *(_rate(n, unit) if n else "" for n in (number, expected))]
-            )
-        for name, what in _OF_A_STEP.items() if self.step else ():
-            both = self.step[name], self.counted.get(name)
-            texts = [
-                "" if each is None else duration(each) if name == "step" else size(each) for each in both
-            ]
-            rows.append(
-                [self.engine, what, self.step["mesh"], texts[0] or "not reported", texts[1] or "not counted"]
-            )
+            what, unit = _OF_A_DEVICE.get(name, (f"product in {name}", "FLOP/s"))
+            expected = self.on and (self.on.flops.get(name) or getattr(self.on, _FIELDS.get(name, ""), None))
+            rows.append(self._row(what, "one device", partial(_rate, unit=unit), number, expected))
+        for name, (what, text) in _OF_A_STEP.items() if self.step else ():
+            rows.append(self._row(what, self.step["mesh"], text, self.step[name], self.counted.get(name)))
         return rows or [[self.engine, "not measured", "", "", ""]]
+
+    def _row(
+        self, what: str, over: str, text: Callable[[float], str], number: float | None, expected: float | None
+    ) -> list[str]:
+        figures = "not reported" if number is None else text(number), text(expected) if expected else ""
+        return [self.engine, what, over, *figures]
 
     def to_machine_file(self, about: str) -> str:
         """Return a machine file with one device, `here`, that `--on` takes.
@@ -149,34 +159,21 @@ class Speeds:
         Args:
             about: What was measured, and when.
         """
-        by_distance: dict[bool, list[float]] = {False: [], True: []}
-        for _, group, bandwidth in self._collectives.values():
-            by_distance[group.nodes > 1].append(bandwidth)
-        fast, slow = (
-            f"{{name: {where}{' (not measured)' * (not by_distance[is_far])}, "
-            f"bandwidth: {median(by_distance[is_far] or by_distance[not is_far]):.0f} B/s"
-            for is_far, where in ((False, "in a host"), (True, "between hosts"))
-        )
         best = dict(self._best)
-        memory, memory_bandwidth = best.pop("memory"), best.pop("memory_bandwidth")
-        flops = "".join(f"      {dtype}: {number:.0f} FLOP/s\n" for dtype, number in best.items())
-        return (
-            "# Written by layoutmap selftest. A network has the median of all collectives over it;\n"
-            "# one that was not measured has that of the other one.\n"
-            f"version: 1\ndevices:\n  here:\n    about: {about!r}\n    memory: {memory:.0f} B\n"
-            f"    memory_bandwidth: {memory_bandwidth:.0f} B/s\n    flops:\n{flops}"
-            f"    fast: {fast}, devices: {self.node_size}}}\n"
-            f"    slow: {slow}}}\n"
-        )
+        device: dict[str, Any] = {"about": about}
+        device |= {name: f"{best.pop(name):.0f} {unit}" for name, (_, unit) in _OF_A_DEVICE.items()}
+        device["flops"] = {dtype: f"{number:.0f} FLOP/s" for dtype, number in best.items()}
+        bandwidths = [(group.nodes > 1, bandwidth) for _, group, bandwidth in self._collectives.values()]
+        for network, is_far, where in (("fast", False, "in a host"), ("slow", True, "between hosts")):
+            own = [bandwidth for each, bandwidth in bandwidths if each == is_far]
+            rate = median(own or [bandwidth for _, bandwidth in bandwidths])
+            device[network] = {"name": where + " (not measured)" * (not own), "bandwidth": f"{rate:.0f} B/s"}
+        device["fast"]["devices"] = self.node_size
+        return _HEAD + yaml.safe_dump({"version": 1, "devices": {"here": device}}, sort_keys=False)
 
 
 def _named(figure: Mapping[str, Any]) -> str:
     return figure["kind"].replace("_", "-")
-
-
-def _said(device: Device, name: str) -> float | None:
-    own = {"memory": device.memory_bytes, "memory_bandwidth": device.memory_bandwidth}
-    return own.get(name) or device.flops.get(name)
 
 
 def _unit(node_size: int, inside: float = 1.0) -> Device:

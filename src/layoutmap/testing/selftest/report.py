@@ -7,7 +7,7 @@ import html
 import json
 import re
 import socket
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -79,38 +79,33 @@ class Report:
             of_law.setdefault((subject_named(each.subject).title, each.outcome.law), []).append(each)
         rows: list[list[str]] = []
         for key, tried in of_law.items():
-            counts = Counter(map(_what, tried))
-            numbers = [counts[each] for each in ("held", "failed")]
+            failed = sum(each.outcome.is_suspicious for each in tried)
+            numbers = [sum(each.outcome.what == "held" for each in tried), failed]
             seconds = sum(each.outcome.seconds for each in tried)
             rows.append([*key, str(sum(numbers)), *(str(each or "") for each in numbers), f"{seconds:.1f}"])
         return rows
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the table, what the test ran on and the first failure; the verdict comes first and last."""
-        table = text_table(_COLUMNS, self.rows(), _COLUMNS[2:], width=width, drop=["seconds"])
-        parts = ["\n".join(table), *self._measured(width), self._ran_on(), *self._first_failure()]
-        return "\n\n".join([self.headline, *parts, self.headline])
+        """Return the tables, what the test ran on and the first failure; the verdict comes first and last."""
+        tables = [
+            "\n".join(text_table(head, rows, head[numbers:], width=width, drop=["seconds"]))
+            for head, rows, numbers in self._tables
+        ]
+        return "\n\n".join([self.headline, *tables, self._ran_on, *self._first_failure, self.headline])
 
     def to_html(self) -> str:
         """Return the same as a page that loads nothing."""
-        told = [
-            html.escape(self._named(part)) for part in (self.headline, self._ran_on(), *self._first_failure())
-        ]
-        verdict, ran_on, *failure = (f"<pre>{each}</pre>" for each in told)
+        told = [self._named(part) for part in (self.headline, self._ran_on, *self._first_failure)]
+        verdict, ran_on, *failure = (f"<pre>{html.escape(each)}</pre>" for each in told)
         head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
         body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{ran_on}'
-        table = html_table("", _COLUMNS, self.rows())
-        if speeds := self._speeds_rows():
-            table += html_table("", measured.COLUMNS, speeds)
-        return f"<!doctype html><html lang=en>{head}<body>{body}{table}{''.join(failure)}</html>\n"
+        tables = "".join(html_table("", columns, rows) for columns, rows, _ in self._tables)
+        return f"<!doctype html><html lang=en>{head}<body>{body}{tables}{''.join(failure)}</html>\n"
 
     def to_json(self) -> str:
         """Return all that is known as JSON, with every failure."""
-        facts: dict[str, Any] = {
-            "format": "layoutmap selftest",
-            "version": 1,
-            "says": self._named(self.headline),
-        }
+        facts: dict[str, Any] = {"format": "layoutmap selftest", "version": 1}
+        facts |= {"says": self._named(self.headline)}
         facts |= {"complete": self.is_complete, "seconds": round(self.seconds, 1)}
         facts["ran on"] = {name: self._named(fact) for name, fact in self.facts.items()}
         rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.rows())
@@ -141,20 +136,20 @@ class Report:
             fix="start it on several devices, as with torchrun or --simulate 8, and give it more --minutes",
         )
 
-    def _speeds_rows(self) -> list[list[str]]:
-        return [row for each in self.speeds for row in each.rows()]
-
-    def _measured(self, width: int | None) -> list[str]:
-        """The table of speeds; nothing if none was measured."""
-        rows = self._speeds_rows()
-        return ["\n".join(text_table(measured.COLUMNS, rows, measured.COLUMNS[3:], width=width))] * bool(rows)
+    @property
+    def _tables(self) -> list[tuple[Sequence[str], list[list[str]], int]]:
+        """The tables: their heads, their rows, and from which column on there are numbers."""
+        laws, speeds = self.rows(), [row for each in self.speeds for row in each.rows()]
+        return [(_COLUMNS, laws, 2), *[(measured.COLUMNS, speeds, 3)] * bool(speeds)]
 
     def _named(self, text: str) -> str:
         return text if self.with_names else without_names(text)
 
+    @property
     def _ran_on(self) -> str:
         return "\n".join(f"{name:20} {fact}" for name, fact in self.facts.items())
 
+    @property
     def _first_failure(self) -> list[str]:
         """The first failure, and its program; nothing if there is none."""
         if not self.failures:
@@ -176,7 +171,3 @@ def without_names(text: str) -> str:
     for name, instead in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
     return text
-
-
-def _what(tried: Tried) -> str:
-    return "failed" if tried.outcome.is_suspicious else tried.outcome.what
