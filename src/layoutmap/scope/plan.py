@@ -15,8 +15,7 @@ from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict, verdict_of
 from layoutmap.report.explain import explain_text
-from layoutmap.report.html import plan_html
-from layoutmap.report.text import plan_line, plan_text
+from layoutmap.report.text import plan_html, plan_line, plan_text
 from layoutmap.rules.rule_set import RuleSet
 
 # What reads and writes JSON and pages is imported late: it takes as long to load as a third of all the rest.

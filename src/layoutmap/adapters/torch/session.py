@@ -27,7 +27,6 @@ from layoutmap.adapters.torch.counted import training_step
 from layoutmap.adapters.torch.forward import Forward, forward_of
 from layoutmap.adapters.torch.from_pretrained import Reading
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
-from layoutmap.adapters.torch.loading import accept_any_layout
 from layoutmap.adapters.torch.lora import derivations, names_without
 from layoutmap.adapters.torch.optimizer_hooks import note_replaced
 from layoutmap.adapters.torch.paths import (
@@ -50,11 +49,12 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.patches import Closing
 from layoutmap.engines.torch.deferred_init.tape import Tape
 from layoutmap.engines.torch.element_types import dtype_name
-from layoutmap.engines.torch.private import FakeTensor
+from layoutmap.engines.torch.private import FakeTensor, members_of_module
 
 _ONLY_A_PLAN = "only a plan, it has no values"
 _FAILED = "its scope failed, so it has no values"
@@ -359,7 +359,7 @@ class TorchSession:
             graphs: dict[Any, Any] = {}
             for module in (root, *below(root)):
                 if forward_of(module) is None:
-                    accept_any_layout(module)
+                    module.register_load_state_dict_pre_hook(_into_layouts)
                 path = paths.get(id(module), "")
                 gathers = gather.get(id(module))
                 Forward(module, path, self.context, gather=gathers, graphs=graphs, layouts=layouts).attach()
@@ -420,3 +420,16 @@ def _suspended(outer: Any) -> Generator[None]:
             yield
     else:
         yield
+
+
+def _into_layouts(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Redistribute what `load_state_dict` is given, plain or in any layout, to the layouts of a module's tensors."""
+    engine = get_engine("torch")
+    for members in members_of_module(module):
+        for name, tensor in members.items():
+            value = state_dict.get(prefix + name)
+            if not isinstance(tensor, DTensor) or not isinstance(value, torch.Tensor):
+                continue
+            layout = engine.layout_of(tensor)
+            if value.shape == tensor.shape and layout is not None and engine.layout_of(value) != layout:
+                state_dict[prefix + name] = engine.relayout(value.detach(), layout)

@@ -91,7 +91,6 @@ _NAMES: list[tuple[Any, str]] = [
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (_of_collectives, "_get_default_group"),
-    (torch.distributed, "all_gather_single reduce_scatter_single"),  # public, but not on 2.12
     (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
     (LocalTensor, "_local_tensors _ranks"),
     (LocalIntNode, "_local_ints"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
 from layoutmap.adapters.keras.backends.torch_steps import applying, refusing_export, training_wraps
-from layoutmap.adapters.keras.backends.torch_unsupported import unsupported_of
 from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
+from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
@@ -45,7 +45,6 @@ class TorchBackend(Backend):  # why: decisions/0018
     one_scope_in = MappingProxyType({"train_step": True})
     unreadable_boards = ("write_images",)
     training_wraps = staticmethod(training_wraps)
-    unsupported_of = staticmethod(unsupported_of)
     quiet = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
@@ -108,6 +107,17 @@ class TorchBackend(Backend):  # why: decisions/0018
         if self._gradients is not None:
             self._gradients.remove()
         self._gradients = Gradients(value for value in held.values() if value is not None)
+
+    @staticmethod
+    def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
+        """The reasons for which a layer cannot be laid out; all of Keras's own that were tried with torch 2.13 can."""
+        if isinstance(layer, keras.layers.TorchModuleWrapper):
+            yield Unsupported(
+                path,
+                "a torch module inside a Keras layer is not laid out",
+                why="the module keeps its own parameters, which the layer's variables would no longer be",
+                fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
+            )
 
     def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
         """Keras hands weights to numpy."""

@@ -1,4 +1,4 @@
-"""The count of a lowered step on each device in given layouts."""
+"""The count of a lowered step on each device in given layouts, and which weight or layer a collective is for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutmap.cost.table import Collective, Phase
-from layoutmap.engines.jax.cost.causes import Causes
-from layoutmap.engines.jax.cost.graph import Block, Op
+from layoutmap.core.paths import starred
+from layoutmap.cost.table import Collective, HeldKind, Phase
+from layoutmap.engines.jax.cost.graph import Block, Op, Value, operand_of, results_of
 from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, memory_of
+from layoutmap.engines.jax.cost.rewrites import MOVES
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,110 @@ def count(
 
 def _phase(op: Op) -> Phase:
     return "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
+
+
+_STEPS = 64
+_PASSED = MOVES | {
+    "slice",
+    "dynamic_slice",
+    "all_gather",
+    "all_to_all",
+    "permute",
+    "all_reduce",
+    "reduce_scatter",
+}
+_PASSED_FORWARD = _PASSED | {"multiply", "divide", "dynamic_update_slice", "negate"}
+
+
+class Causes:
+    """Finds the causes of a step's collectives.
+
+    Args:
+        block: The step.
+        names: The path of each of its arguments: weights, then the batch.
+        num_weights: How many of them are weights.
+    """
+
+    def __init__(self, block: Block, names: Sequence[str], num_weights: int):
+        self._batch = {*names[num_weights:]}
+        self._described: dict[int, tuple[HeldKind, str, tuple[int, ...], str]] = {}
+        self._names = {id(value): name for value, name in zip(block.arguments, names, strict=True)}
+        self._given: dict[int, Value] = {}
+        self._returned: dict[tuple[int, int], Value] = {}
+        for op in block.walk():
+            if op.name == "while":
+                body = op.blocks[1]
+                for inner, outer in zip(body.arguments, op.operands, strict=True):
+                    self._given[id(inner)] = outer
+                for number, result in enumerate(op.results):
+                    self._returned[id(body.ops[-1]), number] = result
+
+    def of(self, op: Op) -> str:
+        """Return the path of a weight that is gathered or whose gradient is reduced, or else of the layer."""
+        if op.name in ("all_reduce", "reduce_scatter"):
+            return self._weight_of_gradient(op.results[0]) or op.where
+        return self._argument_behind(op.operands[0]) or op.where
+
+    def describe(self, value: Value) -> tuple[HeldKind, str, tuple[int, ...], str]:
+        """Return what a value is that is held: its kind, its weight or layer, its shape and its element type."""
+        if id(value) not in self._described:
+            self._described[id(value)] = (*self._kind(value), value.shape, value.dtype)
+        return self._described[id(value)]
+
+    def _kind(self, value: Value) -> tuple[HeldKind, str]:
+        if name := self._argument_behind(value):
+            return "batch" if name in self._batch else "gathered weights", starred(name)
+        maker = value.maker
+        if maker is None:
+            return "activations", ""
+        if maker.is_backward and (name := self._weight_of_gradient(value)):
+            return "gradients", starred(name)
+        return "optimizer's update" if maker.is_update else "activations", starred(maker.where)
+
+    def _argument_behind(self, value: Value) -> str:
+        for _ in range(_STEPS):
+            if id(value) in self._names:
+                return self._names[id(value)]
+            if id(value) in self._given:
+                value = self._given[id(value)]
+            elif value.maker is not None and value.maker.name in _PASSED:
+                value = operand_of(value)
+            else:
+                return ""
+        return ""
+
+    def _weight_of_gradient(self, value: Value) -> str:
+        todo, seen = [value], {id(value)}
+        for _ in range(_STEPS):
+            if not todo:
+                return ""
+            value = todo.pop(0)
+            for op in value.uses:
+                # Along axes of one element, as the gradient of a bias is.
+                is_sum_of_one = op.name == "reduce" and op.operands[0].size == op.results[0].size
+                if op.name == "return":
+                    results = [
+                        self._returned[id(op), number]
+                        for number, each in enumerate(op.operands)
+                        if each is value and (id(op), number) in self._returned
+                    ]
+                elif op.is_update and (name := self._updated(op, value)):
+                    return name
+                elif op.name in _PASSED_FORWARD or op.is_update or is_sum_of_one:
+                    results = results_of(op, value)
+                else:
+                    continue
+                for result in results:
+                    if id(result) not in seen:
+                        seen.add(id(result))
+                        todo.append(result)
+        return ""
+
+    def _updated(self, op: Op, gradient: Value) -> str:
+        """The variable that a gradient is combined with: not a number that was broadcast to its size."""
+        for other in op.operands:
+            is_number = other.maker is not None and other.maker.name == "broadcast_in_dim"
+            fits = other is not gradient and other.size == gradient.size and not is_number
+            if fits and (name := self._argument_behind(other)):
+                return name
+        return ""
