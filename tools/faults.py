@@ -112,8 +112,8 @@ FAULTS = (
     Fault(
         "a checkpoint puts a chunk where its neighbour belongs",
         "checkpoint/reader.py",
-        "target[(*within(both, wanted), ...)] = part  # of a scalar, too",
-        "target[(*within(both, wanted), ...)] = part[::-1 if part.ndim else ...]",
+        "target[found.place] = values if found.part is None else values[found.part]",
+        "target[found.place] = np.flip(values if found.part is None else values[found.part])",
     ),
     Fault(
         "a batch that does not divide loses its last rows",

@@ -134,6 +134,15 @@ class LayoutLaws(EngineCases):
 
             assert [] == used
 
+    def test_an_axis_over_several_dims_is_held_as_the_engine_says(self):
+        """By what an engine says of such layouts, a plan takes one of the dims before anything is made."""
+        layout = Layout([("x", "y"), None], Mesh(None, "x=2,y=4"))
+        if self.engine.several_dims:
+            self.engine.check_layout(layout)
+        else:
+            with pytest.raises(EngineError):
+                self.engine.check_layout(layout)
+
     def test_a_layout_is_asked_about_before_there_are_devices(self):
         """Whether a layout can be held depends on it alone: on a mesh of any size, with devices or without."""
         for mesh in (Mesh(None, "x=2,y=4"), self.mesh("x=2,y=4", first=0), Mesh(None, "x=256,y=512")):
