@@ -1,10 +1,16 @@
 """The options of a scope by name: those of every scope, and those of one model library."""
 
+import ast
+import inspect
 import re
+from dataclasses import fields
+from typing import Unpack, get_type_hints
 
+import frameworks
 import pytest
 
-from layoutmap.adapters.options import NEUTRAL, check_names
+import layoutmap as lm
+from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions, check_names
 from layoutmap.core.errors import ScopeError
 
 
@@ -30,3 +36,18 @@ def test_an_option_that_a_library_does_not_have(given, fix):
 def test_options_that_a_library_has():
     """Its own are accepted beside those that every scope has."""
     check_names({"gather": "own", "strict": True}, "torch", ["gather"])
+
+
+def test_editors_know_the_options():
+    """The options by name are those of every scope and of torch, each with its type; another one is no option."""
+    every = {field.name: field.type for field in fields(ScopeOptions) if field.name != "own"}
+    source = (
+        frameworks.ROOT / "src/layoutmap/adapters/torch/options.py"
+    )  # read, since torch is not in this process
+    (torchs,) = (n for n in ast.parse(source.read_text()).body if getattr(n, "name", "") == "TorchOptions")
+    own = {n.target.id: ast.unparse(n.annotation) for n in torchs.body if isinstance(n, ast.AnnAssign)}
+    known = {name: each.__forward_arg__ for name, each in OptionsByName.__annotations__.items()}
+
+    assert every | own == known
+    hints = [get_type_hints(each)["options"] for each in (inspect.unwrap(lm.scope), lm.build, lm.apply)]
+    assert [Unpack[OptionsByName]] * 3 == hints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from layoutmap.core.errors import ScopeError
 
@@ -34,6 +34,22 @@ class ScopeOptions:
     progress: bool | None = None
     check_batches: bool = True
     own: Any = None
+
+
+Draws = Literal["exact", "tiles"]
+Gather = Literal["fully_shard", "own"]
+
+
+class OptionsByName(TypedDict, total=False):
+    """The options of a scope as they are passed, those of every library and torch's own, so that editors know them."""
+
+    strict: bool
+    batch_dim: str | None
+    progress: bool | None
+    check_batches: bool
+    draws: Draws
+    gather: Gather
+    fully_shard: Mapping[str, Any]
 
 
 NEUTRAL = tuple(field.name for field in fields(ScopeOptions) if field.name != "own")

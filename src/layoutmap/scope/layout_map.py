@@ -9,8 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
+from layoutmap.adapters.options import OptionsByName
 from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError, counted
 from layoutmap.core.match import layout_text
 from layoutmap.core.mesh import Mesh, check_dim
@@ -394,15 +395,24 @@ class LayoutMap(RuleSet):  # why: decisions/0040
 
         return make_plan(variables_of(tree), self).check()
 
-    def scope(self, **options: Any) -> AbstractContextManager[Scope]:
+    def scope(
+        self, *, library: str | None = None, **options: Unpack[OptionsByName]
+    ) -> AbstractContextManager[Scope]:
         """Build models whose variables are created straight in their layouts; see `layoutmap.scope`."""
-        return scope(self, **options)
+        return scope(self, library=library, **options)
 
-    def build(self, make_model: Callable[[], Any], **options: Any) -> Any:
+    def build(
+        self,
+        make_model: Callable[[], Any],
+        *,
+        inputs: Any = None,
+        library: str | None = None,
+        **options: Unpack[OptionsByName],
+    ) -> Any:
         """Build one model in a scope and give it back, its variables in their layouts; see `layoutmap.build`."""
-        return build(make_model, self, **options)
+        return build(make_model, self, inputs=inputs, library=library, **options)
 
-    def apply(self, model: Any, **options: Any) -> Any:
+    def apply(self, model: Any, **options: Unpack[OptionsByName]) -> Any:
         """Lay out a model that exists; see `layoutmap.apply`."""
         return apply(model, self, **options)
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from layoutmap.adapters import (
     Building,
@@ -22,7 +22,7 @@ from layoutmap.adapters import (
     imported_adapter,
     others_refused,
 )
-from layoutmap.adapters.options import NEUTRAL, ScopeOptions
+from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, listed
 from layoutmap.core.garbage import garbage_kept
 from layoutmap.core.mesh import Mesh, check_dim
@@ -38,7 +38,9 @@ from layoutmap.scope.plan import Plan, make_plan
 
 @takes_options
 @contextmanager
-def scope(layout_map: RuleSet, *, library: str | None = None, **options: Any) -> Generator[Scope]:
+def scope(
+    layout_map: RuleSet, *, library: str | None = None, **options: Unpack[OptionsByName]
+) -> Generator[Scope]:
     """Build models whose variables are created straight in their layouts.
 
     Inside the `with` block, and at the first call of what was built in it, every variable is deferred, matched by
@@ -107,7 +109,7 @@ def build(
     inputs: Any = None,
     library: str | None = None,
     values: SavedValues | None = None,
-    **options: Any,
+    **options: Unpack[OptionsByName],
 ) -> Any:
     """Build one model in a scope.
 
@@ -246,7 +248,7 @@ def plan(
 
 
 @takes_options
-def apply(model: Any, layout_map: RuleSet, **options: Any) -> Any:
+def apply(model: Any, layout_map: RuleSet, **options: Unpack[OptionsByName]) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
     Args:

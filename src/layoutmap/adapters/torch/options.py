@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
-from layoutmap.adapters.options import ScopeOptions, check_names
+from layoutmap.adapters.options import Draws, Gather, ScopeOptions, check_names
 from layoutmap.core.errors import ScopeError, listed
 
 _DECIDED = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_params")
-
-Draws = Literal["exact", "tiles"]
-Gather = Literal["fully_shard", "own"]
 
 
 @dataclass(frozen=True, slots=True)

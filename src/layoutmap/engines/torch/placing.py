@@ -89,7 +89,7 @@ def full_tensor(value: Any) -> Any:
 
 
 def everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
-    """A plain tensor, the same in all processes, as a replicated DTensor."""
+    """A plain tensor, the same in all processes, as a replicated DTensor; backward, too: pytorch/pytorch#118461."""
     return _Everywhere.of(tensor, mesh)
 
 

@@ -1,4 +1,7 @@
-"""Convolutions of DTensors: sharded along the batch, or the output channels, each device convolves its own."""
+"""Convolutions of DTensors: sharded along the batch, or the output channels, each device convolves its own.
+
+A sharded weight meets an input of other channels in DTensor: pytorch/pytorch#186129.
+"""
 
 from __future__ import annotations
 

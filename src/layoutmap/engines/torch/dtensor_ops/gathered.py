@@ -126,7 +126,7 @@ def warn_of_gathering(name: str, why: str) -> None:
 
 
 _TENSOR = torch.Tensor
-_READING = (
+_READING = (  # of which DTensor reads the part of this device: pytorch/pytorch#166638
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__bool__", "__complex__"),
     *("__contains__", "__float__", "__format__", "__index__", "__int__"),
 )

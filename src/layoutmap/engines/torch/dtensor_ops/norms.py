@@ -87,7 +87,7 @@ def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return _EACH(function, (x,), given)
 
 
-def _group_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _group_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # pytorch/pytorch#184825
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")
     # Torch refuses too few values, and what it does not know, by the global batch.

@@ -1,6 +1,7 @@
 """Random numbers for DTensors: all of them are drawn, as the plain program draws them, then sharded.
 
 So dropout and its like give the numbers of one device on any mesh, and the default generator ends in the same state.
+In DTensor each device draws its own: pytorch/pytorch#168058.
 With `draws="tiles"` a device draws its part of a dropout's mask alone: see `masks`. All processes must have seeded
 alike; `same_draws` compares what they draw from.
 """

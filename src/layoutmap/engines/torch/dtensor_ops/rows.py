@@ -1,6 +1,6 @@
 """Functions that each device computes on its own shards, as they treat images, channels or elements apart.
 
-DTensor has a rule for some of them, but none for their gradients.
+DTensor has a rule for some of them, but none for their gradients (of pooling: pytorch/pytorch#182526).
 """
 
 from __future__ import annotations
