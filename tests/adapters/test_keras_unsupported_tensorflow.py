@@ -242,6 +242,23 @@ def test_what_would_be_wrong_in_shards_is_gathered(function):
     assert report.agrees
 
 
+@pytest.mark.parametrize("equation", ["abc,bcz->az", "abc,bdz->adzc"])
+def test_a_product_whose_operands_shard_two_axes_over_one_dim_is_right(equation):
+    """DTensor multiplies the wrong shards, silently, where it sums over both axes; the model trains like one device."""
+
+    def make_model():
+        outer = equation.endswith("c")
+        shape = (8, 4, 12) if outer else (12,)
+        layers = [L.Dense(12, name="d"), L.EinsumDense(equation, shape, name="e"), L.Flatten(), L.Dense(4)]
+        model = keras.Sequential([keras.Input((8, 12)), *layers])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    layout_map = make_map({r"d\.bias": ("model",), r"e\.kernel": ("model", None, None)})
+
+    assert lm.check_parity(make_model, layout_map, rows_of((8, 12)), steps=2, batch_dim="batch").agrees
+
+
 def test_tensors_that_a_layer_keeps_are_placed():
     """A plain tensor that a compiled step reads, such as a mean to be subtracted, is replicated on the mesh."""
 

@@ -9,9 +9,11 @@ NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it f
 
 A loop over an axis is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's collects results.
 
-Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
-join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_windows` has is
-computed as it says.
+Functions of TensorFlow itself. A product over several axes, in `einsum`, is one over a single axis, to which they are
+joined: DTensor gives wrong numbers, without a word, where one operand shards one of them and the other operand another
+one over the same mesh dim. So are the other axes, over which gradients are such products. Arrays are joined along an
+axis that is counted from the start, since DTensor refuses to join sharded ones along a sharded axis, and does so
+wrongly if the axis is negative. What `tensorflow_windows` has is computed as it says.
 
 Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
 
@@ -20,7 +22,7 @@ Private names of Keras that are replaced while such a call runs, and put back af
     keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
     keras.src.backend                           rnn, lstm, gru, convert_to_numpy
     keras.src.backend.tensorflow.core           map, scan
-    tensorflow                                  concat, split, reverse, roll
+    tensorflow                                  concat, einsum, split, reverse, roll
     tensorflow.nn                               pool
 """
 
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -58,7 +61,7 @@ REPLACED = [
     (keras_nn, _OF_WINDOWS),
     (keras_backend, (*_OF_TIME, "convert_to_numpy")),
     (keras_core, ("map", "scan")),
-    (tf, ("concat", "split", *_OF_ARRAYS)),
+    (tf, ("concat", "einsum", "split", *_OF_ARRAYS)),
     (tf.nn, ("pool",)),
 ]
 """The modules and names above."""
@@ -115,6 +118,36 @@ def _concat(
 ) -> Any:
     rank = len(values[0].shape) if isinstance(values, list | tuple) and values else 0
     return plain(values, axis % rank if rank and isinstance(axis, int) else axis, name)
+
+
+def _einsum(
+    plain: Callable[..., Any], replicate: Replicate, equation: str, *values: Any, **kwargs: Any
+) -> Any:
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    sizes = dict(zip("".join(terms), [n for value in values for n in value.shape], strict=False))
+    kinds: dict[tuple[bool, ...], str] = {}
+    for label in sizes:
+        kind = tuple(label in term for term in (*terms, out))
+        kinds[kind] = kinds.get(kind, "") + label
+    if (
+        len(terms) != 2
+        or "." in inputs
+        or len(sizes) < len(set(inputs) - {","})
+        or max(map(len, kinds.values())) < 2
+    ):
+        return plain(equation, *values, **kwargs)
+    groups = [group for kind, labels in kinds.items() for group in (labels if all(kind) else [labels])]
+    joined: list[Any] = []
+    for term, value in zip(terms, values, strict=True):
+        own = [group for group in groups if group[0] in term]
+        moved = tf.transpose(value, [term.index(label) for label in "".join(own)])
+        joined.append(tf.reshape(moved, [math.prod(sizes[label] for label in group) for group in own]))
+    firsts = ["".join(group[0] for group in groups if group[0] in term) for term in (*terms, out)]
+    found = plain(f"{firsts[0]},{firsts[1]}->{firsts[2]}", *joined, **kwargs)
+    order = "".join(group for group in groups if group[0] in out)
+    apart = tf.reshape(found, [sizes[label] for label in order])
+    return tf.transpose(apart, [order.index(label) for label in out])
 
 
 def _split(
@@ -175,6 +208,7 @@ _PATCHES = Patches(
         _replaced(keras_random, "dropout", _dropout),
         _replaced(keras_numpy, "divide", _divide),
         _replaced(tf, "concat", _concat),
+        _replaced(tf, "einsum", _einsum),
         _replaced(tf, "split", _split),
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
         *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
