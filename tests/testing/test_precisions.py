@@ -1,10 +1,14 @@
 """Drawn models are computed in bfloat16 and in TF32, too, and a wrong number among coarse ones is found."""
 
 import os
+import subprocess
+import sys
 from collections import Counter
 
+import frameworks
 import ml_dtypes
 import pytest
+from testing.faulty import with_fault
 
 from layoutmap.scope.parity import ParityRow
 from layoutmap.testing import models
@@ -24,6 +28,17 @@ IN_BFLOAT16 = [
     for precision in ("bfloat16", "mixed_bfloat16")
     if (library, precision) != ("nnx", "mixed_bfloat16")
 ]
+
+TRAINS = """
+import layoutmap as lm
+from layoutmap.testing import models
+from layoutmap.testing.laws.training import it_trains_as_on_one_device
+from layoutmap.testing.laws.trial import Trial, quiet
+
+lm.simulate_devices(8, "torch")
+with quiet():
+    print(list(it_trains_as_on_one_device(Trial(models.draw(134, "torch").in_precision("bfloat16")))))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +73,27 @@ def test_a_factor_of_two_is_found(library, precision):
     assert [twice] == trial.beyond_rounding([*rows, twice])
 
 
+@pytest.mark.long
+@pytest.mark.skipif(HERE != "torch", reason="where the fault is put in, in the engine of torch")
+def test_a_fault_is_found_in_bfloat16(tmp_path):
+    """A bias that two devices add, each all of it, is beyond rounding in bfloat16; without the fault nothing is."""
+    right = "of_bias = of_bias / plan.num_summands"
+    source = with_fault(tmp_path, "engines/torch/dtensor_ops/linear.py", right, "of_bias = of_bias / 1")
+    for path, is_right in ((source, False), (frameworks.ROOT / "src", True)):
+        environment = os.environ | {"PYTHONPATH": str(path)}
+        done = subprocess.run([sys.executable, "-c", TRAINS], env=environment, capture_output=True, text=True)
+
+        assert is_right == (done.stdout == "[]\n"), done.stdout + done.stderr
+        assert is_right or "forward   output 0: differs by" in done.stdout
+
+
 def test_what_is_not_tried():
     """One case in three is tried in each precision, and none in TF32 where devices have none, which is said."""
     library = sorted(LIBRARIES)[0]
     said = Counter()
     for seed in range(12):
         with pytest.raises(NotTried) as caught:
-            list(it_trains_in("tf32", Trial(models.draw(seed, library))))
+            list(it_trains_in("TF32", Trial(models.draw(seed, library))))
         said[str(caught.value)] += 1
 
     assert {"one case in three is tried", "no TF32 on these devices"} == said.keys()
@@ -75,6 +104,6 @@ def test_a_program_says_its_precision():
     library = sorted(LIBRARIES)[0]
     case = models.draw(SMALL[library], library)
 
-    assert f"\n{ALLOW_TF32[HERE].format(True)}\n" in str(case.in_precision("tf32"))
+    assert f"\n{ALLOW_TF32[HERE].format(True)}\n" in str(case.in_precision("TF32"))
     assert str(case.in_precision("bfloat16")).count("bfloat16")
     assert not str(case).count("float16")

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 
 import frameworks
 import pytest
+from testing.faulty import with_fault
 
 from layoutmap.cost.machines import machine_named
 from layoutmap.testing.selftest.report import Report
@@ -52,16 +52,6 @@ def run(tmp_path):
         )
 
     return run
-
-
-def with_fault(tmp_path, file, right, wrong):
-    """A copy of the source with one place changed."""
-    copy = tmp_path / "src"
-    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    changed = copy / "layoutmap" / file
-    assert 1 == changed.read_text().count(right)
-    changed.write_text(changed.read_text().replace(right, wrong))
-    return copy
 
 
 def test_all_is_well(run, tmp_path):

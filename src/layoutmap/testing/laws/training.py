@@ -59,7 +59,7 @@ def it_trains_in(precision: str, trial: Trial) -> Iterator[str]:  # why: decisio
         raise NotTried("one case in three is tried")
     other = Trial(trial.case.in_precision(precision))
     with ExitStack() as stack:
-        if precision == "tf32":
+        if precision == "TF32":
             in_tf32 = tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
             if trial.case.devices.simulated or not stack.enter_context(in_tf32):
                 raise NotTried("no TF32 on these devices")

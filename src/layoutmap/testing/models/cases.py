@@ -17,10 +17,10 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices, Map, Shape, draw_map
 from layoutmap.testing.products import ALLOW_TF32
 
-EPSILONS = {"float32": 2**-23, "bfloat16": 2**-7, "mixed_bfloat16": 2**-7, "tf32": 2**-10}
+EPSILONS = {"float32": 2**-23, "bfloat16": 2**-7, "mixed_bfloat16": 2**-7, "TF32": 2**-10}
 """The precisions in which a model is computed, and the distance of 1 to the next number in each.
 
-In `bfloat16` weights are of it, too; in `mixed_bfloat16` and `tf32` they are of float32.
+In `bfloat16` weights are of it, too; in `mixed_bfloat16` and `TF32` they are of float32.
 """
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _PREAMBLE = """\
@@ -107,7 +107,7 @@ class Case:
     def program(self) -> str:
         """A program that defines `make_model`, `layout_map` and `batch`, where devices are simulated with them."""
         simulation = f"\nlm.simulate_devices({self.devices.number})\n" if self.devices.simulated else ""
-        if self.precision == "tf32":
+        if self.precision == "TF32":
             engine = get_adapter(self.library).engine_name
             simulation += f"\nimport {engine}\n\n{ALLOW_TF32[engine].format(True)}\n"
         return f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.source}"

@@ -36,6 +36,12 @@ def cast(values):
 
 
 """
+_IN_BFLOAT16 = f"""{CAST}def train_with(model, train_with=train_with, **options):
+    return train_with(cast(model), **options)
+
+
+batch = cast(batch)
+"""
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,8 @@ class Model:  # why: decisions/0142
         "optax.masked(optax.sgd(0.05), lambda weights: jax.tree.map(lambda w: w.ndim > 1, weights))": 1,
         "optax.adafactor(0.001, min_dim_size_to_factor=4)": 1,
     }
+
+    precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
 
     inputs: tuple[Value, ...]
     parts: tuple[Part, ...]

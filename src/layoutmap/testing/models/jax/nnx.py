@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.jax.describing import CAST, Container, Model, block
+from layoutmap.testing.models.jax.describing import Container, Model, block
 from layoutmap.testing.models.jax.functions import ANY, PLACES, Made, activated, convolution
 from layoutmap.testing.models.jax.growing import Growing, Library
 from layoutmap.testing.models.maps import Shape
@@ -57,15 +57,6 @@ def stacked(number, make, rngs):
 """Definitions of a program's own, by name."""
 
 
-_IN_BFLOAT16 = f"""{CAST}def train_with(model, train_with=train_with, **options):
-    nnx.update(model, cast(nnx.state(model)))
-    return train_with(model, **options)
-
-
-batch = cast(batch)
-"""
-
-
 @dataclass(frozen=True)
 class Module(Model):
     """A module of flax.nnx.
@@ -83,7 +74,6 @@ from flax import nnx
 
 from layoutmap.adapters.jax import train_with
 """
-    precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
     rngs: str = "nnx.Rngs(0)"
 
     @property

@@ -13,12 +13,6 @@ from layoutmap.testing.models.jax.growing import WRAPPERS, Growing, Library
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, divisors
 
-_IN_BFLOAT16 = f"""{CAST}def train_with(model, train_with=train_with, **options):
-    return train_with(cast(model), **options)
-
-
-batch = cast(batch)
-"""
 _MIXED = f"""{CAST}def forward(p, *inputs, forward=forward, **named):
     return forward(cast(p), *cast(inputs), **cast(named))
 """
@@ -43,7 +37,7 @@ from jax.random import key, normal
 from layoutmap.adapters.jax import train_with
 """
     layer_outputs: ClassVar[Mapping[str, Shape]] = {}
-    precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16, "mixed_bfloat16": _MIXED}
+    precisions: ClassVar[Mapping[str, str]] = {**Model.precisions, "mixed_bfloat16": _MIXED}
 
     def source(self, optimizer: str) -> str:
         """The program of `make_model`.
