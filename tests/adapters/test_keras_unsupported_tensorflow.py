@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import layoutmap as lm
+from layoutmap.testing import models
 
 PROCESSES = ("tensorflow",)
 L = keras.layers
@@ -257,6 +258,16 @@ def test_a_product_whose_operands_shard_two_axes_over_one_dim_is_right(equation)
     layout_map = make_map({r"d\.bias": ("model",), r"e\.kernel": ("model", None, None)})
 
     assert lm.check_parity(make_model, layout_map, rows_of((8, 12)), steps=2, batch_dim="batch").agrees
+
+
+@pytest.mark.long
+def test_a_gradient_of_ten_axes_is_not_gathered():
+    """A drawn model whose queries share keys trains; gradients of tiles have more axes than DTensor gathers."""
+    case = models.draw(20261129073).with_sgd
+    assert "GroupQueryAttention" in case.source
+    options = {"steps": 1, "batch_dim": case.map.batch_dim}
+
+    assert lm.check_parity(case.make_model, case.layout_map, case.batch, **options).agrees
 
 
 def test_tensors_that_a_layer_keeps_are_placed():

@@ -22,7 +22,7 @@ Private names of Keras that are replaced while such a call runs, and put back af
     keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
     keras.src.backend                           rnn, lstm, gru, convert_to_numpy
     keras.src.backend.tensorflow.core           map, scan
-    tensorflow                                  concat, einsum, split, reverse, roll
+    tensorflow                                  concat, einsum, repeat, split, reverse, roll
     tensorflow.nn                               pool
 """
 
@@ -52,7 +52,7 @@ Replicate = Callable[[Any], Any]
 """Returns a tensor in the layout in which every device holds all of it."""
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
-_OF_ARRAYS = ("reverse", "roll")
+_OF_ARRAYS = ("repeat", "reverse", "roll")
 _OF_TIME = ("rnn", "lstm", "gru")
 _OF_WINDOWS = ("conv", "depthwise_conv", "separable_conv", "average_pool")
 REPLACED = [

@@ -82,6 +82,17 @@ def reverse(plain: Plain, given: Any) -> Any:
     return values
 
 
+def repeat(plain: Plain, given: Any) -> Any:
+    """Return copies side by side, joined: the gradient of tiles has ten axes, which DTensor cannot gather."""
+    values, times, axis = tf.convert_to_tensor(given.input), given.repeats, given.axis
+    if not isinstance(times, int) or axis is None or not values.shape.is_fully_defined():
+        return plain(**vars(given))
+    axis, shape = axis % values.shape.rank, values.shape.as_list()
+    return tf.reshape(
+        tf.stack([values] * times, axis + 1), [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]]
+    )
+
+
 def roll(plain: Plain, given: Any) -> Any:
     """Return the array with its ends joined to its beginnings along some axes."""
     values, shifts, axes = given.input, tf.get_static_value(given.shift), tf.get_static_value(given.axis)
