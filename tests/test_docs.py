@@ -225,7 +225,9 @@ def test_commands_run_between_the_blocks_and_print_what_is_shown(tmp_path: Path)
     assert 0 == run_page(page, tmp_path).returncode
 
     page.write_text(f"{start}$ echo four\nfive\n```\n")
-    assert "AssertionError: $ echo four\nfour" in run_page(page, tmp_path).stderr
+    said = run_page(page, tmp_path).stderr
+    assert "AssertionError: $ echo four\nexit code 0" in said
+    assert "\nfour\n" in said
     page.write_text(f"{start}$ false\n```\n")
     assert "AssertionError: $ false" in run_page(page, tmp_path).stderr
 

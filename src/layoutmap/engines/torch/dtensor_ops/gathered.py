@@ -83,7 +83,13 @@ def custom(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why:
 def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A function that takes values out of a tensor: those of the global tensor, not of a shard or a summand."""
     with torch.no_grad():
-        return function(*tree_map(full_tensor, tuple(args)), **kwargs)
+        return function(*tree_map(_complete, tuple(args)), **kwargs)
+
+
+def _complete(value: Any) -> Any:
+    """All values of a DTensor; the class of a tensor whose collective is under way does not hand them out."""
+    plain = full_tensor(value)
+    return plain.clone() if isinstance(value, DTensor) and type(plain) is not torch.Tensor else plain
 
 
 @functools.cache
