@@ -87,9 +87,9 @@ def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _complete(value: Any) -> Any:
-    """All values of a DTensor; the class of a tensor whose collective is under way does not hand them out."""
+    """All values of a DTensor, when they are there: those of a collective under way are not read of its result."""
     plain = full_tensor(value)
-    return plain.clone() if isinstance(value, DTensor) and type(plain) is not torch.Tensor else plain
+    return plain.wait() if isinstance(value, DTensor) and hasattr(plain, "wait") else plain
 
 
 @functools.cache

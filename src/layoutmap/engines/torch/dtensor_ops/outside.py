@@ -27,7 +27,7 @@ from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
-from layoutmap.engines.torch.dtensor_ops.gathered import product
+from layoutmap.engines.torch.dtensor_ops.gathered import product, read
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.memories import update
 from layoutmap.engines.torch.dtensor_ops.mode import computing
@@ -102,9 +102,13 @@ def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Ten
     return found.clone() if is_everywhere(tensor) else found  # not the memory of one simulated device
 
 
+@plainly
 def _on_plain(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
     """The result of a method that torch has for plain tensors alone."""
-    return own(tensor.full_tensor() if is_guarded(tensor.device_mesh) else tensor, *args, **options)
+    if not is_guarded(tensor.device_mesh):
+        return own(tensor, *args, **options)
+    update(tensor)
+    return read(own, (tensor, *args), options)
 
 
 def _formatted(own: Callable[..., str], tensor: Any, spec: str) -> str:
