@@ -83,10 +83,10 @@ def custom(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why:
 def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A function that takes values out of a tensor: those of the global tensor, not of a shard or a summand."""
     with torch.no_grad():
-        return function(*tree_map(_complete, tuple(args)), **kwargs)
+        return function(*tree_map(complete, tuple(args)), **kwargs)
 
 
-def _complete(value: Any) -> Any:
+def complete(value: Any) -> Any:
     """All values of a DTensor, when they are there: those of a collective under way are not read of its result."""
     plain = full_tensor(value)
     return plain.wait() if isinstance(value, DTensor) and hasattr(plain, "wait") else plain

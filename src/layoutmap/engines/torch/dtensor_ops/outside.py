@@ -27,7 +27,7 @@ from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
-from layoutmap.engines.torch.dtensor_ops.gathered import product, read
+from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.memories import update
 from layoutmap.engines.torch.dtensor_ops.mode import computing
@@ -108,7 +108,7 @@ def _on_plain(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) 
     if not is_guarded(tensor.device_mesh):
         return own(tensor, *args, **options)
     update(tensor)
-    return read(own, (tensor, *args), options)
+    return own(complete(tensor), *args, **options)
 
 
 def _formatted(own: Callable[..., str], tensor: Any, spec: str) -> str:
