@@ -50,6 +50,15 @@ def test_what_can_be_gathered_is_gathered():
         assert (factor.expand(16, 8, 8).numpy() == whole(before.grad)).all()
 
 
+def test_what_is_not_used_has_no_gradient():
+    """As on one device, also beside what is used, and is gathered with it."""
+    used, unused = weights([("batch", None, None), ("batch", "model", None)])
+    Gather([used, unused], 0).gathered()[0].sum().backward()
+
+    assert (whole(used.grad) == 1).all()
+    assert unused.grad is None
+
+
 @pytest.mark.parametrize(("placement", "times"), [(Partial(), 2.0), (Replicate(), 1.0)])
 def test_a_gradient_is_summed_up_once(placement, times):
     """A gradient whose parts wait to be summed up is their sum, and one that every device has whole is itself."""

@@ -83,6 +83,7 @@ class Gather:
 class _GatherOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gather: Gather, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)  # of a DTensor that is not used, torch makes plain zeros
         ctx.gather = gather
         columns = gather.rows().split([place.local_size for place in gather.places], dim=1)
         return tuple(place.gathered_of(part) for place, part in zip(gather.places, columns, strict=True))
