@@ -9,11 +9,9 @@ NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it f
 
 A loop over an axis is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's collects results.
 
-Functions of TensorFlow itself. A product over several axes, in `einsum`, is one over a single axis, to which they are
-joined: DTensor gives wrong numbers, without a word, where one operand shards one of them and the other operand another
-one over the same mesh dim. So are the other axes, over which gradients are such products. Arrays are joined along an
-axis that is counted from the start, since DTensor refuses to join sharded ones along a sharded axis, and does so
-wrongly if the axis is negative. What `tensorflow_windows` has is computed as it says.
+Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
+join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_products` and
+`tensorflow_windows` have is computed as they say.
 
 Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
 
@@ -30,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -46,6 +43,7 @@ from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
 
 from layoutmap.adapters.keras.backends import tensorflow_windows
+from layoutmap.adapters.keras.backends.tensorflow_products import einsum
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 
 Replicate = Callable[[Any], Any]
@@ -120,36 +118,6 @@ def _concat(
     return plain(values, axis % rank if rank and isinstance(axis, int) else axis, name)
 
 
-def _einsum(
-    plain: Callable[..., Any], replicate: Replicate, equation: str, *values: Any, **kwargs: Any
-) -> Any:
-    inputs, _, out = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    sizes = dict(zip("".join(terms), [n for value in values for n in value.shape], strict=False))
-    kinds: dict[tuple[bool, ...], str] = {}
-    for label in sizes:
-        kind = tuple(label in term for term in (*terms, out))
-        kinds[kind] = kinds.get(kind, "") + label
-    if (
-        len(terms) != 2
-        or "." in inputs
-        or len(sizes) < len(set(inputs) - {","})
-        or max(map(len, kinds.values())) < 2
-    ):
-        return plain(equation, *values, **kwargs)
-    groups = [group for kind, labels in kinds.items() for group in (labels if all(kind) else [labels])]
-    joined: list[Any] = []
-    for term, value in zip(terms, values, strict=True):
-        own = [group for group in groups if group[0] in term]
-        moved = tf.transpose(value, [term.index(label) for label in "".join(own)])
-        joined.append(tf.reshape(moved, [math.prod(sizes[label] for label in group) for group in own]))
-    firsts = ["".join(group[0] for group in groups if group[0] in term) for term in (*terms, out)]
-    found = plain(f"{firsts[0]},{firsts[1]}->{firsts[2]}", *joined, **kwargs)
-    order = "".join(group for group in groups if group[0] in out)
-    apart = tf.reshape(found, [sizes[label] for label in order])
-    return tf.transpose(apart, [order.index(label) for label in out])
-
-
 def _split(
     plain: Callable[..., Any],
     replicate: Replicate,
@@ -208,7 +176,7 @@ _PATCHES = Patches(
         _replaced(keras_random, "dropout", _dropout),
         _replaced(keras_numpy, "divide", _divide),
         _replaced(tf, "concat", _concat),
-        _replaced(tf, "einsum", _einsum),
+        _replaced(tf, "einsum", lambda plain, replicate, *args, **kwargs: einsum(plain, *args, **kwargs)),
         _replaced(tf, "split", _split),
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
         *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
