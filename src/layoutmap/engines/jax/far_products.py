@@ -452,39 +452,45 @@ def _labels_of_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], lis
 
 def _labels_of_gather(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
-    shape = op.operands[0].type.shape
-    lhs, rhs, result = (
-        [(of, axis) for axis in range(len(value.type.shape))] for of, value in enumerate(_values(op))
-    )
-    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    for axis, other in batching:
-        lhs[axis] = rhs[other]
-    of_indices = [axis for axis in range(len(rhs)) if axis != numbers.index_vector_dim]
-    rows = [axis for axis in range(len(result)) if axis not in numbers.offset_dims]
-    for axis, other in zip(rows, of_indices, strict=True):
-        result[axis] = rhs[other]
+    batch = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    table, indices, result = _labels_of_rows(op, 0, batch, numbers.index_vector_dim, numbers.offset_dims)
     sliced = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [axis for axis in range(len(lhs)) if axis not in sliced]
-    sizes = _ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])
+    kept = [axis for axis in range(len(table)) if axis not in sliced]
+    shape, sizes = op.operands[0].type.shape, _ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])
     for axis, other in zip(numbers.offset_dims, kept, strict=True):
         if sizes[other] == shape[other]:
-            result[axis] = lhs[other]
-    return lhs, rhs, result  # type: ignore[return-value]
+            result[axis] = table[other]
+    return table, indices, result
 
 
 def _labels_of_scatter(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
-    updates, rhs, result = (
-        [(of, axis) for axis in range(len(value.type.shape))] for of, value in enumerate(_values(op))
-    )
-    batching = zip(numbers.input_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    for axis, other in batching:
-        rhs[other] = result[axis]
-    of_indices = [axis for axis in range(len(rhs)) if axis != numbers.index_vector_dim]
-    rows = [axis for axis in range(len(updates)) if axis not in numbers.update_window_dims]
-    for axis, other in zip(rows, of_indices, strict=True):
-        updates[axis] = rhs[other]
-    return updates, rhs, result  # type: ignore[return-value]
+    batch = zip(numbers.input_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    return _labels_of_rows(op, _RESULT, batch, numbers.index_vector_dim, numbers.update_window_dims)
+
+
+def _labels_of_rows(
+    op: Any, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
+) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+    """The labels of a table, of indices into it, which are value 1, and of rows that are read or written.
+
+    Args:
+        op: The operation.
+        table: The number of the table among its values; the rows are the other one.
+        batch: The axes of a batch, in the table and in the indices.
+        vector: The axis of the indices along which one index lies.
+        windows: The axes of the rows that lie inside of one.
+    """
+    ranks = [len(value.type.shape) for value in _values(op)]
+    labels: list[list[Hashable]] = [[(of, axis) for axis in range(rank)] for of, rank in enumerate(ranks)]
+    rows, indices = labels[_RESULT - table], labels[1]
+    for axis, other in batch:
+        labels[table][axis] = indices[other]
+    of_indices = [axis for axis in range(ranks[1]) if axis != vector]
+    of_rows = [axis for axis in range(len(rows)) if axis not in windows]
+    for axis, other in zip(of_rows, of_indices, strict=True):
+        rows[axis] = indices[other]
+    return labels[0], labels[1], labels[2]
 
 
 _SCATTER = "stablehlo.scatter"
