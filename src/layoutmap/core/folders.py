@@ -22,9 +22,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems wit
 def hidden_folder(target: Path, token: str) -> Generator[Path]:
     """A hidden folder beside one that it is to become or to fill, removed in the end; first those that were left go.
 
-    Its name has a token: 16 hexadecimal digits that no other save has.
+    Its name is that of `hidden_path`.
     """
-    hidden = target.parent / f".{target.name}.{token}"
+    hidden = hidden_path(target, token)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
     try:
@@ -33,6 +33,11 @@ def hidden_folder(target: Path, token: str) -> Generator[Path]:
         del lock
     finally:
         remove_folder(hidden)
+
+
+def hidden_path(target: Path, token: str) -> Path:
+    """The path of a hidden folder, by a token: 16 hexadecimal digits that no other save has."""
+    return target.parent / f".{target.name}.{token}"
 
 
 def make_locked(path: Path) -> Lock | None:

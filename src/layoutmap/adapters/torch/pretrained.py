@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.blocks import Index, NumpyArray, ends_of
 from layoutmap.core.errors import CheckpointError
-from layoutmap.core.folders import hidden_folder
+from layoutmap.core.folders import hidden_folder, hidden_path
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import agreed, gather_texts
@@ -101,7 +101,7 @@ def save_shards(
     tokens = gather_texts(own, gather)
     is_first = own == tokens[0]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
-    hidden = target.parent / f".{target.name}.{tokens[0]}"
+    hidden = hidden_path(target, tokens[0])
     with ExitStack() as end:
 
         def begin() -> list[_Place] | None:
