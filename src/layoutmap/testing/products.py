@@ -19,7 +19,10 @@ ALLOW_TF32 = {
     "torch": "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = {}",
     "tensorflow": "tensorflow.config.experimental.enable_tensor_float_32_execution({})",
 }
-"""The line of a program that has products computed in TF32 where devices have it, or not, by engine."""
+"""The line of a program that has products computed in TF32 where devices have it, or not, by engine.
+
+It is run here as it stands in the program that is printed of a case, so that both set the same.
+"""
 _FLOAT32 = "in float32"
 _COARSE = 1e-5
 """Products of float32 differ by less from exact ones, and those of TF32 and bfloat16 by more."""

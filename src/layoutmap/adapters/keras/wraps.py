@@ -206,11 +206,9 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
     Raises:
         ScopeError: It is called in a step of Keras's that the backend cannot take with layers of two kinds.
     """
-    step = step_of(outer, session.backend.one_scope_in)
-    trained = {
-        session_of(v) is None for v in outer._flatten_layers() if v._trainable_variables and v.trainable
-    }
-    if step and (len(trained) > 1 or not session.backend.one_scope_in[step]):
+    refused = session.backend.one_scope_in
+    step = step_of(outer, refused) if refused else ""
+    if step and (not refused[step] or _trains_two_kinds(outer)):
         raise of_two_kinds(outer, step)
     if outer in session.outer_models:
         return
@@ -224,6 +222,12 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
         ]
         if plain:
             warn_of_plain_layers(outer, plain)
+
+
+def _trains_two_kinds(outer: Any) -> bool:
+    """Whether a model trains layers that are in layouts and others."""
+    layers = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
+    return len({session_of(layer) is None for layer in layers}) > 1
 
 
 def _compiling(model: Any, session: KerasSession) -> Callable[..., Any]:

@@ -136,7 +136,8 @@ def _warn(what: str, place: dict[str, str], session: KerasSession) -> None:
         facts=place,
         why="DTensor has no right rule for that operation in the layouts of this map; weights and slots are "
         "stored as planned",
-        fix="nothing, but for speed: leave the weights of the layers around that operation unsharded, or use JAX",
+        fix="nothing has to be done; to be faster, leave the weights of the layers around that operation unsharded, or "
+        "use JAX",
     )
     warnings.warn(warning, stacklevel=level_of_user(_INNER))
 

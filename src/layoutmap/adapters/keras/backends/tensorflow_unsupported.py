@@ -52,7 +52,7 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
             path,
             f"the loop over time of {kind} ({steps or 'any number of'} steps) is unrolled on TensorFlow's DTensor",
             why="DTensor has no loops: each step in time is compiled by itself, which takes long for a long series",
-            fix="nothing, but for seconds: use shorter series, or run this model on another backend",
+            fix="nothing has to be done; to compile faster, use shorter series, or run this model on another backend",
             severity="warning" if (steps or 0) > _MANY_STEPS else "note",
         )
     if _multiplies_int8(layer):
