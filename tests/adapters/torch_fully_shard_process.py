@@ -506,10 +506,10 @@ def collectives(step):
 class Net(torch.nn.Module):
     """Blocks as those of a decoder, and what is outside of them."""
 
-    def __init__(self):
+    def __init__(self, blocks=3):
         super().__init__()
         self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-        self.blocks = torch.nn.ModuleList(NetBlock() for _ in range(3))
+        self.blocks = torch.nn.ModuleList(NetBlock() for _ in range(blocks))
 
     def forward(self, x):
         x = self.first(x)
@@ -539,13 +539,13 @@ NET_BOTH = {
 ROWS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
-def peer(mesh, policy):
+def peer(mesh, policy, blocks=3):
     """`Net` by torch's own `parallelize_module`, where the mesh has a dim for it, and `fully_shard`."""
     torch.manual_seed(0)
-    model = Net()
+    model = Net(blocks)
     if "model" in mesh.mesh_dim_names:
-        plan = {f"blocks.{i}.up": ColwiseParallel() for i in range(3)}
-        plan |= {f"blocks.{i}.down": RowwiseParallel() for i in range(3)}
+        plan = {f"blocks.{i}.up": ColwiseParallel() for i in range(blocks)}
+        plan |= {f"blocks.{i}.down": RowwiseParallel() for i in range(blocks)}
         parallelize_module(model, mesh["model"], plan)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     for block in model.blocks:
@@ -564,15 +564,19 @@ def step_of(model, x):
 
 @scenario
 def as_many_collectives():
-    """A step of this library's, forward, backward and optimizer, beside torch's own ways."""
+    """A step of this library's, forward, backward and optimizer, beside torch's own ways; of many blocks and of one."""
+    return [collectives_of(blocks) for blocks in (3, 1)]
+
+
+def collectives_of(blocks):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "model"))
     layout_map = lm.LayoutMap(lm.create_mesh(MESH), NET_BOTH)
     layout_map.activations[r".*(norm|down)"] = ("batch", None)
     torch.manual_seed(0)
-    model = layout_map.build(Net, batch_dim="batch", check_batches=False)
+    model = layout_map.build(lambda: Net(blocks), batch_dim="batch", check_batches=False)
     rows = lm.dtensor.relayout(ROWS, lm.Layout(["batch", None], layout_map.mesh))
     found = []
-    for each, x in ((model, rows), (peer(mesh, MixedPrecisionPolicy()), rows_of(mesh))):
+    for each, x in ((model, rows), (peer(mesh, MixedPrecisionPolicy(), blocks), rows_of(mesh))):
         optimizer = torch.optim.AdamW(each.parameters())
 
         def step(each=each, x=x, optimizer=optimizer):

@@ -1,9 +1,9 @@
 """Weights that are sharded over the dim of the batch are gathered over it while their layer computes.
 
 That is what FSDP does. They are gathered when the layer is called and freed afterwards, and once more for the backward
-pass; gradients go the same way back, summed up and sharded. The layers of one block, an element of a list of equal
-modules, are gathered together, so that it takes one collective and not one for each weight. What is outside of the
-blocks, as embeddings are, is gathered when the model is called, and stays until the backward pass has used it.
+pass; gradients go the same way back, summed up and sharded. The layers of one block, an element of a list of modules of
+one class, are gathered together, so that it takes one collective and not one for each weight. Weights outside of the
+blocks, as embeddings are, are gathered when the model is called, and stay until the backward pass has used them.
 
 In several processes torch's `fully_shard` does it, where it can; else this library itself, see `fsdp_own`.
 """
@@ -221,15 +221,20 @@ def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Modul
         if id(module) in found:
             continue
         found[id(module)] = module, block
-        children = list(module.children())
-        are_blocks = (
-            block is None
-            and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-            and len(children) > 1
-            and len({type(child) for child in children}) == 1
-        )
-        todo.extend((child, child if are_blocks else block) for child in reversed(children))
+        are_blocks = block is None and _has_blocks(module)
+        todo.extend((child, child if are_blocks else block) for child in reversed(list(module.children())))
     return list(found.values())
+
+
+def _has_blocks(module: torch.nn.Module) -> bool:
+    """Whether the parts of a module are blocks, which gather their weights together."""
+    children = list(module.children())
+    if len(children) == 1 and isinstance(module, torch.nn.ModuleList):
+        # A decoder of one block is gathered as one of many. A part that has blocks itself is more than a block.
+        inner = list(children[0].modules())
+        return len(inner) > 1 and not any(map(_has_blocks, inner))
+    is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+    return is_list and len(children) > 1 and len({type(child) for child in children}) == 1
 
 
 @contextmanager
