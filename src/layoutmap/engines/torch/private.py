@@ -350,10 +350,12 @@ def simulated(
     methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
     methods["get_coordinate"] = functools.partial(coordinate, methods["get_coordinate"])
     return (
-        # Meshes answer by the simulation of the thread: modes need not patch them each time.
+        # Meshes answer by the simulation of the thread: modes need not patch them each time. And torch's own functions,
+        # as get_rank from 2.15 on, are left as they are for the rest of the program.
         *(
             Attribute(LocalTensorMode, name, lambda _: lambda _: None)
-            for name in ("_patch_device_mesh", "_unpatch_device_mesh")
+            for name in ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_dist", "_unpatch_dist")
+            if hasattr(LocalTensorMode, name)
         ),
         *(Attribute(DeviceMesh, name, functools.partial(_either, local)) for name, local in methods.items()),
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
