@@ -54,6 +54,10 @@ def test_no_gradient_is_another_one(name, of_result, specs):
             actual = gradient(FUNCTIONS[name], place(values(), *specs), change)
         except EngineError:
             return
+        except RuntimeError as error:
+            if name != "slice" or "modified by an inplace operation" not in str(error):
+                raise
+            return  # torch's own error: the slice is a copy, and has former values
 
     torch.testing.assert_close(whole(actual), expected, equal_nan=True)
 

@@ -26,7 +26,7 @@ from layoutmap.engines.torch.devices import (
     layout_of_placements,
     placements_of,
 )
-from layoutmap.engines.torch.dtensor_ops.memories import update
+from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.placing import redistributed
 from layoutmap.engines.torch.private import dtensor, local_of, placed_as, spec_of, spec_of_tensor
@@ -179,7 +179,7 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
             why="it is a partial sum over the mesh, or its mesh has no names",
             fix="give it one: relayout(tensor, layout)",
         )
-    update(array)
+    refuse_outdated("values of a tensor", array)
     ranks = simulation.ranks_of(array.device_mesh)
     seen: set[Ends] = set()
     detached: Any = array.detach()
@@ -199,7 +199,7 @@ def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
     if not isinstance(array, DTensor):
         yield f"{kind}:{simulation.rank()}", to_numpy(array.detach())
         return
-    update(array)
+    refuse_outdated("values of a tensor", array)
     detached: Any = array.detach()
     held = simulation.pieces_of(local_of(detached))
     for rank in simulation.ranks_here(simulation.ranks_of(array.device_mesh)):
@@ -237,7 +237,7 @@ def gather(array: Any) -> torch.Tensor:
     """All values of a tensor as a plain one, without a step of autograd; all processes that hold some must ask."""
     if not isinstance(array, DTensor):
         return array.detach()
-    update(array)
+    refuse_outdated("values of a tensor", array)
     detached: Any = array.detach()
     array = detached
     ranks = simulation.ranks_of(array.device_mesh)
@@ -261,7 +261,7 @@ def gather(array: Any) -> torch.Tensor:
 def move(array: Any, layout: Layout) -> Any:
     """A DTensor in another layout, which fits; gradients pass where the mesh stays."""
     native, placements = check_placed(layout, tuple(array.shape))
-    update(array)
+    refuse_outdated("values of a tensor", array)
     # Simulated ranks have collectives only on meshes that rank 0 is on.
     if array.device_mesh == native and not (
         simulation.is_simulated() and 0 not in simulation.ranks_of(native)

@@ -686,17 +686,17 @@ class PlainTensorsReplicated:
         set_replicates_plain_tensors(False)
 
 
-def watch_functions(before: Callable[[Any], None], shown: Callable[..., str]) -> None:
+def watch_functions(before: Callable[[Any, Any], None], shown: Callable[..., str]) -> None:
     """Have a function called before each of torch's that is called with a DTensor, until `stop_watching_functions`.
 
     Args:
-        before: Called with the arguments, of which some may be in lists. Questions for a property are left out.
+        before: Called with the function and its arguments, of which some may be in lists; not for properties.
         shown: Returns `repr(tensor)`: called with what torch does, and the tensor.
     """
 
     def __torch_function__(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) is not MethodWrapperType:
-            before((args, kwargs))
+            before(func, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -707,10 +707,10 @@ def watch_functions(before: Callable[[Any], None], shown: Callable[..., str]) ->
     owner.__repr__ = functools.wraps(_SHOW)(lambda tensor: shown(_SHOW, tensor))
 
 
-def _after(before: Callable[[Any], None], own: Callable[..., Any]) -> Callable[..., Any]:
+def _after(before: Callable[[Any, Any], None], own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def watched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        before(tensor)
+        before(own, tensor)
         return own(tensor, *args, **kwargs)
 
     return watched

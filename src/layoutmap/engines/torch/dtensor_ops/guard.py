@@ -28,7 +28,6 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     REDUCTIONS,
     SUMS_PASS,
 )
-from layoutmap.engines.torch.dtensor_ops.slices import count_change, has_slices
 from layoutmap.engines.torch.placing import (
     everywhere,
     full_tensor,
@@ -78,8 +77,6 @@ def _changed(op: Any, changed: list[Any]) -> None:
     some = [each for each in _dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
         spread(op, some)
-        for each in some:
-            count_change(each)
 
 
 def _moved(source: Any, local: Any, spec: Any) -> None:
@@ -140,7 +137,7 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
         return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
     if full_name in _RESHAPING and isinstance(args[0], DTensor):
         view = getattr(torch.ops.aten, name)(*args, **kwargs)
-        if has_slices(args[0]) or memory_of(view) is not memory_of(args[0]):
+        if memory_of(view) is not memory_of(args[0]):
             _refuse_shape(op, args[0], view)
         return take_shape(op, args, kwargs, view)
     place = _FROM_THE_START.get(name, len(args))

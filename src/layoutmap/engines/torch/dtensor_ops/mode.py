@@ -43,6 +43,7 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
     changed_by,
     changes_in_place,
     custom,
+    name_of,
     on_gathered,
 )
 from layoutmap.engines.torch.dtensor_ops.guard import guard
@@ -50,19 +51,12 @@ from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
 from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
-from layoutmap.engines.torch.dtensor_ops.memories import in_call, outdated, update
+from layoutmap.engines.torch.dtensor_ops.memories import QUESTIONS, outdated, refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
-from layoutmap.engines.torch.dtensor_ops.slices import (
-    VIEWS,
-    assign,
-    copies,
-    follow,
-    keep_gradient,
-    note_copies,
-)
+from layoutmap.engines.torch.dtensor_ops.slices import assign, keep_gradient
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.placing import everywhere, reduced
@@ -118,7 +112,7 @@ def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[
     try:
         mode = _Computing(by_shards)
         keep(mode)
-        with in_call(), mode:
+        with mode:
             yield
     finally:
         set_replicates_plain_tensors(before)
@@ -133,12 +127,11 @@ class _Computing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (type(func) is _PROPERTY or func in _QUESTIONS) and type(args[0]) is DTensor:
+        if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
             with outside_of_modes():  # it computes nothing: no mode has to see it
-                result = func(*args, **kwargs)
-            return note_copies(func, args, kwargs, result) if copies and func in VIEWS else result
+                return func(*args, **kwargs)
         if outdated:
-            update((args, kwargs))
+            refuse_outdated(name_of(func), (args, kwargs))
         known = _known(func, self._by_shards)
         if known.is_backward:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
@@ -157,17 +150,11 @@ class _Computing(TorchFunctionMode):
         elif is_mixed:
             args, kwargs = _all_on_mesh(args, kwargs, found.device_mesh)
         if handler is not None:
-            result = handler(func, args, kwargs)
-        elif known.can_be_unwrapped:
+            return handler(func, args, kwargs)
+        if known.can_be_unwrapped:
             with self:
                 return unwrapped(func)(*args, **kwargs)
-        else:
-            result = _compute(known.joins, changed, func, args, kwargs)
-        if known.is_view:
-            return note_copies(func, args, kwargs, result)
-        if copies and changed:
-            follow(func, changed)
-        return result
+        return _compute(known.joins, changed, func, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +166,6 @@ class _Known:
         changes: Whether it changes arguments that are not named `out`.
         indexes: Whether its second argument is an index.
         joins: Whether it joins tensors, of which some may be empty.
-        is_view: Whether it may return a view.
         is_backward: Whether it runs a backward pass.
         can_be_unwrapped: Whether it is Python, and what it calls is looked up.
     """
@@ -188,7 +174,6 @@ class _Known:
     changes: bool
     indexes: bool
     joins: bool
-    is_view: bool
     is_backward: bool
     can_be_unwrapped: bool
 
@@ -201,7 +186,6 @@ def _known(func: Any, by_shards: bool) -> _Known:
         changes=isinstance(func, OPERATORS) or changes_in_place(func),
         indexes=func in _INDEXING,
         joins=func in JOINS,
-        is_view=func in VIEWS,
         is_backward=func in _BACKWARD,
         can_be_unwrapped=func not in _THIN and can_be_unwrapped(func),
     )
@@ -225,8 +209,6 @@ _THIN = frozenset(
 )
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType
-_METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__")
-_QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in _METHODS)
 
 
 def _compute(joins: bool, changed: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Any:
@@ -238,7 +220,7 @@ def _compute(joins: bool, changed: list[torch.Tensor], function: Any, args: Any,
         for each in changed:
             if base_of(each) is not each:
                 keep_gradient(each)
-        if not changed and type(result) is DTensor and result.ndim == 0:
+        if not changed and type(result) is DTensor and result.ndim == 0 and base_of(result) is result:
             return reduced(result)  # it is a loss, or becomes one, and may be read where no mode looks
         return result
 

@@ -29,7 +29,7 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
 from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
-from layoutmap.engines.torch.dtensor_ops.memories import update
+from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed, summed_placements
 from layoutmap.engines.torch.private import (
@@ -97,7 +97,7 @@ def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Ten
     """`tensor.full_tensor()`: a plain tensor of simulated devices, too."""
     if not simulation.is_simulated() or not is_guarded(tensor.device_mesh):
         return own(tensor, **options)
-    update(tensor)
+    refuse_outdated("full_tensor", tensor)
     found = full_tensor(tensor)
     return found.clone() if is_everywhere(tensor) else found  # not the memory of one simulated device
 
