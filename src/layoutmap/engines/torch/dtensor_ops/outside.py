@@ -107,7 +107,7 @@ def _on_plain(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) 
     """The result of a method that torch has for plain tensors alone."""
     if not is_guarded(tensor.device_mesh):
         return own(tensor, *args, **options)
-    update(tensor)
+    refuse_outdated(own.__name__, tensor)
     return own(complete(tensor), *args, **options)
 
 
