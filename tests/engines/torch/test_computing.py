@@ -384,16 +384,31 @@ def test_the_shape_is_changed_in_place(name, specs, in_call):
 
 
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
-@pytest.mark.parametrize(
-    ("specs", "index"), [(("batch", None), slice(1, None)), ((("model", "batch"), None), 0)]
-)
-def test_shapes_that_are_not_changed_in_place(specs, index):
-    """A slice of a call knows what it is one of by its index; what is sharded in another order is gathered."""
+def test_the_shape_is_changed_in_place_of_what_has_a_slice():
+    """The slice that is a copy stays one of the same rows: what changes it changes the tensor in its new shape."""
+    values = torch.arange(16.0).view(4, 4)
+
+    def changed(x):
+        part = x[1:]
+        x.t_()
+        part.mul_(torch.arange(12.0).view(3, 4))
+        return x, part
+
     with run_on():
-        x = place(torch.eye(4), *specs)
-        part = x[index]
+        actual = changed(place(values, "batch", None))
+
+    for each, one in zip(actual, changed(values.clone()), strict=True):
+        torch.testing.assert_close(whole(each), one)
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_shapes_that_are_not_changed_in_place():
+    """An axis that is sharded in another order than the mesh's is gathered for a view of it, which is then a copy."""
+    with run_on():
+        x = place(torch.eye(4), ("model", "batch"), None)
+        part = x[0]
         with pytest.raises(EngineError, match="would change its shape in place"):
             x.t_()
 
-    assert torch.equal(torch.eye(4)[index], whole(part))
+    assert torch.equal(torch.eye(4)[0], whole(part))
     assert torch.equal(torch.eye(4), whole(x))
