@@ -92,22 +92,6 @@ class TestRefusedBeforeAnythingIsMade:
             build(lambda: nn.Parameter(torch.ones(2)))
 
 
-class TestRefusedInTraining:
-    """What would go on silently with wrong numbers, or raises only somewhere inside of torch."""
-
-    def test_an_optimizer_that_reads_norms(self):
-        """Adafactor would read the norm of a piece; it is refused before it changes anything."""
-        model = build(lambda: nn.Linear(64, 64), {"weight": ("model", "batch")})
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer = torch.optim.Adafactor(model.parameters())
-
-        with pytest.raises(lm.ScopeError, match="Adafactor cannot step weights in layouts"):
-            optimizer.step()
-        plain = nn.Linear(4, 4)
-        plain(torch.ones(2, 4)).sum().backward()
-        torch.optim.Adafactor(plain.parameters()).step()
-
-
 class TestModelsWithoutValues:
     """What was only planned, or whose scope failed, cannot be used by mistake."""
 

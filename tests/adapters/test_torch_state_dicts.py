@@ -76,10 +76,11 @@ class TestStateDicts:
 
         assert_models_close(model, other, 0)
 
-    def test_the_state_of_a_plain_models_optimizer(self):
+    @pytest.mark.parametrize("make", [adamw, torch.optim.Adafactor], ids=["adamw", "adafactor"])
+    def test_the_state_of_a_plain_models_optimizer(self, make):
         """A plain model's optimizer state goes on with the laid out model: its slots get the weights' layouts."""
         plain, model = pair(Layers)
-        optimizers = [adamw(each.parameters()) for each in (plain, model)]
+        optimizers = [make(each.parameters()) for each in (plain, model)]
         step(plain, optimizers[0])
         model.load_state_dict(plain.state_dict())
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
@@ -87,8 +88,15 @@ class TestStateDicts:
             step(each, its)
 
         assert_models_close(plain, model)
-        slot = optimizers[1].state[model.body[0].weight]["exp_avg"]
-        assert lm.dtensor.fetch_layout(model.body[0].weight) == lm.dtensor.fetch_layout(slot)
+        layout = lm.dtensor.fetch_layout(model.body[0].weight)
+        slots = optimizers[1].state[model.body[0].weight]
+        found = {name: lm.dtensor.fetch_layout(slot) for name, slot in slots.items() if name != "step"}
+        if make is adamw:
+            assert {"exp_avg": layout, "exp_avg_sq": layout} == found
+        else:
+            rows, columns = layout.sharding_specs
+            specs = {"row_var": (rows, None), "col_var": (None, columns)}
+            assert {name: lm.Layout(each, layout.mesh) for name, each in specs.items()} == found
 
     def test_what_is_read_of_bfloat16_is_written(self):
         """A variable of bfloat16, laid out or plain, takes a value as numpy has it, and as torch does."""

@@ -43,6 +43,8 @@ OPTIMIZERS = {
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, eps=1e-3),
     "nadam": partial(torch.optim.NAdam, lr=1e-2, eps=1e-3),
     "lion": Lion,
+    "adafactor": partial(torch.optim.Adafactor, lr=0.1, weight_decay=0.01),
+    "adafactor foreach": partial(torch.optim.Adafactor, lr=0.1, foreach=True),
 }
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,14 @@ FSDP = {
     "mask": (None, None),
 }
 STEPS = 2
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def whole(tensor):
     return torch.from_numpy(get_engine("torch").to_numpy(tensor))
 
 
-def train(rules, mesh, tokens, targets):
+def train(rules, mesh, tokens, targets, make_optimizer=SGD):
     """How far a laid out model parts from a plain one, and what it holds."""
     torch.manual_seed(0)
     plain = Transformer()
@@ -43,7 +45,7 @@ def train(rules, mesh, tokens, targets):
     same_state = torch.equal(state, torch.get_rng_state())
     held = sum(p.to_local().numel() for p in model.parameters())
     losses, norms = [], []
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    optimizers = [make_optimizer(each.parameters()) for each in (plain, model)]
     for step in range(STEPS):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             torch.manual_seed(step)
@@ -90,6 +92,7 @@ def main():
     told = {
         "mixed": train(RULES["transformer"], f"batch={int(size) // 2},model=2", tokens, targets),
         "by the batch": train(FSDP, f"batch={size}", tokens, targets),
+        "adafactor": train(FSDP, f"batch={size}", tokens, targets, torch.optim.Adafactor),
     }
     (folder / f"{number}.json").write_text(json.dumps(told))
     np.savez(folder / f"{number}.npz")

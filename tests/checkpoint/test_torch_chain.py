@@ -12,12 +12,17 @@ PROCESSES = ("torch",)
 
 class TestTorch(chain_laws.Laws):
     worker = Path(__file__).with_name("torch_chain_process.py")
+    optimizer = torch.optim.AdamW
     stages = ((2, "batch=1,model=2"), (1, "batch=1,model=1"), (4, "batch=2,model=2"))
+
+    @classmethod
+    def environment(cls, num_processes):
+        return {"OPTIMIZER": cls.optimizer.__name__}
 
     def plain_losses(self, count):
         torch.manual_seed(0)
         model, losses = Net(), []
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         for step in range(count):
             optimizer.zero_grad()
             loss = (model(torch.from_numpy(BATCH(step))) - 1).square().mean()
@@ -25,3 +30,9 @@ class TestTorch(chain_laws.Laws):
             optimizer.step()
             losses.append(loss.item())
         return losses
+
+
+class TestAdafactor(TestTorch):
+    """Its rows and columns are saved and loaded as shards, too."""
+
+    optimizer = torch.optim.Adafactor

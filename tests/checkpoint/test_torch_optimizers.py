@@ -129,7 +129,7 @@ def test_training_goes_on_bit_for_bit_with_a_new_model_and_optimizer(tmp_path: P
     assert values(model) == values(other)
 
 
-@pytest.mark.parametrize("name", few([name for name in OPTIMIZERS if name != "adafactor"], "lbfgs"))
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "lbfgs", "adafactor"))
 def test_training_in_layouts_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     """So it does in layouts; LBFGS, which keeps gradients of all weights in lists, has the losses of one device."""
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES)
@@ -186,6 +186,29 @@ def test_slots_that_do_not_exist_yet_are_made_in_the_layouts_of_their_parameters
         assert layout_of(parameter) == layout_of(state["exp_avg"]) == layout_of(state["exp_avg_sq"])
         assert layout_of(state["step"]) is None
     assert all(loss > 0 for loss in train(other, fresh, range(2, 3)))
+
+
+@pytest.mark.parametrize("mesh", ["model=8", None], ids=["another mesh", "plain"])
+def test_rows_and_columns_of_adafactor_are_in_the_layouts_of_their_weights(tmp_path: Path, mesh) -> None:
+    """Loaded anywhere they have the same bits, and each axis of a weight that they keep is sharded as in the weight."""
+    rules = {**RULES, r"(up|down|again)\.weight": (None, "model")}
+    layout_map = lm.LayoutMap("batch=2,model=4", rules)
+    torch.manual_seed(0)
+    model = layout_map.build(Net, batch_dim="batch", library="torch")
+    optimizer = OPTIMIZERS["adafactor"](trained(model))
+    train(model, optimizer, range(2))
+    lm.save(model, tmp_path, optimizer=optimizer)
+    other = Net() if mesh is None else lm.LayoutMap(mesh, rules).apply(Net())
+    _, fresh = lm.load(other, tmp_path, optimizer=OPTIMIZERS["adafactor"](trained(other)))
+
+    assert slots(model, optimizer) == slots(other, fresh)
+    for each, its in ((model, optimizer), (other, fresh) if mesh else (model, optimizer)):
+        slots_of_weight = its.state[each.up.weight]
+        specs = [
+            lm.dtensor.fetch_layout(slots_of_weight[name]).sharding_specs for name in ("row_var", "col_var")
+        ]
+        assert [("unsharded", "unsharded"), ("unsharded", "model")] == specs
+    assert pytest.approx(train(model, optimizer, range(2, 4))) == train(other, fresh, range(2, 4))
 
 
 def test_a_model_is_built_and_its_optimizer_made_in_one_call(trained_on_mesh) -> None:

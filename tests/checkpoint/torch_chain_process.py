@@ -10,6 +10,7 @@ from checkpoint.chains import BATCH, Worker
 from torch import nn
 
 torch.set_num_threads(1)
+OPTIMIZER = getattr(torch.optim, os.environ.get("OPTIMIZER", "AdamW"))
 
 
 class Net(nn.Module):
@@ -36,7 +37,7 @@ class TorchWorker(Worker):
         return Net()
 
     def make_optimizer(self, model):
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return OPTIMIZER([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
     def train(self, model, optimizer, steps):
         losses = []

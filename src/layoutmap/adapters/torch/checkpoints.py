@@ -17,12 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Saved, Stored
+from layoutmap.adapters.torch.optimizer_hooks import layout_of_slot
 from layoutmap.adapters.torch.paths import Found, find_tensors
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch
+from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch, torch_dtype
 from layoutmap.engines.torch.private import left_out_of_state_dicts, tree_map, uncompiled
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -315,12 +316,14 @@ def _place(parameters: Mapping[str, torch.Tensor], path: str) -> tuple[str, str]
 
 
 def _like(parameter: torch.Tensor, name: str, slot: VariableSpec) -> torch.Tensor:
-    """A tensor without values in the layout that a slot is to have: its parameter's, or else replicated."""
-    engine = get_engine("torch")
-    layout = engine.layout_of(parameter)
-    if layout is not None and tuple(parameter.shape) == slot.shape and (slot.shape or name != "step"):
+    """A tensor whose values do not count in the layout that a slot is to have: its parameter, if that has it."""
+    layout = layout_of_slot(name, slot.shape, parameter)
+    if layout is None:
+        return torch.empty(slot.shape, device="meta")
+    if tuple(parameter.shape) == slot.shape:
         return parameter
-    return torch.empty(slot.shape, device="meta")
+    zeros = torch.zeros(slot.shape, dtype=torch_dtype(slot.dtype, slot.path))
+    return get_engine("torch").relayout(zeros, layout)
 
 
 def _on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:

@@ -2,9 +2,9 @@
 
 Of several processes each steps its own shards, so all must have the same optimizer with the same settings.
 
-Most of torch's optimizers are sums and products, which `DTensor`s compute right, or raise where they cannot. One that
-reads numbers in order to decide, as `Adafactor` does, reads those of one process's piece and goes on silently. So does
-one that still holds the parameters that a model had before it was laid out: it would step those, and train nothing.
+Torch's optimizers are sums and products, which `DTensor`s compute right, or raise where they cannot. `Adafactor` would
+make its slots replicated, and by them compute whole updates on each device: it is given slots in layouts. An optimizer
+that still holds the parameters that a model had before it was laid out would step those, and train nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.programs import Program
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 from layoutmap.engines.patches import Item
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.private import optimizer_hooks
 
-_READ = (torch.optim.Adafactor,)
 # Those that the processes have compared, before their first steps.
 _compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # By id: what is no model's any more, and its path.
@@ -55,10 +55,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if id(parameter) in _replaced:
                 _refuse_stale(optimizer, _replaced[id(parameter)][1])
             if isinstance(parameter, DTensor):
-                if isinstance(optimizer, _READ):
-                    _refuse(optimizer)
                 if optimizer not in _compared:
                     _compare(optimizer, parameter)
+                is_factored = isinstance(optimizer, torch.optim.Adafactor) and parameter.ndim > 1
+                if is_factored and parameter.requires_grad and not state[parameter]:
+                    state[parameter] = _rows_and_columns(parameter)
                 if parameter in state:
                     _lay_out(state[parameter], parameter)
 
@@ -79,14 +80,6 @@ def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
     _compared.add(optimizer)
 
 
-def _refuse(optimizer: torch.optim.Optimizer) -> None:
-    raise ScopeError(
-        f"{type(optimizer).__name__} cannot step weights in layouts",
-        why="it uses norms of weights and updates, and each process would compute those of its own shards",
-        fix="use another optimizer, as torch.optim.AdamW, whose slots are sharded as the weights are",
-    )
-
-
 def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
     kind = type(optimizer).__name__
     raise ScopeError(
@@ -98,14 +91,43 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
     )
 
 
+def _rows_and_columns(parameter: DTensor) -> dict[str, torch.Tensor]:  # why: decisions/0148
+    """The slots of Adafactor before its first step: means over the last axis, and over the one before."""
+    *outer, rows, columns = parameter.shape
+    return {
+        "step": torch.zeros((), dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)),
+        "row_var": torch.zeros((*outer, rows, 1), dtype=parameter.dtype, device=parameter.device),
+        "col_var": torch.zeros((*outer, 1, columns), dtype=parameter.dtype, device=parameter.device),
+    }
+
+
 def _lay_out(slots: Any, parameter: DTensor) -> None:
-    """Redistribute slots that a state dict of a plain model has given."""
+    """Redistribute slots that are plain tensors, as those that a state dict of a plain model has given."""
     for name, slot in slots.items():
-        if isinstance(slot, torch.Tensor) and not isinstance(slot, DTensor) and slot.shape == parameter.shape:
-            engine = get_engine("torch")
-            layout = engine.layout_of(parameter)
-            if layout is not None and (slot.ndim or name != "step"):
-                slots[name] = engine.relayout(slot, layout)
+        if isinstance(slot, torch.Tensor) and not isinstance(slot, DTensor):
+            layout = layout_of_slot(name, tuple(slot.shape), parameter)
+            if layout is not None:
+                slots[name] = get_engine("torch").relayout(slot, layout)
+
+
+def layout_of_slot(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> Layout | None:
+    """Find the layout of a parameter's slot: on each axis the parameter's, if it is not reduced to one element.
+
+    Args:
+        name: The optimizer's name of the slot.
+        shape: Its shape.
+        parameter: The parameter.
+
+    Returns:
+        The layout; `None` for a count of steps, for slots of other shapes, and if the parameter is on no mesh.
+    """
+    layout, sizes = get_engine("torch").layout_of(parameter), tuple(parameter.shape)
+    if layout is None or len(shape) != len(sizes) or (name == "step" and not shape):
+        return None
+    if any(size not in (1, whole) for size, whole in zip(shape, sizes, strict=True)):
+        return None
+    specs = zip(layout.sharding_specs, shape, sizes, strict=True)
+    return Layout([spec if size == whole else UNSHARDED for spec, size, whole in specs], layout.mesh)
 
 
 _HOOK = Item(optimizer_hooks, "layoutmap", _before_step)

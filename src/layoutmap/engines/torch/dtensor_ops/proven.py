@@ -35,7 +35,7 @@ _MADE = "empty_like fill full_like new_empty new_empty_strided new_full new_ones
 _OPTIMIZERS = """
 _amp_foreach_non_finite_check_and_unscale _foreach_abs _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_clamp_max
 _foreach_clamp_min _foreach_div _foreach_lerp _foreach_maximum _foreach_mul _foreach_neg _foreach_norm _foreach_pow
-_foreach_reciprocal _foreach_sign _foreach_sqrt _foreach_sub _foreach_zero _fused_adam _fused_adamw
+_foreach_reciprocal _foreach_rsqrt _foreach_sign _foreach_sqrt _foreach_sub _foreach_zero _fused_adam _fused_adamw
 """
 
 PROVEN = frozenset(
