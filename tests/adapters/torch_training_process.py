@@ -44,17 +44,20 @@ def train(rules, mesh, tokens, targets, make_optimizer=SGD):
     )
     same_state = torch.equal(state, torch.get_rng_state())
     held = sum(p.to_local().numel() for p in model.parameters())
-    losses, norms = [], []
+    losses, norms = [], ([], [])
     optimizers = [make_optimizer(each.parameters()) for each in (plain, model)]
     for step in range(STEPS):
-        for each, optimizer in zip((plain, model), optimizers, strict=True):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            loss = token_loss(each(tokens), targets)
-            loss.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)))
-            optimizer.step()
-            losses.append(loss.item())
+        for each, optimizer, found in zip((plain, model), optimizers, norms, strict=True):
+
+            def backward(each=each, optimizer=optimizer, step=step, found=found):
+                torch.manual_seed(step)
+                optimizer.zero_grad()
+                loss = token_loss(each(tokens), targets)
+                loss.backward()
+                found.append(float(torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)))
+                return loss
+
+            losses.append(optimizer.step(backward).item())
     parts = [
         (a - whole(b)).abs().max().item() for a, b in zip(plain.parameters(), model.parameters(), strict=True)
     ]
@@ -76,7 +79,7 @@ def train(rules, mesh, tokens, targets, make_optimizer=SGD):
             if a.variable.kind == "weight"
         ),
         "losses": max(abs(a - b) for a, b in zip(losses[::2], losses[1::2], strict=True)),
-        "norms": max(abs(a - b) for a, b in zip(norms[::2], norms[1::2], strict=True)),
+        "norms": max(abs(a - b) for a, b in zip(*norms, strict=True)),
         "weights": max(parts),
         "gradients": all(laid_out),
         "saved": all(torch.equal(whole(a), whole(b)) for a, b in loaded),
@@ -93,6 +96,9 @@ def main():
         "mixed": train(RULES["transformer"], f"batch={int(size) // 2},model=2", tokens, targets),
         "by the batch": train(FSDP, f"batch={size}", tokens, targets),
         "adafactor": train(FSDP, f"batch={size}", tokens, targets, torch.optim.Adafactor),
+        "lbfgs": train(
+            FSDP, f"batch={size}", tokens, targets, partial(torch.optim.LBFGS, lr=0.1, max_iter=2)
+        ),
     }
     (folder / f"{number}.json").write_text(json.dumps(told))
     np.savez(folder / f"{number}.npz")
