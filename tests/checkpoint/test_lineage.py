@@ -16,7 +16,9 @@ from layoutmap.checkpoint.storage import LocalStorage
 
 PROCESSES = ("core",)
 
-MOVES = st.lists(st.tuples(st.sampled_from(("on", "back", "delete")), st.integers(0, 10)), max_size=30)
+MOVES = st.lists(
+    st.tuples(st.sampled_from(("on", "back", "delete", "again")), st.integers(0, 10)), max_size=30
+)
 
 
 @given(moves=MOVES)
@@ -25,31 +27,34 @@ MOVES = st.lists(st.tuples(st.sampled_from(("on", "back", "delete")), st.integer
 )
 def test_a_step_comes_from_those_that_were_saved_on_its_way(moves: list[tuple[str, int]]) -> None:
     """However often a run goes back and whatever is deleted, ancestors are exactly those that it went through."""
-    there: dict[int, SavedStep] = {}
-    ways: dict[int, set[int]] = {}  # by step: all that it came from, those that are deleted, too
-    position: SavedStep | None = None
-    way: set[int] = set()
+    there: dict[int, tuple[SavedStep, int]] = {}  # and the how many-th move has saved it
+    ways: dict[int, set[int]] = {}  # by that: those that it came from, also if they are deleted
+    position: tuple[SavedStep, int] | None = None
     for number, (move, n) in enumerate(moves):
         if move == "on":
-            step = (position.step if position else 0) + 1 + n % 3
-            saved = following(step, f"save {number}", position, there.values())
-            ways[step], there[step], position = way, saved, saved
-            way = way | {step}
-        elif there and move == "back":
-            position = list(there.values())[n % len(there)]
-            way = ways[position.step] | {position.step}
-        elif there:
-            del there[list(there)[n % len(there)]]
-        if move == "on":  # a step that was written over is another one
-            for other in list(there):
-                if step in ways[other]:
-                    del there[other]
+            step, way = 1 + n % 3, set[int]()
+            if position is not None:
+                step, way = position[0].step + step, ways[position[1]] | {position[1]}
+        elif move == "again" and position is not None:  # it is deleted, and saved once more
+            step, way = position[0].step, ways[position[1]]
+            there.pop(step, None)
+        else:
+            some = list(there)[n % len(there)] if there else None
+            if some is not None and move == "back":
+                position = there[some]
+            elif some is not None and move == "delete":
+                del there[some]
+            continue
+        others = [each for each, _ in there.values()]
+        saved = following(step, f"save {number}", position and position[0], others)
+        position = there[step] = saved, number
+        ways[number] = way
 
-    for each in there.values():
-        expected = ways[each.step] & there.keys()
-        assert expected == {other.step for other in there.values() if each.comes_from(other)}
+    for each, number in there.values():
+        expected = {other.step for other, by in there.values() if by in ways[number]}
+        assert expected == {other.step for other, _ in there.values() if each.comes_from(other)}
         assert each == saved_step(each.step, facts_of(each))
-    assert len({each.order for each in there.values()}) == len(there)
+    assert len({each.order for each, _ in there.values()}) == len(there)
 
 
 def test_the_last_step_is_that_of_the_last_save(tmp_path: Path) -> None:

@@ -320,6 +320,23 @@ def test_steps_are_deleted_by_their_number(tmp_path: Path) -> None:
     assert [30, 35] == manager.steps
 
 
+def test_the_last_step_is_saved_again_where_it_was_deleted(tmp_path: Path) -> None:
+    """It does not count as saved any more: the run goes on from the step before it."""
+    with lm.CheckpointManager(tmp_path, wait=True) as manager:
+        for step in (10, 20):
+            manager.save(model_of(step), step)
+        manager.delete(20)
+        assert manager.save(model_of(21), 20)
+        manager.delete(10)
+        manager.delete(20)
+        assert manager.save(model_of(22), 20)
+        assert manager.save(model_of(30), 30)
+        found = [(each.step, each.parent) for each in manager.history()]
+
+    assert [(20, 10), (30, 20)] == found
+    assert 22 == saved(tmp_path, 20)
+
+
 def test_what_becomes_of_later_steps_is_one_of_three(tmp_path: Path) -> None:
     """A misspelt choice is refused before anything is loaded or deleted."""
     saved_to_50(tmp_path)

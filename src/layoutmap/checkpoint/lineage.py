@@ -68,7 +68,7 @@ def following(step: int, token: str, position: SavedStep | None, there: Iterable
     Args:
         step: Its number.
         token: The id of its save.
-        position: The step that the run goes on from; `None`: it begins.
+        position: The step that the run goes on from, or which was deleted and is saved again; `None`: it begins.
         there: All steps of the directory.
 
     Example:
@@ -81,10 +81,10 @@ def following(step: int, token: str, position: SavedStep | None, there: Iterable
     if position is None:
         return SavedStep(step, None, {token: step}, order)
     # Of the steps that went on along its line there may be but those that left it later.
-    is_left = any(each.lines.get(position.line, -1) > position.step for each in known)
-    return SavedStep(
-        step, position.step, {**position.lines, (token if is_left else position.line): step}, order
-    )
+    is_again = step == position.step
+    is_left = any(each.lines.get(position.line, -1) + is_again > position.step for each in known)
+    lines = {**position.lines, (token if is_left else position.line): step}
+    return SavedStep(step, position.parent if is_again else position.step, lines, order)
 
 
 class History:  # why: decisions/0136

@@ -105,6 +105,7 @@ class CheckpointManager:
         self._seen: int | None = None
         self._position: SavedStep | None = None  # which was saved or loaded last
         self._before: SavedStep | None = None  # and before the save that is in flight
+        self._is_deleted = False  # whether the position is, so that it may be saved again
         self._leaves = False  # whether later steps that come from the position are left as they are
         self._damaged: set[int] = set()
         self._saved_at = time.monotonic()
@@ -169,7 +170,8 @@ class CheckpointManager:
             self.wait()
         is_due = self._is_due(model, number) or force
         self._seen = number
-        if not is_due or (self._position is not None and number == self._position.step):
+        is_there = self._position is not None and number == self._position.step and not self._is_deleted
+        if not is_due or is_there:
             if self._is_preempted:
                 self.wait()
             return False
@@ -194,7 +196,7 @@ class CheckpointManager:
             else:
                 writer.copy(self._memory)
                 self._flight = _Flight(lambda: self._write(writer, saved), writer.is_alone, self._failures)
-        self._before, self._position = self._position, saved
+        self._before, self._position, self._is_deleted = self._position, saved, False
         self._saved_at = time.monotonic()
         self._damaged.discard(number)
         return True
@@ -247,7 +249,7 @@ class CheckpointManager:
         assert number is not None
         self._group = group_of(loaded if options.get("optimizer") is None else loaded[0])
         self._position = self._history.steps().get(number) or SavedStep(number, lines={"": number})
-        self._seen, self._leaves = number, later == "keep"
+        self._seen, self._leaves, self._is_deleted = number, later == "keep", False
         if later == "delete":
             self._delete([each.step for each in self._left(self._history.steps().values())])
         return loaded
@@ -268,6 +270,7 @@ class CheckpointManager:
                 fix="name one of these",
             )
         self._delete([number])
+        self._is_deleted |= self._position is not None and number == self._position.step
 
     def wait(self) -> None:
         """Return when no save is in flight.
