@@ -81,3 +81,15 @@ def test_what_is_no_line_is_not_followed(tmp_path: Path, lines: object) -> None:
     steps = history.steps()
 
     assert ([10] == history.damaged) != ({"": 10} == (steps[10].lines if steps else None))
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": [1.0]}, 5])
+def test_what_is_no_metric_is_not_compared(tmp_path: Path, metrics: object) -> None:
+    """A step with it is damaged, and none of the best."""
+    for step in (10, 20):
+        save(tmp_path, step, values_of(0))
+    write_manifest(tmp_path / "step-10", manifest_in(tmp_path / "step-10") | {"metrics": metrics})
+    history = History(LocalStorage(tmp_path))
+
+    assert [20] == list(history.steps())
+    assert [10] == history.damaged

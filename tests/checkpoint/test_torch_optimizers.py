@@ -451,6 +451,20 @@ def test_settings_that_are_replaced_are_told(tmp_path: Path, settings: dict[str,
     train(model, fresh, range(1))
 
 
+@pytest.mark.parametrize(("own", "is_told"), [([(0,), (1, 2)], False), ([(0,), (1, 3)], True), (None, True)])
+def test_settings_of_any_form_are_compared(tmp_path: Path, own: object, is_told: bool) -> None:
+    """A group may have settings that are no arrays, as lists of different lengths."""
+    model, _ = made(0)
+    saved = torch.optim.AdamW([{"params": trained(model), "phases": [(0,), (1, 2)]}])
+    lm.save(model, tmp_path, optimizer=saved)
+    optimizer = torch.optim.AdamW([{"params": trained(model), "phases": own}])
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        lm.load(model, tmp_path, optimizer=optimizer)
+
+    assert is_told == any("phases" in str(each.message) for each in warned)
+    assert [(0,), (1, 2)] == optimizer.param_groups[0]["phases"]
+
+
 def test_a_schedule_is_no_other_setting(tmp_path: Path) -> None:
     """A learning rate that a schedule has changed is compared by what it began with, wherever the schedule is made."""
     model, optimizer = made(0)

@@ -24,7 +24,7 @@ from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch, torch_dtype
-from layoutmap.engines.torch.private import left_out_of_state_dicts, tree_map, uncompiled
+from layoutmap.engines.torch.private import left_out_of_state_dicts, tree_leaves, tree_map, uncompiled
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Entries of a group about the tensors of this process and the way to compute with them, which are kept as they are."""
@@ -184,6 +184,11 @@ def _warn_of_replaced(
 
 def _equal(one: Any, other: Any) -> bool:
     """Whether two settings are equal, as numbers of the type that has fewer bits."""
+    ones, others = tree_leaves(one), tree_leaves(other)
+    return len(ones) == len(others) and all(map(_equal_leaves, ones, others))
+
+
+def _equal_leaves(one: Any, other: Any) -> bool:
     arrays = np.asarray(one), np.asarray(other)
     if all(array.dtype.kind == "f" for array in arrays):
         least = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
