@@ -171,10 +171,9 @@ def _read(storage: Storage, step: int) -> SavedStep | None:
         size = storage.size(storage.folder(step), NAME) or 0
         found = _facts(storage, step, min(size, _HEAD_BYTES)) or _facts(storage, step, size)
         saved = saved_step(step, found)
-        metrics: Iterable[Any] = saved.metrics.values()
         is_right = all(type(number) is int for number in [*saved.lines.values(), saved.order])
-        is_right = is_right and all(isinstance(value, (int, float)) for value in metrics)
-        return saved if is_right else None
+        are_numbers = all(type(value) in (int, float) for value in saved.metrics.values())
+        return saved if is_right and are_numbers else None
     except (CheckpointError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # it is gone meanwhile, or is damaged: that is said by who opens it
 
