@@ -36,6 +36,10 @@ def main():
         import jax
 
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=number)
+    elif keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=1)
     else:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {"RANK": str(number), "WORLD_SIZE": "2"}
@@ -51,6 +55,7 @@ def main():
     told["other"] = losses(lm.load(make, folder / "steps", layout_map=rows, batch_dim="batch"))
     there = rows.build(make, batch_dim="batch")
     told["existing"] = losses(lm.load(there, folder / "steps"))
+    told["plain"] = losses(lm.load(make(), folder / "steps"))
     (folder / f"{number}.json").write_text(json.dumps(told))
     os._exit(0)
 
