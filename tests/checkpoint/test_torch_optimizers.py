@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -558,6 +559,7 @@ def test_a_random_state_that_cannot_be_set_changes_nothing(tmp_path: Path, name:
         (("groups",), [[]]),
         (("groups", 0, "params"), 5),
         (("state",), {"up.weight": 5}),
+        (("state",), {"up.weight": {"exp_avg": 3}}),
     ],
 )
 def test_forged_settings_change_nothing(tmp_path: Path, place: Place, value: object) -> None:
@@ -572,6 +574,33 @@ def test_forged_settings_change_nothing(tmp_path: Path, place: Place, value: obj
     said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer), model, optimizer)
 
     assert "the checkpoint has no settings of an optimizer" == said or value == 5
+
+
+def test_a_forged_override_is_none(tmp_path: Path) -> None:
+    """What is overridden is said by who loads, and nothing else."""
+    model, optimizer = made(0)
+    lm.save(model, tmp_path, optimizer=optimizer)
+    found = manifest_in(tmp_path / "step-0")
+    put(found, ("states", "settings", "override"), {"lr": 5.0})
+    write_manifest(tmp_path / "step-0", found)
+    lm.load(model, tmp_path, optimizer=optimizer)
+
+    assert 0.01 == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("second", [{"data": 5}, {"data": {"draws": 1}}, {}])
+def test_states_of_processes_that_differ_in_form_are_refused(
+    tmp_path: Path, second: dict[str, object]
+) -> None:
+    """Each process has the same names in its `data`; a second one whose state is something else is an error."""
+    model, _ = made(0)
+    data = {"draws": torch.Generator(), "rows": Loader(3)}
+    lm.save(model, tmp_path, data=data)
+    found = manifest_in(tmp_path / "step-0")
+    found["states"]["processes"].append(second)
+    write_manifest(tmp_path / "step-0", found)
+    with pytest.raises(CheckpointError, match="data: the names differ") if second else nullcontext():
+        lm.load(model, tmp_path, data=data)
 
 
 @pytest.mark.parametrize("is_laid_out", [True, False])

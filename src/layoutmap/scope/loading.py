@@ -267,7 +267,8 @@ class _Loading:  # why: decisions/0138
         self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
         if override:
             _check_override(override, self._settings)
-            self._settings = {**self._settings, "override": dict(override)}
+        if self._settings:
+            self._settings = {**self._settings, "override": dict(override or {})}
 
     def put(
         self,

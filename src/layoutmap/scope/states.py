@@ -33,11 +33,11 @@ def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: 
         )
     if isinstance(data, Mapping):
         several = cast("Mapping[str, Any]", data)
-        saved = list(cast("dict[str, Any]", states[0])) if isinstance(states[0], dict) else []
-        if set(saved) != set(several):
+        saved = [list(cast("dict[str, Any]", each)) if isinstance(each, dict) else [] for each in states]
+        if other := [names for names in saved if set(names) != set(several)]:
             raise CheckpointError(
                 f"{name}: the names differ from those that were saved",
-                facts={"names": listed(list(several)), "saved": listed(saved)},
+                facts={"names": listed(list(several)), "saved": listed(other[0])},
                 why="each of several gets its own state",
                 fix="pass the same names as to save",
             )

@@ -46,7 +46,7 @@ def stored(  # why: decisions/0082
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
         assert saved is not None
-        _check_form(settings)
+        _check_form(settings, saved)
         _check_alike(optimizer, parameters, settings)
         _check_slots(settings, saved)
         _warn_of_replaced(optimizer, parameters, settings, saved.settings.get("override", {}))
@@ -196,13 +196,15 @@ def _equal_leaves(one: Any, other: Any) -> bool:
     return np.array_equal(*arrays)
 
 
-def _check_form(settings: Any) -> None:
+def _check_form(settings: Any, saved: Saved) -> None:
     """Raise if these are no settings of an optimizer, before anything is made of them."""
     try:
         parts = [settings["state"], settings["other"], *settings["state"].values(), *settings["groups"]]
         is_right = all(isinstance(each, Mapping) for each in parts) and isinstance(settings["kind"], str)
         paths = [path for group in settings["groups"] for path in group["params"]]
         is_right = is_right and all(isinstance(path, str) for path in paths)
+        named = {f"optimizer.{path}.{name}" for path, values in settings["state"].items() for name in values}
+        is_right = is_right and named.isdisjoint(each.path for each in saved.slots)  # those are tensors
         _unpacked(parts)
     except (LookupError, TypeError, AttributeError, ValueError):
         is_right = False
