@@ -43,6 +43,7 @@ OPTIMIZERS = {
     "asgd": partial(torch.optim.ASGD, lr=0.01),
     "rprop": partial(torch.optim.Rprop, lr=0.01),
     "adafactor": partial(torch.optim.Adafactor, lr=0.01),
+    "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.01),
     "lbfgs": partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
 }
 SCHEDULES = {
