@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/core/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz check format proto check-proto works pictures notebooks dist docs docs-serve bench clean
+.PHONY: help setup demo test test-all test-newest fuzz check format proto check-proto works pictures notebooks dist docs docs-serve bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -22,6 +22,9 @@ test: $(VENV)/.all ## Run the tests, each law on a few cases; ARGS="core -- -k m
 
 test-all: $(VENV)/.all ## Run all cases of all tests, with many examples of each property, as a release must pass them
 	@$(BIN)/python tools/run_tests.py --all $(ARGS)
+
+test-newest: $(BIN)/python ## Try the contracts on the newest torch, JAX, Keras and TensorFlow, before a release; ARGS="torch" or "torch==2.14.1"
+	@$(BIN)/python tools/newest.py $(ARGS)
 
 fuzz: $(VENV)/.all ## Try the laws on drawn models of every library; SEED= the first (default: today), MINUTES= how long (default: 10)
 	@$(BIN)/python tools/fuzz.py $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),10) $(ARGS)

@@ -26,6 +26,7 @@ import layoutmap.adapters.torch
 
 # What torch counts and remembers itself, in a program without any of us, too.
 BOOKS = {
+    "torch._custom_class_base._FakeScriptObject_cls",
     "torch._opaque_base._FakeScriptObject_cls",
     "torch._subclasses.fake_tensor.FakeTensorMode.cache_hits",
     "torch._subclasses.fake_tensor.FakeTensorMode.cache_misses",

@@ -301,10 +301,11 @@ class Program:
         variables = program.variables(on_mesh=False)[0]
         exec("\n".join(lines), {"torch": torch, "F": F}, variables)
         floats = [name for name, each in variables.items() if each.is_floating_point()]
-        change = rng.choice(("mul_(2)", "add_(1)", "tanh_()", "zero_()", "[..., 0].mul_(3)"))
-        return replace(
-            program, lines=(*lines, f"{rng.choice(floats)}.data{'' if change[0] == '[' else '.'}{change}")
-        )
+        change = rng.choice((".mul_(2)", ".add_(1)", ".tanh_()", ".zero_()", "[..., 0].mul_(3)"))
+        name = rng.choice(floats)
+        if not variables[name].ndim:
+            change = change.removeprefix("[..., 0]")
+        return replace(program, lines=(*lines, f"{name}.data{change}"))
 
     def __str__(self) -> str:
         head = [f"v{i}: {each}" for i, each in enumerate(self.inputs)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
 from layoutmap.engines.torch import changes, simulation
+from layoutmap.engines.torch.private import is_before
 
 PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("changes_process.py")
@@ -29,7 +30,8 @@ def listed(num_processes):
     return {
         name.strip(" `"): during.partition(",")[0].strip()
         for name, during in rows
-        if num_processes == 1 or "one process" not in during
+        if (num_processes == 1 or "one process" not in during)
+        and not (is_before("2.14") and "from torch 2.14 on" in during)
     }
 
 

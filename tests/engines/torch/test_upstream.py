@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.private import set_replicates_plain_tensors
+from layoutmap.engines.torch.private import is_before, set_replicates_plain_tensors
 
 PROCESSES = ("torch",)
 ROOT = Path(__file__).parents[3]
@@ -24,11 +24,13 @@ TABLE = ROOT / "docs" / "torch-operators.md"
 SOURCE = ROOT / "src" / "layoutmap" / "engines" / "torch"
 # Modules that correct nothing by themselves; `sums` is about when, not what, and `linear` and `softmax` save time.
 MACHINERY = {"__init__", "linear", "masks", "mode", "proven", "shards", "softmax", "sums", "unwrap_python"}
-# why: decisions/0088; what -> the module of engines.torch, torch's issue or "none found", and the version last seen on
+# why: decisions/0088; what -> the module of engines.torch, torch's issue or "none found", the version last seen on, and
+# the one from which on torch is right, if there is one, and whether the correction is kept then for another reason.
 CORRECTIONS = {
     name: others
     for name, *others in re.findall(
-        r"^\| (.+?) \| `([\w.]+)` \| .+ \| (?:\[pytorch/pytorch)?(#\d+|none found).* \| (2\.\d+\.\d+) \|$",
+        r"^\| (.+?) \| `([\w.]+)` \| .+ \| (?:\[pytorch/pytorch)?(#\d+|none found).* \| (2\.\d+\.\d+) "
+        r"\| (?:(2\.\d+)(, kept: .+)? )?\|$",
         TABLE.read_text(),
         re.MULTILINE,
     )
@@ -191,11 +193,13 @@ def _stop(*_):
 
 @pytest.mark.parametrize("name", few(PROBES, *(name for name in PROBES if name not in SLOW)))
 def test_a_correction_is_needed(name):
-    """What a correction says that DTensor does wrongly, it does on this version of torch."""
-    module, issue, _ = CORRECTIONS[name]
-    assert not is_right(PROBES[name]), (
-        f"no longer needed: {name} (in {module}, issue of pytorch/pytorch: {issue}): "
-        f"torch {torch.__version__} computes it right, so delete it there and in docs/torch-operators.md"
+    """DTensor does wrongly what a correction says, on each version of torch before the one that is right."""
+    module, issue, _, release, _ = CORRECTIONS[name]
+    is_wrong = not release or is_before(release)
+    assert is_wrong != is_right(PROBES[name]), (
+        f"{name} (in {module}, issue of pytorch/pytorch: {issue}): torch {torch.__version__} is to be "
+        + ("wrong, and is right: no longer needed from it on" if is_wrong else "right, and is wrong")
+        + "; correct docs/torch-operators.md, and `is_before` there"
     )
 
 
@@ -225,5 +229,14 @@ def test_each_correction_has_a_probe():
     named = {module for module, *_ in CORRECTIONS.values()}
 
     assert set(CORRECTIONS) == set(PROBES)
+    installed_before = sorted(
+        release for _, _, _, release, is_kept in CORRECTIONS.values() if release and not is_kept
+    )
+    asked = [
+        found
+        for path in SOURCE.rglob("*.py")
+        for found in re.findall(r'is_before\("([\d.]+)"\)', path.read_text())
+    ]
+    assert installed_before == sorted(asked)
     assert {f"dtensor_ops.{module}" for module in modules} <= named
     assert [] == [module for module in named if not (SOURCE / f"{module.replace('.', '/')}.py").exists()]

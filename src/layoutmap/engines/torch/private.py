@@ -223,6 +223,11 @@ def _without_modes_above(is_found: Callable[[Any], bool]) -> Generator[None]:
             _push_dispatch_mode(mode)
 
 
+def is_before(release: str) -> bool:
+    """Whether this torch is older than a release, as "2.14": from it on DTensor is right where it was corrected."""
+    return torch.__version__ < release
+
+
 class SimulationMode(LocalTensorMode):
     """A `LocalTensorMode` that leaves random numbers to torch, and is entered below the modes of the program.
 
@@ -351,7 +356,7 @@ def simulated(
     methods["get_coordinate"] = functools.partial(coordinate, methods["get_coordinate"])
     return (
         # Meshes answer by the simulation of the thread: modes need not patch them each time. And torch's own functions,
-        # as get_rank from 2.15 on, are left as they are for the rest of the program.
+        # as get_rank from 2.14 on, are left as they are for the rest of the program.
         *(
             Attribute(LocalTensorMode, name, lambda _: lambda _: None)
             for name in ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_dist", "_unpatch_dist")

@@ -1,9 +1,9 @@
 """`cross_entropy` and `nll_loss`: each device computes its rows, and of them its classes.
 
-Their mean is the sum by the weight of the labels that count, in all rows; DTensor 2.13 takes it from the shard of one
-device (pytorch/pytorch#185167). A language model's logits are its largest tensor, and often sharded along the
-vocabulary, where DTensor gathers them. Here devices exchange two numbers for each row: the largest logit, and the sum
-of exponentials.
+Their mean is the sum by the weight of the labels that count, in all rows; before torch 2.14 DTensor takes it from the
+shard of one device (pytorch/pytorch#185167). A language model's logits are its largest tensor, and often sharded along
+the vocabulary, where DTensor gathers them. Here devices exchange two numbers for each row: the largest logit, and the
+sum of exponentials.
 """
 
 from __future__ import annotations

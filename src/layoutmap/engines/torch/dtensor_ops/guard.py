@@ -43,6 +43,7 @@ from layoutmap.engines.torch.private import (
     decomposed,
     dtensor,
     gradient_of,
+    is_before,
     local_of,
     only_views,
     overload_name,
@@ -56,8 +57,15 @@ from layoutmap.engines.torch.private import (
 )
 from layoutmap.engines.torch.unseen import memory_of
 
-_FROM_THE_START = {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
+_FROM_THE_START = (
+    {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
+    if is_before("2.14")
+    else {}
+)
 """Operators whose axis DTensor takes for another one if it is negative, or fails for: its place among the arguments."""
+
+_TRUTHS = is_before("2.14")
+"""Whether a partial sum of truths, which is made by `or`, is added up where DTensor multiplies it with numbers."""
 
 _RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """Operators that change the shape of a tensor in place, and are views of it without the underscore."""
@@ -214,8 +222,10 @@ def _may_pass(tensors: list[Any], name: str) -> bool:
     """Whether DTensor's own way is right for the placements of these tensors."""
     if name in ("alias", "detach"):  # what autograd saves is the tensor itself
         return True
-    if any(each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors):
-        return False  # such a sum is made by `or`, and a product with numbers would be by addition
+    if _TRUTHS and any(
+        each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors
+    ):
+        return False
     waiting = {p for tensor in tensors for p in tensor.placements if not _is_plain(p)}
     sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}
     others = waiting - sums

@@ -1,6 +1,6 @@
 """Joining tensors end to end: caches begin with an empty tensor of one axis, which torch lets be joined with any other.
 
-DTensor takes that tensor for one with all the others' axes.
+Before torch 2.14 DTensor takes that tensor for one with all the others' axes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+from layoutmap.engines.torch.private import is_before
+
+JOINS = frozenset({torch.cat, torch.concat, torch.concatenate}) if is_before("2.14") else frozenset[Any]()
 
 
 def without_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

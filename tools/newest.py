@@ -1,0 +1,150 @@
+"""Try the contracts on the newest release of each framework, each in a virtual environment of its own.
+
+    python tools/newest.py                         torch, JAX and TensorFlow, each with the newest Keras: half an hour
+    python tools/newest.py torch                   one of them
+    python tools/newest.py torch==2.14.1           a release
+    python tools/newest.py --publish               and write what was found into docs/versions.md
+
+The laws of engines and adapters, torch's own database of operators, random programs and which corrections are needed.
+An environment is made in results/newest, of the tests' requirements and the newest releases that pip finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "results" / "newest"
+PAGE = ROOT / "docs" / "versions.md"
+START, END = "<!-- newest: made by tools/newest.py -->", "<!-- /newest -->"
+# The package that pip installs, what is installed beside it, and the tests.
+TRIED = {
+    "torch": (
+        "torch",
+        ("keras", "safetensors"),
+        (
+            *("engines/torch", "engines/test_torch.py", "adapters/test_torch_contract.py"),
+            *("adapters/test_torch_numbers.py", "adapters/test_keras_contract_torch.py"),
+        ),
+    ),
+    "jax": (
+        "jax",
+        ("keras", "flax", "optax"),
+        (
+            *("engines/test_jax.py", "engines/test_jax_operators.py", "engines/test_jax_corrections.py"),
+            *(
+                "engines/test_jax_products.py",
+                "adapters/test_jax_contract.py",
+                "adapters/test_keras_contract.py",
+            ),
+        ),
+    ),
+    "tensorflow": (
+        "tensorflow-cpu",
+        ("keras",),
+        ("engines/test_tensorflow.py", "adapters/test_keras_contract_tensorflow.py"),
+    ),
+}
+
+
+def requirements(name: str) -> list[str]:
+    """What pip installs for a framework: the newest release, or the one that is asked for, and the tests' needs."""
+    package, beside, _ = TRIED[name.partition("==")[0]]
+    groups: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    return [name.replace(name.partition("==")[0], package), *beside, *groups["test"], "-e", str(ROOT)]
+
+
+def tried(name: str) -> dict[str, Any]:
+    """The releases that were installed for a framework, and how many tests passed, failed and were skipped."""
+    framework = name.partition("==")[0]
+    environment = FOLDER / name.replace("==", "-")
+    python = environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    print(f"== {name}: installing", flush=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--upgrade", "--upgrade-strategy", "eager"]
+    subprocess.run([*pip, *requirements(name)], check=True)
+    asked = subprocess.run(
+        [python, "-m", "pip", "list", "--format", "json"], check=True, capture_output=True, text=True
+    )
+    package, beside, files = TRIED[framework]
+    releases = {
+        each["name"]: each["version"]
+        for each in json.loads(asked.stdout)
+        if each["name"] in (package, *beside)
+    }
+    print(f"== {name}: trying {', '.join(f'{each} {releases[each]}' for each in releases)}", flush=True)
+    told = environment / "told.xml"
+    told.unlink(missing_ok=True)
+    subprocess.run(
+        [
+            *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={told}"),
+            *(f"tests/{each}" for each in files),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "LAYOUTMAP_TEST_PROCESS": framework},
+        check=False,  # what failed is told
+    )
+    if not told.exists():
+        raise SystemExit(f"{name}: no test ran, see above")
+    outcomes = Counter(
+        next((each.tag for each in case if each.tag in ("failure", "error", "skipped")), "passed")
+        for case in ET.parse(told).getroot().iter("testcase")
+    )
+    failed = outcomes["failure"] + outcomes["error"]
+    return {
+        "releases": releases,
+        "passed": outcomes["passed"],
+        "failed": failed,
+        "skipped": outcomes["skipped"],
+    }
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """What was found, as a table of Markdown."""
+    lines = [
+        f"On {date.today()}, `make test-newest`:",
+        "",
+        "| releases | passed | failed | skipped |",
+        "|---|---|---|---|",
+    ]
+    for each in found:
+        releases = ", ".join(f"{name} {release}" for name, release in each["releases"].items())
+        lines.append(f"| {releases} | {each['passed']} | {each['failed']} | {each['skipped']} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Try frameworks, and print a table; exits with 1 if a test failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("frameworks", nargs="*", default=list(TRIED), metavar="framework[==release]")
+    parser.add_argument("--publish", action="store_true", help="write the table into docs/versions.md")
+    asked = parser.parse_args()
+    unknown = [each for each in asked.frameworks if each.partition("==")[0] not in TRIED]
+    if unknown:
+        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(TRIED)}")
+    found = [tried(each) for each in asked.frameworks]
+    print(table(found))
+    if asked.publish:
+        page = PAGE.read_text()
+        PAGE.write_text(
+            re.sub(rf"{START}.*{END}", lambda _: f"{START}\n{table(found)}\n{END}", page, flags=re.DOTALL)
+        )
+    raise SystemExit(any(each["failed"] for each in found))
+
+
+if __name__ == "__main__":
+    main()
