@@ -6,7 +6,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from layoutmap.scope.scope import build
 from layoutmap.testing.models.cases import EPSILONS, Case
 from layoutmap.testing.models.choices import Choices
 
-ROUNDINGS = {"float32": 30}
+ROUNDINGS = 30
 """How many times as far as by one rounding of its weights a model may differ: each of its operations rounds."""
 _COARSE_ROUNDINGS = 8
 """So many in other precisions, in which 30 are more than a factor of two."""
@@ -115,8 +115,11 @@ class Trial:
         again = self._compared(self.plain(), self.plain())  # some devices add in any order
         for row in (*self._rounded, *self._from_float32, *again):
             worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
-        times = ROUNDINGS.get(self.case.precision, _COARSE_ROUNDINGS)
-        return [row for row in wrong if not row.error <= times * worst[row.stage]]
+        if self.case.precision == "float32":
+            return [row for row in wrong if not row.error <= ROUNDINGS * worst[row.stage]]
+        # A maximum of few digits has ties, where gradients jump: steps differ as much as a rounding moves gradients.
+        jumps = worst.get("gradient", 0.0)
+        return [row for row in wrong if not row.error <= max(_COARSE_ROUNDINGS * worst[row.stage], jumps)]
 
     @cached_property
     def _rounded(self) -> Sequence[ParityRow]:
@@ -130,7 +133,8 @@ class Trial:
         """Comparisons of the plain model with one of the same weights in float32: frameworks add up in either."""
         if self.case.precision != "float32":
             exact = self._with_weights(Trial(self.case.in_precision("float32")).plain())
-            yield from self._compared(exact, self.plain())
+            with suppress(TypeError):  # as of a scan, which takes no float32 weights beside the batch
+                yield from self._compared(exact, self.plain())
 
     def _with_weights(self, model: Any, factor: Callable[[Any], Any] = lambda _: 1) -> Any:
         """Give a plain model, which is returned, the weights of the plain one, each multiplied by a factor."""
