@@ -78,7 +78,7 @@ class Torch:
 
 
 def run(side, directory, seed):
-    rng = random.Random(seed)
+    rng, deletes = random.Random(seed), random.Random(f"deletes {seed}")
     manager = lm.CheckpointManager(directory, keep_last=3, keep_every=10, best="loss", preemption_seconds=30)
     step = 0
     if manager.steps:
@@ -89,7 +89,11 @@ def run(side, directory, seed):
         value = side.value() + 1
         side.step(value)
         manager.save(side.model, step, metrics={"loss": rng.random()}, metadata=value)
-        if rng.random() < 0.3:
+        if deletes.random() < 0.1:  # and it is saved once more, or not
+            manager.delete(step)
+            if deletes.random() < 0.5:
+                manager.save(side.model, step, metrics={"loss": 0.0}, metadata=value)
+        if rng.random() < 0.3 and manager.history():
             place = rng.random()
             there = manager.history()  # others may delete some of them meanwhile
             step = side.same(there[int(place * len(there))].step)

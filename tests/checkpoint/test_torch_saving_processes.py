@@ -91,6 +91,13 @@ def test_processes_decide_by_one_clock():
         )
 
 
+def test_a_step_is_deleted_when_all_have_saved_it():
+    """The first process waits for the others, which would take a step that is gone for one that it could not write."""
+    assert [("", True, [1, 2])] * 2 == [
+        (each["deleted"], each["saved again"], each["in the end"]) for each in told()[0]
+    ]
+
+
 @pytest.mark.parametrize("dead", [1, 0])
 def test_one_that_is_killed_does_not_hang_the_other(tmp_path, dead):
     """If a process is killed in a save, the other one fails after a while; the last step is good, the rest cleaned."""

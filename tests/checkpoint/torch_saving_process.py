@@ -90,6 +90,21 @@ def managed(model, number, folder):
     return told
 
 
+def deleted(model, number, folder):
+    """What remains of a step that is deleted while one process has not yet seen that it is there."""
+    is_committed = step_writer.StepWriter._is_committed
+    if number == 1:
+        step_writer.StepWriter._is_committed = lambda self: (time.sleep(0.5), is_committed(self))[1]
+    with lm.CheckpointManager(folder / "deleted") as manager:
+        for step in (1, 2):
+            manager.save(model, step)
+        manager.delete(2)
+        told = {"deleted": refusal(manager.wait), "saved again": manager.save(model, 2)}
+    step_writer.StepWriter._is_committed = is_committed
+    dist.barrier()
+    return told | {"in the end": manager.steps}
+
+
 def main():
     number, folder, port, ends = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(number), "WORLD_SIZE": "2"}
@@ -100,6 +115,7 @@ def main():
     told = {}
     if ends == "well":
         told = refusals(model, number, folder) | managed(model, number, folder)
+        told |= deleted(model, number, folder)
     else:
         lm.save(model, folder / "steps", step=1)
         step_writer.PATIENCE_SECONDS = 1.0

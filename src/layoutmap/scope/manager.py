@@ -260,7 +260,10 @@ class CheckpointManager:
         Raises:
             CheckpointError: There is no such step, or it cannot be deleted.
         """
-        self.wait()
+        if self._group is None:
+            self.wait()
+        else:  # where a step is gone before all have seen that it was there, its save has failed
+            self._group.agreed(self.wait, "save")
         number = check_step(step)
         if number not in self.steps and not (self._group and self._group.several):
             raise CheckpointError(
