@@ -3,7 +3,7 @@
     python tools/newest.py                         torch, JAX and TensorFlow, each with the newest Keras: half an hour
     python tools/newest.py torch                   one of them
     python tools/newest.py torch==2.14.1           a release
-    python tools/newest.py --publish               and write what was found into docs/versions.md
+    python tools/newest.py --publish               and write what was found, here and before, into docs/versions.md
 
 The laws of engines and adapters, torch's own database of operators, random programs and which corrections are needed.
 An environment is made in results/newest, of the tests' requirements and the newest releases that pip finds.
@@ -40,7 +40,7 @@ TRIED = {
     ),
     "jax": (
         "jax",
-        ("keras", "flax", "optax"),
+        ("keras", "flax", "optax", "equinox", "dm-haiku"),
         (
             *("engines/test_jax.py", "engines/test_jax_operators.py", "engines/test_jax_corrections.py"),
             *(
@@ -79,11 +79,8 @@ def tried(name: str) -> dict[str, Any]:
         [python, "-m", "pip", "list", "--format", "json"], check=True, capture_output=True, text=True
     )
     package, beside, files = TRIED[framework]
-    releases = {
-        each["name"]: each["version"]
-        for each in json.loads(asked.stdout)
-        if each["name"] in (package, *beside)
-    }
+    installed = {each["name"].replace("_", "-"): each["version"] for each in json.loads(asked.stdout)}
+    releases = {each: installed[each] for each in (package, *beside)}
     print(f"== {name}: trying {', '.join(f'{each} {releases[each]}' for each in releases)}", flush=True)
     told = environment / "told.xml"
     told.unlink(missing_ok=True)
@@ -103,25 +100,25 @@ def tried(name: str) -> dict[str, Any]:
         for case in ET.parse(told).getroot().iter("testcase")
     )
     failed = outcomes["failure"] + outcomes["error"]
-    return {
+    found = {
         "releases": releases,
         "passed": outcomes["passed"],
         "failed": failed,
         "skipped": outcomes["skipped"],
+        "date": str(date.today()),
     }
+    (environment / "found.json").write_text(json.dumps(found))
+    return found
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """What was found, as a table of Markdown."""
-    lines = [
-        f"On {date.today()}, `make test-newest`:",
-        "",
-        "| releases | passed | failed | skipped |",
-        "|---|---|---|---|",
-    ]
+    lines = ["| releases | passed | failed | skipped | on |", "|---|---|---|---|---|"]
     for each in found:
         releases = ", ".join(f"{name} {release}" for name, release in each["releases"].items())
-        lines.append(f"| {releases} | {each['passed']} | {each['failed']} | {each['skipped']} |")
+        lines.append(
+            f"| {releases} | {each['passed']} | {each['failed']} | {each['skipped']} | {each['date']} |"
+        )
     return "\n".join(lines)
 
 
@@ -138,12 +135,14 @@ def main() -> None:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(TRIED)}")
     found = [tried(each) for each in asked.frameworks]
     print(table(found))
+    failed = any(each["failed"] for each in found)
     if asked.publish:
         page = PAGE.read_text()
+        found = [json.loads(each.read_text()) for each in sorted(FOLDER.glob("*/found.json"))]
         PAGE.write_text(
             re.sub(rf"{START}.*{END}", lambda _: f"{START}\n{table(found)}\n{END}", page, flags=re.DOTALL)
         )
-    raise SystemExit(any(each["failed"] for each in found))
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

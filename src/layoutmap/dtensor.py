@@ -256,7 +256,7 @@ def run_on(
 
 
 def fetch_layout(tensor: Any) -> Layout:
-    """The layout of a tensor.
+    """The layout of a tensor, or of the array that a variable of Keras or flax.nnx holds.
 
     Raises:
         LayoutError: The tensor is on no mesh.
@@ -273,7 +273,8 @@ def fetch_layout(tensor: Any) -> Layout:
         `tf.experimental.dtensor.fetch_layout`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/fetch_layout
     """
-    layout = engine_of_array(tensor).layout_of(tensor) if _is_held(tensor) else None
+    array = tensor if _is_held(tensor) else _held_by(tensor)
+    layout = engine_of_array(array).layout_of(array) if _is_held(array) else None
     if layout is None:
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
@@ -290,6 +291,12 @@ def _is_held(value: Any) -> bool:
     except EngineError:
         return False
     return True
+
+
+def _held_by(variable: Any) -> Any:
+    """The array of a variable of flax.nnx or Keras; `None` of any other value."""
+    read = getattr(variable, "get_value", None)
+    return read() if callable(read) else getattr(variable, "value", None)
 
 
 def _engine_for(tensor: Any, engine: str | None) -> Engine:

@@ -110,6 +110,21 @@ def fitted(model):
     return [*history, model.evaluate(x, y, verbose=0), *np.ravel(model.predict(x, verbose=0))]
 
 
+def test_a_distribution_of_keras_changes_nothing():
+    """A model built while Keras's own is set has the layouts of its map, and Keras's holds for models made outside."""
+    mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"), keras.distribution.list_devices())
+    theirs = keras.distribution.LayoutMap(mesh)
+    theirs[".*kernel"] = ("model", None)
+    distribution = keras.distribution.ModelParallel(layout_map=theirs, batch_dim_name="batch")
+    with distribution.scope():
+        model, outside = make_map().build(mlp, batch_dim="batch"), mlp()
+
+    assert ["(unsharded, model)", "(model, batch)"] == [
+        str(lm.dtensor.fetch_layout(layer.kernel)) for layer in model.layers
+    ]
+    assert {"model"} == {layer.kernel.value.sharding.spec[0] for layer in outside.layers}
+
+
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
 def test_a_mesh_that_jax_has_set_changes_nothing(mesh):
     """Inside `jax.set_mesh`, of whatever mesh, a model is built and trained with the numbers of one device."""
