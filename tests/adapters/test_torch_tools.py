@@ -8,7 +8,10 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torch_pairs import X, Y, assert_close, make_map, pair, seeded
+
+import layoutmap as lm
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
@@ -133,3 +136,26 @@ def test_models_of_transformers_generate():
     )
 
     assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize(
+    ("rules", "parts"),
+    [({}, 2), ({r"0\.weight": ("model", None), r"2\.weight": (None, "model")}, 4)],
+    ids=["the batch sharded", "and weights"],
+)
+def test_operations_of_one_device_are_counted(rules, parts):
+    """`FlopCounterMode` counts what one of the devices computes, at the first step as at the next, and says so."""
+
+    def make():
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def counted(model):
+        with FlopCounterMode(display=False) as mode:
+            model(torch.ones(16, 16)).sum().backward()
+        return mode.get_total_flops()
+
+    model = lm.LayoutMap("batch=2,model=2", rules, rest="replicated").build(make, batch_dim="batch")
+    with pytest.warns(lm.LayoutMapWarning, match="the operations of one device are counted"):
+        first = counted(model)
+
+    assert [counted(make()) / parts] * 2 == [first, counted(model)]

@@ -72,6 +72,7 @@ try:
     from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
     from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
     from torch.utils._pytree import tree_leaves, tree_map
+    from torch.utils.flop_counter import _FlopCounterMode as FlopCounting
 
     _DISPATCHER: Any = DTensor._op_dispatcher
     _ENGINE: Any = torch.autograd.Variable._execution_engine

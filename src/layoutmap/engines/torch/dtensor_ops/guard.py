@@ -7,7 +7,9 @@ arguments of some shapes and placements. What it may do it remembers, so a prove
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -69,6 +71,23 @@ _TRUTHS = is_before("2.14")
 
 _RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """Operators that change the shape of a tensor in place, and are views of it without the underscore."""
+
+
+class _Asked(threading.local):
+    """Whether DTensor is asked on this thread how it would compute: it tries operators on tensors without values."""
+
+    is_open = False
+
+    @contextmanager
+    def while_open(self) -> Generator[None]:
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+
+asked = _Asked()
 
 
 def guard(device_mesh: DeviceMesh) -> None:
@@ -167,7 +186,8 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
     if _is_proven(op, name, args, kwargs) and _may_pass(tensors, name) and not (is_empty or is_filled):
         try:
-            answer = own()
+            with asked.while_open():
+                answer = own()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
         else:

@@ -9,12 +9,14 @@ tensor.numpy(), tolist() torch refuses them of all that is no plain tensor
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
 tensor.data_ptr()        torch gives 0, and by `__dlpack__` any memory: a kernel would read and write what is there
 torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded in another order, and gathers often
+FlopCounterMode          torch counts an operator of DTensors as one of global tensors, and others as a device's
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,23 +24,25 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from layoutmap.core.errors import EngineError
+from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
-from layoutmap.engines.torch.dtensor_ops.guard import guard, is_guarded
+from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed, summed_placements
 from layoutmap.engines.torch.private import (
+    FlopCounting,
     PlainTensorsReplicated,
     local_of,
     orthogonal_updates,
     plainly,
     set_pieces,
     spec_of,
+    tree_leaves,
 )
 from layoutmap.engines.torch.unseen import count, hide, memory_of
 
@@ -139,13 +143,34 @@ def _orthogonal(own: Callable[..., torch.Tensor], gradient: Any, *options: Any) 
     return like(own(full_tensor(gradient), *options), gradient)
 
 
-def _method(name: str, instead: Callable[..., Any]) -> Attribute:
-    """The patch that has a function called in the place of a method of `DTensor`, with what torch does first."""
+@plainly
+def _counted(
+    own: Callable[..., Any], mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """The result of an operator under `FlopCounterMode`, which counts what one device computes of it."""
+    if asked.is_open:
+        return op(*args, **(kwargs or {}))
+    leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
+    if not any(is_guarded(each.device_mesh) for each in leaves):
+        found = own(mode, op, types, args, kwargs)
+        # Of sizes and strides it knows nothing: simulated devices ask for them by operators, on plain tensors.
+        return op(*args, **(kwargs or {})) if found is NotImplemented and not types else found
+    warnings.warn(
+        "FlopCounterMode: of tensors on a mesh the operations of one device are counted\n"
+        "  fix   for those of all devices together, count the plain model: a step has the same",
+        LayoutMapWarning,
+        stacklevel=level_of_user({"torch", "functools"}),
+    )
+    return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
+
+
+def _method(name: str, instead: Callable[..., Any], of: Any = DTensor) -> Attribute:
+    """The patch that has a function called in the place of a method, with what torch does first."""
 
     def make(own: Any) -> Any:
         return functools.wraps(own)(lambda *args, **kwargs: instead(own, *args, **kwargs))
 
-    return Attribute(DTensor, name, make)
+    return Attribute(of, name, make)
 
 
 _CHANGES = (
@@ -165,6 +190,7 @@ _CHANGES = (
     _method("tolist", _on_plain),
     _method("__format__", _formatted),
     _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),
+    _method("__torch_dispatch__", _counted, FlopCounting),
     orthogonal_updates(_orthogonal),
     PlainTensorsReplicated(),
 )
