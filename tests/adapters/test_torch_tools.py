@@ -154,7 +154,9 @@ def test_operations_of_one_device_are_counted(rules, parts):
             model(torch.ones(16, 16)).sum().backward()
         return mode.get_total_flops()
 
-    model = lm.LayoutMap("batch=2,model=2", rules, rest="replicated").build(make, batch_dim="batch")
+    model = lm.LayoutMap("batch=2,model=2", rules, rest="replicated").build(
+        make, library="torch", batch_dim="batch"
+    )
     with pytest.warns(lm.LayoutMapWarning, match="the operations of one device are counted"):
         first = counted(model)
 

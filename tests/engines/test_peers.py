@@ -27,6 +27,7 @@ CASES = {  # of each process its status, and the first lines of stdout and stder
     "first killed": [KILLED, ended(0)],
     "killed with a child": [ended(1), KILLED],
     "raises": [ended(1), failed()],
+    "fails at once": [failed(), KILLED],
     "exits": [ended(1), (3, "", "")],
     "has ended": [failed(), TO_THE_END],
     "staggered": [TO_THE_END] * 3,
@@ -62,6 +63,11 @@ def test_a_process_ends_if_one_that_it_needs_has_ended(told, case):
 def test_it_is_said_once(told):
     """However many scopes and steps are in use."""
     assert 1 == told["killed in two scopes"]["0"][2].count("has ended")
+
+
+def test_whose_end_an_error_comes_from_is_said(told):
+    """Also if the error ends the process before it hears of it."""
+    assert "layoutmap: process 1 of this program has ended" in told["fails at once"]["0"][2]
 
 
 def test_processes_that_cannot_reach_each_other_warn(told):

@@ -34,6 +34,9 @@ _CONNECTING_SECONDS, _ANSWER_SECONDS = 10.0, 3.0
 _SILENT_HOST = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A host that is gone closes nothing: its connections are lost after a minute without answers of its system."""
 
+_LATE_SECONDS = 0.5
+"""How long a process that an error ends waits to hear of another's end, which may have caused it: it is said then."""
+
 _HERE = "here\n"
 """The answer of a process to the first one's welcome: from there on each of them hears the other one."""
 
@@ -104,6 +107,7 @@ class _Hearing:
         self.ended: dict[int, str] = {}
         self._is_closed = False
         self._error: EngineError | None = None
+        self._has_said = threading.Event()
         _close_in_forks()
         _alive.add(self)
         atexit.register(self.leave)
@@ -124,7 +128,10 @@ class _Hearing:
 
     def leave(self) -> None:
         """Say that this process ends, and why if that is an error; it goes on hearing of others."""
-        self._say(self._number, self._num_begun, _uncaught())
+        error = _uncaught()
+        self._say(self._number, self._num_begun, error)
+        if error:
+            self._has_said.wait(_LATE_SECONDS)
 
     def close(self) -> None:
         """Leave, and hear nothing any more."""
@@ -188,6 +195,7 @@ class _Hearing:
         # Past Python's files: the lock of one may be held by a thread that will run no more.
         with suppress(OSError):
             os.write(2, f"layoutmap: {self._error}\n".encode())
+        self._has_said.set()
         time.sleep(self._grace_seconds)
         self._say(self._number, 0, f"it ended since process {process} did")
         os._exit(1)
