@@ -222,7 +222,7 @@ EXPORTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 @pytest.mark.parametrize("name", EXPORTS)
 def test_a_graph_for_one_device(name):
     """A module in layouts that is exported is refused, and the plain one that the error advises has its values."""
