@@ -13,15 +13,13 @@ TensorFlow is counted apart, and so is what on one device differs by more where 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import subprocess
 import sys
-import time
 import warnings
-from collections import Counter
 from pathlib import Path
+
+from families import tell, try_each
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE, STEPS = 1e-4, 2
@@ -77,24 +75,6 @@ def adapter_step(model, data) -> None:
     KerasAdapter().train_step(model, data)
 
 
-def tell(name: str, what: str, why: str) -> None:
-    """Write what came of a family."""
-    print(json.dumps({"family": name, "what": what, "why": why}), flush=True)
-
-
-def tried(name: str, seconds: float) -> dict[str, str]:
-    """What came of a family in a process of its own."""
-    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, __file__, "--child", name]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"family": name, "what": "no end", "why": f"over {seconds:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"family"')]
-    ended = {"family": name, "what": "failed", "why": f"the process ended: {done.stderr[-500:]}"}
-    return json.loads(lines[-1]) if lines else ended
-
-
 def main() -> None:
     """Try families and print a line for each, and how many trained."""
     parser = argparse.ArgumentParser(
@@ -115,16 +95,8 @@ def main() -> None:
     names = asked.family or random.Random(asked.seed).sample(
         sorted(hub_families.FAMILIES), k=len(hub_families.FAMILIES)
     )
-    counts: Counter[str] = Counter()
-    for name in names[: asked.count]:
-        begun = time.perf_counter()
-        result = tried(name, asked.seconds)
-        counts[result["what"]] += 1
-        print(
-            f"{name:<16} {result['what']:<20} {time.perf_counter() - begun:4.0f} s  {result['why']}",
-            flush=True,
-        )
-    print(", ".join(f"{number} {what}" for what, number in counts.most_common()))
+    environment = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try_each(names[: asked.count], (), environment, asked.seconds)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,12 @@ own. What plain torch does not make small, train or generate is counted apart.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import subprocess
-import sys
-import time
 import warnings
-from collections import Counter
 from contextlib import suppress
 from typing import Any
+
+from families import tell, try_each
 
 TOLERANCE = 1e-4
 SIZES = {
@@ -69,7 +65,7 @@ def child(name: str, seed: int) -> None:
     try:
         config = transformers.CONFIG_MAPPING[name]()
         for size, value in SIZES.items():
-            with suppress(AttributeError, NotImplementedError):
+            with suppress(AttributeError, NotImplementedError):  # a size that this family does not have
                 getattr(config, size)
                 setattr(config, size, value)
         with torch.device("meta"):
@@ -79,7 +75,7 @@ def child(name: str, seed: int) -> None:
             return
         plain = make()
         expected = step(plain)
-    except Exception as error:
+    except Exception as error:  # of any kind: nothing of this library has run
         tell(name, "not on plain torch", f"{type(error).__name__}: {str(error).splitlines()[:1]}")
         return
     choose = random.Random(f"{seed} {name}")
@@ -104,7 +100,7 @@ def child(name: str, seed: int) -> None:
             stage = f"generation, {cache} cache"
             try:
                 one = generated(plain, cache)
-            except Exception:
+            except Exception:  # plain torch does not generate so; what did is told
                 continue
             if not torch.equal(one, generated(model, cache)):
                 tell(name, "wrong", stage)
@@ -118,7 +114,8 @@ def child(name: str, seed: int) -> None:
 
 def drawn_spec(choose: random.Random, shape: tuple[int, ...]) -> tuple[str | None, ...]:
     """Return a valid spec of a weight, that shards at most two axes."""
-    dims, spec = choose.sample(["batch", "model"], 2), [None] * len(shape)
+    dims = choose.sample(["batch", "model"], 2)
+    spec: list[str | None] = [None] * len(shape)
     for axis in choose.sample(range(len(shape)), len(shape)):
         if dims and shape[axis] % 2 == 0 and choose.random() < 0.6:
             spec[axis] = dims.pop()
@@ -154,24 +151,6 @@ def generated(model: Any, cache: str) -> Any:
     )
 
 
-def tell(name: str, what: str, why: str) -> None:
-    """Write what came of a family."""
-    print(json.dumps({"family": name, "what": what, "why": why}), flush=True)
-
-
-def tried(name: str, seed: int, seconds: float) -> dict[str, str]:
-    """What came of a family in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, "--seed", str(seed)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"family": name, "what": "no end", "why": f"over {seconds:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"family"')]
-    ended = {"family": name, "what": "failed", "why": f"the process ended: {done.stderr[-500:]}"}
-    return json.loads(lines[-1]) if lines else ended
-
-
 def main() -> None:
     """Try families and print a line for each, and how many were right."""
     parser = argparse.ArgumentParser(
@@ -190,16 +169,8 @@ def main() -> None:
 
     known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     names = asked.family or random.Random(asked.seed).sample(known, k=len(known))
-    counts: Counter[str] = Counter()
-    for name in names[: asked.count]:
-        begun = time.perf_counter()
-        result = tried(name, asked.seed, asked.seconds)
-        counts[result["what"]] += 1
-        print(
-            f"{name:<20} {result['what']:<18} {time.perf_counter() - begun:4.0f} s  {result['why']}",
-            flush=True,
-        )
-    print(", ".join(f"{number} {what}" for what, number in counts.most_common()))
+    options = ("--seed", str(asked.seed))
+    try_each(names[: asked.count], options, {"HF_HUB_OFFLINE": "1"}, asked.seconds)
 
 
 if __name__ == "__main__":

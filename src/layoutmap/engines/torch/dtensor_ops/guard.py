@@ -66,8 +66,8 @@ _FROM_THE_START = (
 )
 """Operators whose axis DTensor takes for another one if it is negative, or fails for: its place among the arguments."""
 
-_TRUTHS = is_before("2.14")
-"""Whether a partial sum of truths, which is made by `or`, is added up where DTensor multiplies it with numbers."""
+_ADDS_BOOLEANS = is_before("2.14")
+"""Whether DTensor adds up a partial `or` of booleans as a sum where it is multiplied with numbers."""
 
 _RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """Operators that change the shape of a tensor in place, and are views of it without the underscore."""
@@ -80,11 +80,11 @@ class _Asked(threading.local):
 
     @contextmanager
     def while_open(self) -> Generator[None]:
-        self.is_open = True
+        before, self.is_open = self.is_open, True
         try:
             yield
         finally:
-            self.is_open = False
+            self.is_open = before
 
 
 asked = _Asked()
@@ -242,7 +242,7 @@ def _may_pass(tensors: list[Any], name: str) -> bool:
     """Whether DTensor's own way is right for the placements of these tensors."""
     if name in ("alias", "detach"):  # what autograd saves is the tensor itself
         return True
-    if _TRUTHS and any(
+    if _ADDS_BOOLEANS and any(
         each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors
     ):
         return False

@@ -143,6 +143,9 @@ def _orthogonal(own: Callable[..., torch.Tensor], gradient: Any, *options: Any) 
     return like(own(full_tensor(gradient), *options), gradient)
 
 
+_SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
+
+
 @plainly
 def _counted(
     own: Callable[..., Any], mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -150,17 +153,21 @@ def _counted(
     """The result of an operator under `FlopCounterMode`, which counts what one device computes of it."""
     if asked.is_open:
         return op(*args, **(kwargs or {}))
-    leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
-    if not any(is_guarded(each.device_mesh) for each in leaves):
+    leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+    each = next((each for each in leaves if is_guarded(each.device_mesh)), None)
+    if each is None:
         found = own(mode, op, types, args, kwargs)
         # Of sizes and strides it knows nothing: simulated devices ask for them by operators, on plain tensors.
         return op(*args, **(kwargs or {})) if found is NotImplemented and not types else found
-    warnings.warn(
-        "FlopCounterMode: of tensors on a mesh the operations of one device are counted\n"
-        "  fix   for those of all devices together, count the plain model: a step has the same",
-        LayoutMapWarning,
-        stacklevel=level_of_user({"torch", "functools"}),
-    )
+    if not hasattr(mode, _SAID):
+        setattr(mode, _SAID, True)
+        warning = LayoutMapWarning(
+            "FlopCounterMode counts the operations of one device",
+            facts={"mesh": str(tuple(each.device_mesh.shape))},
+            why="each device computes its shards, and what is replicated is computed by several",
+            fix="for the operations of the whole batch, count them with the plain model",
+        )
+        warnings.warn(warning, stacklevel=level_of_user({"torch", "functools"}))
     return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
 
 
