@@ -9,7 +9,8 @@ import pytest
 import torch
 from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn, smallest_with
 
-from layoutmap.adapters.torch.training import call
+from layoutmap.adapters import get_adapter
+from layoutmap.adapters.torch.training import call, loss_of
 from layoutmap.testing import models
 from layoutmap.testing.models.torch.kinds import KINDS
 
@@ -62,6 +63,34 @@ def test_modules_return_the_shapes_that_rules_for_activations_are_drawn_for(seed
     call(made, case.batch)
 
     assert dict(case.model.layer_outputs) == found
+
+
+@pytest.mark.parametrize("first", [0, 100, 200])
+def test_a_plain_model_computes_on_the_device_of_its_weights(first):
+    """No part makes a tensor elsewhere, and the batch is put there: on torch's device without values, too."""
+    refused = set()
+    for seed in range(first, first + 100):
+        case = models.draw(seed, "torch")
+        try:
+            assert "meta" == loss_of(case.make_model().to("meta"), case.batch).device.type
+        except RuntimeError as error:  # some outputs are read as numbers, and there are none
+            refused.add(str(error))
+
+    assert {"Tensor.item() cannot be called on meta tensors"} >= refused
+
+
+def test_a_plain_model_is_on_a_device_of_the_meshs_type():
+    """Torch makes it on the CPU; beside a mesh of GPUs it is moved to one, which torch refuses where there is none."""
+    model = torch.nn.Linear(4, 4)
+    assert {"cpu"} == {
+        each.device.type for each in get_adapter("torch").on_one_device(model, "CPU").parameters()
+    }
+    if torch.cuda.is_available():
+        moved = get_adapter("torch").on_one_device(model, "GPU")
+        assert {"cuda"} == {each.device.type for each in moved.parameters()}
+    else:
+        with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda"):
+            get_adapter("torch").on_one_device(model, "GPU")
 
 
 def test_drawing_needs_no_torch():

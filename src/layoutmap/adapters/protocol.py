@@ -250,6 +250,10 @@ class Training(Building, Protocol):
         """
         ...
 
+    def on_one_device(self, model: Any, device_type: str) -> Any:
+        """Return a plain model, and have its variables on one device of a type, such as `"GPU"`, where they are not."""
+        return model
+
     def forward(self, model: Any, batch: Any) -> Any:
         """Return what a model returns for a batch, in inference; numpy arrays, nested as the model nests them."""
         ...

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from layoutmap.adapters import Training, capable, get_adapter, imported_adapter
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines import get_engine
 from layoutmap.scope.arguments import check_maker
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
@@ -172,7 +173,7 @@ def check_parity(
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
         adapter.complete(sharded, batch)
         adapter.set_seed(seed)
-        plain = make_model()
+        plain = plain_beside(adapter, make_model, layout_map)
         _check_apart(adapter, plain, sharded)
         adapter.complete(plain, batch)
         report = compared(adapter, plain, sharded, batch, steps=steps, tolerance=tolerance)
@@ -189,6 +190,13 @@ def check_parity(
             fix=_fix(first),
         )
     return report
+
+
+def plain_beside(adapter: Training, make_model: Callable[[], Any], layout_map: LayoutMap) -> Any:
+    """Return another plain model, on one device of the type that the mesh of a map has."""
+    assert layout_map.mesh is not None  # else no model is built
+    mesh = get_engine(adapter.engine_name).bind(layout_map.mesh)
+    return adapter.on_one_device(make_model(), str(mesh.device_type))
 
 
 def compared(

@@ -32,6 +32,7 @@ from layoutmap.adapters.torch.training import (
 )
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.torch.devices import torch_type
 from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes, uncompiled
 
 __all__ = ["TorchAdapter", "adapter", "train_with"]
@@ -127,6 +128,10 @@ class TorchAdapter(Adapter):
         """Return the tensors of a model that any program has made, and the slots of its optimizer."""
         found = [Stored(entry.spec, entry.found.tensor) for entry in entries_of([uncompiled(model)])]
         return found + slots_of(found, optimizer or training_of(model).optimizer)
+
+    def on_one_device(self, model: Any, device_type: str) -> Any:
+        """Move a plain model, which torch makes on the CPU, to a device of a type; returns it."""
+        return model.to(torch_type(device_type))
 
     def context_of(self, model: Any) -> ScopeContext | None:
         """Return the scope that a model, or any module in it, was laid out in."""

@@ -72,11 +72,10 @@ def training_of(model: torch.nn.Module) -> Training:
 def call(model: torch.nn.Module, batch: Any) -> Any:
     """The output of a model for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
     inputs = batch if isinstance(batch, Mapping) else batch[0]
-    if isinstance(inputs, Mapping):
-        return model(**{name: _tensor(value) for name, value in inputs.items()})
-    if isinstance(inputs, (tuple, list)):
-        return model(*map(_tensor, inputs))
-    return model(_tensor(inputs))
+    tensors = _tensors(inputs, _device_of(model))
+    if isinstance(tensors, dict):
+        return model(**tensors)
+    return model(*tensors) if isinstance(tensors, list) else model(tensors)
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -94,7 +93,7 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
-        return loss(output, _tensor(batch[1]))
+        return loss(output, _tensors(batch[1], _device_of(model)))
     found = scalar_loss(output)
     if found is not None:
         return found
@@ -164,14 +163,16 @@ def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:
     return [read(tensor) for tensor in tensors_in(output)]
 
 
-def _tensor(value: Any) -> Any:
-    """A tensor for an array, also of those in tuples, lists and mappings, which several outputs have for targets."""
-    if isinstance(value, Mapping):
-        return {name: _tensor(each) for name, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_tensor(each) for each in value]
-    return (
-        torch.as_tensor(value)
-        if hasattr(value, "__array__") and not isinstance(value, torch.Tensor)
-        else value
-    )
+def _tensors(values: Any, device: torch.device | None) -> Any:
+    """Tensors for arrays, also of those in tuples, lists and mappings, which several outputs have for targets."""
+    if isinstance(values, Mapping):
+        return {name: _tensors(each, device) for name, each in values.items()}
+    if isinstance(values, (tuple, list)):
+        return [_tensors(each, device) for each in values]
+    is_array = hasattr(values, "__array__") and not isinstance(values, torch.Tensor)
+    return torch.as_tensor(values, device=device) if is_array else values
+
+
+def _device_of(model: torch.nn.Module) -> torch.device | None:
+    """The device of a model's weights, and so of its batches; `None`: it has none."""
+    return next((each.device for each in model.parameters()), None)

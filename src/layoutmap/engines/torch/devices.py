@@ -82,6 +82,11 @@ def _fix_too_few(size: int) -> str:
     return f"restart the program with torchrun --nproc-per-node {size}, or make the mesh smaller"
 
 
+def torch_type(device_type: str) -> str:
+    """Torch's name of a device type: `"cuda"` for `"GPU"`."""
+    return _TYPES[device_type]
+
+
 def _rank(name: str) -> int:
     return int(name.rpartition(":")[2])
 
@@ -132,7 +137,7 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     check_order(mesh)
     names = list(bound.devices or ())
     ranks = np.array([_rank(name) for name in names]).reshape(bound.shape)
-    kind = _TYPES[names[0].partition(":")[0]]
+    kind = torch_type(names[0].partition(":")[0])
     key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.group())
     with _lock:
         if key not in _device_meshes:

@@ -16,7 +16,7 @@ from layoutmap.adapters import Adapter, capable, get_adapter
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.scope.group import Group
-from layoutmap.scope.parity import ParityRow, compared, compared_numbers, compared_variables
+from layoutmap.scope.parity import ParityRow, compared, compared_numbers, compared_variables, plain_beside
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import build
 from layoutmap.testing.models.cases import EPSILONS, Case
@@ -158,7 +158,7 @@ class Trial:
     def plain(self) -> Any:
         """Return another plain model, with all that training makes."""
         self.adapter.set_seed(_SEED)
-        model = self.case.make_model()
+        model = plain_beside(self.adapter, self.case.make_model, self.case.layout_map)
         self.adapter.complete(model, self.case.batch)
         return model
 

@@ -62,8 +62,8 @@ _DRAWN: dict[str, Callable[[Choices, Shape], Any]] = {
     "k": lambda choices, s: choices.one_of(*(n for n in (2, 4, 1, 8, 3, 7) if s[-1] % n == 0)),
     "g": lambda choices, s: choices.one_of(*divisors(s[0])),
     "a": lambda choices, s: choices.one_of(*range(1, len(s) + 1)),
-    "i": lambda choices, s: f"torch.tensor({[choices.below(s[0]) for _ in range(choices.one_of(4, 3))]})",
-    "c": lambda choices, s: f"torch.ones({s[0]}, {s[0]}, dtype=torch.bool).triu(1)",
+    "i": lambda choices, s: str([choices.below(s[0]) for _ in range(choices.one_of(4, 3))]),
+    "c": lambda choices, s: f"torch.ones({s[0]}, {s[0]}, dtype=torch.bool, device={{x}}.device).triu(1)",
     "matrix": _matrix,
     "size": lambda choices, s: choices.one_of(s[-1:], s),
     "bias": lambda choices, s: choices.one_of("", "", ", bias=False"),
@@ -170,7 +170,8 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
     "Cell": (_SEQUENCE, 10, {lambda s, d: (d["z"],): """
         nn.GRUCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
         nn.RNNCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
-        nn.LSTMCell({w}, {z}) -> c = torch.zeros(len({x}), {z}); for t in {x}.unbind(1): {y}, c = {m}(t, ({y}, c))"""}),
+        nn.LSTMCell({w}, {z}) -> c = {x}.new_zeros(len({x}), {z}); for t in {x}.unbind(1): {y}, c = {m}(t, ({y}, c))
+        """}),
     "MultiheadAttention": (_SEQUENCE, 8, attention),
     "TransformerEncoder": (_SEQUENCE, 6, {_same: """
         nn.TransformerEncoderLayer({w}, {k}, 16, dropout=0.0, batch_first=True)
@@ -285,12 +286,12 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         torch.einsum('bl...,bl...->b...', {x}, {x}.softmax(1))"""}),
     "lookup": (_ANY, 3, {
         _some: """
-        {x}[:, {i}]
-        {x}.index_select(1, {i})""",
+        {x}[:, torch.tensor({i}, device={x}.device)]
+        {x}.index_select(1, torch.tensor({i}, device={x}.device))""",
         _same: """
-        {x}.gather(-1, torch.arange({w}).flip(0).expand({x}.shape))
+        {x}.gather(-1, torch.arange({w}, device={x}.device).flip(0).expand({x}.shape))
         torch.zeros_like({x}).scatter_add(1, torch.zeros_like({x}, dtype=torch.long), {x})
-        torch.zeros_like({x}).index_add(1, torch.arange({f}).flip(0), {x})"""}),
+        torch.zeros_like({x}).index_add(1, torch.arange({f}, device={x}.device).flip(0), {x})"""}),
     "along": (_ANY, 4, {_same: """
         {x}.softmax({a})
         {x}.cumsum({a}) / 8
@@ -312,10 +313,10 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
     # Elements.
     "where": (_ANY, 3, {_same: """
         torch.where({x} > 0, {x}, 0.1 * {x})
-        {x}.masked_fill(torch.arange({w}) % 3 == 0, 0.0)
+        {x}.masked_fill(torch.arange({w}, device={x}.device) % 3 == 0, 0.0)
         {x} * ({x} > 0)
         {x}.clamp(-1, 1)
-        torch.where(torch.arange({w}) < 2, {x}, {x}.tanh())"""}),
+        torch.where(torch.arange({w}, device={x}.device) < 2, {x}, {x}.tanh())"""}),
     "in_place": (_ANY, 5, {_same: """
         {x} * 1; {y}.add_(1).mul_(0.5)
         {x}.clone(); {y}.relu_()
@@ -340,7 +341,7 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         torch.addcmul({x}, {x}.tanh(), {x}.sigmoid(), value=0.5)
         torch.log1p({x}.abs())
         {x} + 0.1 * torch.randn_like({x}) * self.training
-        torch.hypot({x}, torch.ones(1))
+        torch.hypot({x}, {x}.new_ones(1))
         {x}.to(torch.float64).tanh().to({x}.dtype)"""}),
 }  # fmt: skip
 

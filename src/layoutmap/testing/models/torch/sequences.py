@@ -48,6 +48,6 @@ def attention(
         batch_first=True,
     )
     heads = choices.one_of(*(n for n in (2, 4, 1, 8, 3, 7) if width % n == 0))
-    mask = f", attn_mask=torch.ones({length}, {keys}, dtype=torch.bool).triu(1)"
+    mask = f", attn_mask=torch.ones({length}, {keys}, dtype=torch.bool, device={{x}}.device).triu(1)"
     called = f"{{m}}({{x}}, {other}, {other}{choices.one_of('', ', need_weights=False', mask)})[0]"
     return f"nn.MultiheadAttention({width}, {heads}{options})", called, shape
