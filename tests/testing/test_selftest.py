@@ -183,6 +183,23 @@ def test_a_step_is_measured_beside_what_was_counted(run):
 
 
 @pytest.mark.long
+def test_a_save_that_is_killed_is_found_where_it_counts(run, tmp_path):
+    """Killed runs leave whole steps for any mesh; written under its own name, a step is left broken."""
+    options = ("--only", f"saves-{HERE}", "--count", "4", "--folder", str(tmp_path))
+    code, said, _ = run(*options)
+    assert 0 == code, said
+
+    hidden = 'return f".step-{step}.{token}"'
+    source = with_fault(tmp_path, "checkpoint/storage.py", hidden, 'return f"step-{step}"')
+    code, said, found = run(*options, source=source)
+
+    assert 1 == code, said
+    assert {"a save that is killed leaves the step before it, for any mesh"} == {
+        each["law"] for each in found["failures"]
+    }
+
+
+@pytest.mark.long
 def test_a_full_disk_is_named(run):
     """Where a checkpoint cannot be written, the law that saves one fails, and says so."""
 

@@ -39,7 +39,7 @@ class Tried:
     """The outcome of a law on a case of a subject.
 
     Args:
-        subject: One of `SUBJECTS`, `ARRAYS` or `SPEEDS`.
+        subject: One of `SUBJECTS` or `WITHOUT_MODELS`.
         seed: The seed of the case.
         outcome: The law and what came of it.
         program: The case as a program, where the law did not hold.
@@ -56,7 +56,7 @@ class Schedule:
     """Cases to be tried, and how far that is.
 
     Args:
-        subjects: Names of `SUBJECTS`, `ARRAYS` and `SPEEDS`.
+        subjects: Names of `SUBJECTS` and `WITHOUT_MODELS`.
         seed: The first seed of each subject.
         seconds: When no new case is begun, and cases in work are left without an outcome.
         count: How many cases of each subject to try; `None`: as many as the time allows.

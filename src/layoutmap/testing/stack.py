@@ -56,23 +56,38 @@ def _on_jax(width: int) -> Any:
     )
 
 
-_MAKES: dict[str, Callable[[int], Any]] = {"jax": _on_jax, "torch": _on_torch}
+def _on_tensorflow(width: int) -> Any:
+    import keras
+
+    layers = [keras.layers.Dense(width, use_bias=False) for _ in range(_LAYERS)]
+    return keras.Sequential([keras.Input((width,)), *layers])
+
+
+_MAKES: dict[str, Callable[[int], Any]] = {
+    "jax": _on_jax,
+    "torch": _on_torch,
+    "tensorflow": _on_tensorflow,
+}
 
 
 class Stack:
     """The stack, on a mesh.
 
     Args:
-        engine: The engine's name, which is that of the library.
+        engine: The engine's name, which is that of the library, but for Keras on TensorFlow.
         dims: The mesh.
         width: The width of its layers, and the number of rows of its batch: a multiple of the mesh's size.
     """
 
     def __init__(self, engine: str, dims: str, width: int):
         self.mesh = Mesh(None, dims)
-        self.library, self._make, self.width = engine, partial(_MAKES[engine], width), width
+        self.library = {"tensorflow": "keras"}.get(engine, engine)
+        self._make, self.width = partial(_MAKES[engine], width), width
         dim = next((dim.name for dim in self.mesh.mesh_dims if dim.size > 1), self.mesh.dim_names[0])
-        self._map, self._dim = LayoutMap(self.mesh, {r".*weight": (dim, None)}), dim
+        self._map, self._dim = (
+            LayoutMap(self.mesh, {r".*(weight|kernel)": (dim, None)}, uneven="replicate"),
+            dim,
+        )
 
     @property
     def batch(self) -> tuple[Any, Any]:

@@ -68,11 +68,15 @@ _TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
 ARRAYS = {f"arrays-{name}": Subject(f"arrays of {title}", "", name) for name, title in _TITLES.items()}
 """Subjects without a model library."""
 
+SAVES = {f"saves-{name}": Subject(f"killed saves on {title}", "", name) for name, title in _TITLES.items()}
+"""Subjects whose saves are killed."""
 
 SPEEDS = {f"speeds-{name}": Subject(f"speeds of {title}", "", name) for name, title in _TITLES.items()}
 """Subjects of which is measured how fast they are."""
 
+WITHOUT_MODELS = SPEEDS | ARRAYS | SAVES
+
 
 def subject_named(name: str) -> Subject:
-    """Return the subject of a name of `SUBJECTS`, `ARRAYS` or `SPEEDS`."""
-    return (SUBJECTS | ARRAYS | SPEEDS)[name]
+    """Return the subject of a name of `SUBJECTS`, or of one of those without models."""
+    return (SUBJECTS | WITHOUT_MODELS)[name]

@@ -23,12 +23,13 @@ from layoutmap.scope.devices import devices, simulate_devices
 from layoutmap.scope.group import Group
 from layoutmap.testing import models
 from layoutmap.testing.arrays import try_arrays
+from layoutmap.testing.killed_runs import try_killed_saves
 from layoutmap.testing.laws import PRECISIONS, Outcome, quiet, try_case
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
 from layoutmap.testing.products import product_facts
 from layoutmap.testing.speeds import host_facts, try_speeds
-from layoutmap.testing.subjects import SPEEDS, subject_named
+from layoutmap.testing.subjects import ARRAYS, SPEEDS, WITHOUT_MODELS, subject_named
 
 OWN_OPTIMIZER = 4
 """One in so many cases keeps the optimizer that was drawn for it; the others have SGD, which hides no wrong scale."""
@@ -46,16 +47,18 @@ def try_seed(
     """Yield what came of each law on the case of a seed, with the case as a program where the law did not hold.
 
     Args:
-        subject: One of `SUBJECTS`, `ARRAYS` or `SPEEDS`.
+        subject: One of `SUBJECTS` or `WITHOUT_MODELS`.
         seed: The seed.
         laws: Names of laws of models; none: all.
         there: The devices that there are.
     """
-    if subject in SPEEDS:
-        yield from ((outcome, "") for outcome in try_speeds(subject_named(subject).engine, seed, there))
+    engine = subject_named(subject).engine
+    if subject in ARRAYS:
+        yield from try_arrays(engine, seed, there)
         return
-    if not subject_named(subject).library:
-        yield from try_arrays(subject_named(subject).engine, seed, there)
+    if subject in WITHOUT_MODELS:
+        measure = try_speeds if subject in SPEEDS else try_killed_saves
+        yield from ((outcome, "") for outcome in measure(engine, seed, there))
         return
     try:
         with quiet():

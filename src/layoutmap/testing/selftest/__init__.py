@@ -28,7 +28,7 @@ from layoutmap.scope.progress import Waiting
 from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.selftest.report import Report
-from layoutmap.testing.subjects import ARRAYS, SPEEDS, SUBJECTS
+from layoutmap.testing.subjects import SUBJECTS, WITHOUT_MODELS
 
 _LIBRARIES = {"keras": "keras", "nnx": "flax"}
 """The package of a kind of models, besides that of the engine."""
@@ -132,10 +132,10 @@ def _facts(options: Any, seed: int) -> dict[str, str]:
 
 
 def _subjects(engines: Collection[str], only: Collection[str]) -> list[str]:
-    """The subjects that can be tried, of those that are wanted: speeds and arrays first, then installed libraries."""
+    """The subjects that can be tried, of those that are wanted: libraries that are installed come last."""
     found = [
         name
-        for name, each in (SPEEDS | ARRAYS | SUBJECTS).items()
+        for name, each in (WITHOUT_MODELS | SUBJECTS).items()
         if each.engine in engines and find_spec(_LIBRARIES.get(each.library, "numpy")) is not None
     ]
     wanted = [name for name in found if name in (only or found)]
