@@ -4,37 +4,14 @@ import forked
 import pytest
 
 from layoutmap.engines.tensorflow.selfcheck import FAULTS
+from layoutmap.testing.faults import FAULTS as KNOWN
+from layoutmap.testing.faults import printed
 
 PROCESSES = ("tensorflow",)
 pytestmark = pytest.mark.every_case
 
 COMBINING, ALL_TO_ALL = (fault.setting for fault in FAULTS)
 
-STEP = """
-whole = dtensor.Layout.replicated(mesh, 1)
-first, second, first_sum, second_sum = (
-    dtensor.DVariable(dtensor.relayout(tf.zeros(4), whole)) for _ in range(4)
-)
-rows = dtensor.relayout(tf.ones((8, 4)), dtensor.Layout(["x", "unsharded"], mesh))
-
-@tf.function
-def step(rows):
-    total, double = tf.reduce_sum(rows, 0), tf.reduce_sum(rows * 2, 0)
-    first_sum.assign(first_sum * 0.9 + total)
-    first.assign_add(first_sum)
-    second_sum.assign(second_sum * 0.9 + double)
-    second.assign_add(second_sum)
-
-step(rows)
-print(first.numpy()[0])
-"""
-RELAYOUT = """
-values = np.arange(2 * 8 * 8 * 2).reshape(2, 8, 8, 2)
-moved = dtensor.copy_to_mesh(tf.constant(values), dtensor.Layout.replicated(mesh, 4))
-for axis in (1, 2):
-    moved = dtensor.relayout(moved, dtensor.Layout(["x" if each == axis else "unsharded" for each in range(4)], mesh))
-print(np.array_equal(dtensor.relayout(moved, dtensor.Layout.replicated(mesh, 4)).numpy(), values))
-"""
 FIRST_USE = 'dtensor.relayout(tf.zeros(8), dtensor.Layout(["x"], mesh))\n'
 REFUSAL = """
 import layoutmap as lm
@@ -75,18 +52,12 @@ RIGHT = {
     "nothing is done before": (REFUSAL, {}),
     "a variable is the first thing that is made": (VARIABLE_FIRST + REFUSAL, {}),
 }
-TENSORFLOWS = {
-    "combining": (STEP, {}),
-    "no combining": (STEP, {COMBINING: "0"}),
-    "all-to-all": (RELAYOUT, {}),
-    "no all-to-all": (RELAYOUT, {ALL_TO_ALL: "0"}),
-}
 
 
 @pytest.fixture(scope="module")
 def outputs():
     """What each of the texts prints."""
-    jobs = {**WRONG, **RIGHT, **TENSORFLOWS}
+    jobs = {**WRONG, **RIGHT}
     unset: dict[str, str | None] = {COMBINING: None, ALL_TO_ALL: None}
     ran = forked.wait_for_all(
         [
@@ -99,13 +70,10 @@ def outputs():
     return {name: each.stdout for name, each in zip(jobs, ran, strict=True)}
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [("combining", "0.0"), ("no combining", "8.0"), ("all-to-all", "False"), ("no all-to-all", "True")],
-)
-def test_tensorflow_computes_wrongly_unless_it_is_set_right(case, expected, outputs):
+@pytest.mark.parametrize("fault", KNOWN["tensorflow"](), ids=lambda fault: fault.title)
+def test_tensorflow_computes_wrongly_unless_it_is_set_right(fault):
     """In TensorFlow 2.21 a step leaves a variable at 0 that must become 8, and a relayout mixes up blocks."""
-    assert f"{expected}\n" == outputs[case]
+    assert [0.0, 1.0] == [printed(program)[0] for program in (fault.alone, fault.corrected)]
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -182,6 +182,37 @@ def test_a_step_is_measured_beside_what_was_counted(run):
     assert 2 == said.count("not reported")
 
 
+TAKEN_AWAY = {
+    "jax": (
+        "engines/jax/corrections.py",
+        "    def install(self) -> None:\n",
+        "    def install(self) -> None:\n        return\n",
+    ),
+    "tensorflow": (
+        "engines/tensorflow/selfcheck.py",
+        'setdefault(_fault.setting, "0")',
+        'setdefault(_fault.setting, "1")',
+    ),
+}
+
+
+@pytest.mark.skipif(HERE not in TAKEN_AWAY, reason="what DTensor of torch does wrongly has tests alone")
+def test_known_faults_of_engines_are_said(run, tmp_path):
+    """A known fault is corrected, and the report names it; where its correction is taken away, it is present."""
+    options = ("--only", f"faults-{HERE}", "--count", "1", "--seed", "0")
+    code, said, found = run(*options)
+    (fault,) = found["faults"]
+
+    assert (0, "corrected") == (code, fault["state"]), said
+    assert fault["fault"] in said.replace("\n", " ")
+
+    code, said, found = run(*options, source=with_fault(tmp_path, *TAKEN_AWAY[HERE]))
+
+    assert 1 == code, said
+    assert [{**fault, "state": "present"}] == found["faults"]
+    assert "a known fault of the engine is corrected" == found["failures"][0]["law"]
+
+
 @pytest.mark.long
 def test_a_save_that_is_killed_is_found_where_it_counts(run, tmp_path):
     """Killed runs leave whole steps for any mesh; written under its own name, a step is left broken."""

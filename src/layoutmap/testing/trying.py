@@ -23,13 +23,14 @@ from layoutmap.scope.devices import devices, simulate_devices
 from layoutmap.scope.group import Group
 from layoutmap.testing import models
 from layoutmap.testing.arrays import try_arrays
+from layoutmap.testing.faults import try_faults
 from layoutmap.testing.killed_runs import try_killed_saves
 from layoutmap.testing.laws import PRECISIONS, Outcome, quiet, try_case
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
 from layoutmap.testing.products import product_facts
 from layoutmap.testing.speeds import host_facts, try_speeds
-from layoutmap.testing.subjects import ARRAYS, SPEEDS, WITHOUT_MODELS, subject_named
+from layoutmap.testing.subjects import ARRAYS, FAULTS, SPEEDS, WITHOUT_MODELS, subject_named
 
 OWN_OPTIMIZER = 4
 """One in so many cases keeps the optimizer that was drawn for it; the others have SGD, which hides no wrong scale."""
@@ -53,8 +54,8 @@ def try_seed(
         there: The devices that there are.
     """
     engine = subject_named(subject).engine
-    if subject in ARRAYS:
-        yield from try_arrays(engine, seed, there)
+    if subject in ARRAYS or subject in FAULTS:
+        yield from try_arrays(engine, seed, there) if subject in ARRAYS else try_faults(engine, seed)
         return
     if subject in WITHOUT_MODELS:
         measure = try_speeds if subject in SPEEDS else try_killed_saves

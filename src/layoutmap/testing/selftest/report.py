@@ -19,6 +19,7 @@ from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.subjects import subject_named
 
 _COLUMNS = ("tried on", "law", "tried", "held", "failed", "seconds")
+_FAULTS = ("known", "fault", "state")
 _LINES_OF_WHY = 20
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()]+/)+(?=[^\s/'\",:;()])")
 _STYLE = (
@@ -85,6 +86,16 @@ class Report:
             rows.append([*key, str(sum(numbers)), *(str(each or "") for each in numbers), f"{seconds:.1f}"])
         return rows
 
+    def faults(self) -> list[list[str]]:
+        """A row for each known fault: whether it is corrected, gone from the engine, or present nevertheless."""
+        found = {
+            (subject_named(each.subject).title, figure["fault"]): figure["state"]
+            for each in self.tried
+            for figure in each.outcome.figures
+            if "fault" in figure
+        }
+        return [[*key, state] for key, state in sorted(found.items())]
+
     def to_text(self, width: int | None = None) -> str:
         """Return the tables, what the test ran on and the first failure; the verdict comes first and last."""
         tables = [
@@ -110,6 +121,7 @@ class Report:
         facts["ran on"] = {name: self._named(fact) for name, fact in self.facts.items()}
         rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.rows())
         facts["laws"] = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+        facts["faults"] = [dict(zip(_FAULTS, row, strict=True)) for row in self.faults()]
         facts["measured"] = {each.engine: each.figures for each in self.speeds}
         facts["counted"] = {each.engine: each.counted for each in self.speeds}
         facts["failures"] = [
@@ -139,8 +151,9 @@ class Report:
     @property
     def _tables(self) -> list[tuple[Sequence[str], list[list[str]], int]]:
         """The tables: their heads, their rows, and from which column on there are numbers."""
-        laws, speeds = self.rows(), [row for each in self.speeds for row in each.rows()]
-        return [(_COLUMNS, laws, 2), *[(measured.COLUMNS, speeds, 3)] * bool(speeds)]
+        speeds, faults = [row for each in self.speeds for row in each.rows()], self.faults()
+        others = (measured.COLUMNS, speeds, 3), (_FAULTS, faults, len(_FAULTS))
+        return [(_COLUMNS, self.rows(), 2), *(each for each in others if each[1])]
 
     def _named(self, text: str) -> str:
         return text if self.with_names else without_names(text)

@@ -1,0 +1,100 @@
+"""Known faults of engines: programs that an engine computes wrongly by itself, and right with this package."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from layoutmap.engines.launchers import launcher
+from layoutmap.testing.laws import Outcome
+
+LAW = "a known fault of the engine is corrected"
+XLA_FAULTS = Path(__file__).with_name("xla-faults.md")
+"""The page of faults of XLA, whose programs are tried."""
+_SECTION = re.compile(
+    r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python no-run[^\n]*\n(.+?)^```\n", re.DOTALL | re.MULTILINE
+)
+_IN_A_LAYOUT = """import numpy as np
+import layoutmap as lm
+mesh = lm.create_mesh("batch=2,model=2", device_type="cpu")
+lm.dtensor.relayout(np.zeros(()), lm.Layout.replicated(mesh, 0))
+"""
+_DTENSOR = """import tensorflow as tf
+from tensorflow.experimental import dtensor
+dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
+mesh = dtensor.create_mesh([("x", 4), ("y", 2)], device_type="CPU")
+dtensor.relayout(tf.zeros(8), dtensor.Layout(["x"], mesh))  # from here on, settings do not count
+from layoutmap.engines.tensorflow.selfcheck import FAULTS
+print("right:", float(FAULTS[{}].is_absent(mesh)))
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of an engine, as programs on simulated CPU devices. They print a number, which is 1 where it is right.
+
+    Args:
+        title: The fault in a sentence.
+        alone: A program that has it.
+        corrected: The same program with this package.
+    """
+
+    title: str
+    alone: str
+    corrected: str
+
+
+def _of_xla() -> list[Fault]:
+    found = _SECTION.findall(XLA_FAULTS.read_text(encoding="utf-8"))
+    return [
+        Fault(title, text, text.replace("import numpy as np\n", _IN_A_LAYOUT, 1)) for title, text in found
+    ]
+
+
+def _of_dtensor() -> list[Fault]:
+    titles = (
+        "Training steps read variables before they are written",
+        "A relayout of four axes mixes up blocks",
+    )
+    first = "import layoutmap.engines.tensorflow.engine\n"
+    programs = (_DTENSOR.format(number) for number in range(len(titles)))
+    return [Fault(title, text, first + text) for title, text in zip(titles, programs, strict=True)]
+
+
+FAULTS: Mapping[str, Callable[[], list[Fault]]] = {"jax": _of_xla, "tensorflow": _of_dtensor}
+"""The known faults, by engine."""
+
+
+def printed(program: str) -> tuple[float, str]:
+    """Run a program; returns the number that it prints, NaN if it prints none, and all that it wrote."""
+    settings = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("DTENSOR_")}
+    done = subprocess.run([sys.executable, "-c", program], env=own | settings, capture_output=True, text=True)
+    number = re.fullmatch(r"(?:times|right:) ([\d.]+)\n", done.stdout)
+    return float(
+        number[1] if number else "nan"
+    ), f"status {done.returncode}: {done.stdout}{done.stderr[-2000:]}"
+
+
+def try_faults(engine: str, seed: int) -> Iterator[tuple[Outcome, str]]:
+    """Yield whether a known fault is corrected, and the program where it is not; nothing but in the first process.
+
+    Args:
+        engine: The engine's name.
+        seed: The number of the fault, from which on they are counted again.
+    """
+    if (started_by := launcher()) and started_by.process:
+        return
+    begun, faults = time.perf_counter(), FAULTS[engine]()
+    fault = faults[seed % len(faults)]
+    (alone, _), (here, why) = printed(fault.alone), printed(fault.corrected)
+    state = "present" if here != 1 else "gone" if alone == 1 else "corrected"
+    what, why, program = ("wrong", why, fault.corrected) if here != 1 else ("held", "", "")
+    figures = [{"fault": fault.title, "state": state}]
+    yield Outcome(LAW, what, why, time.perf_counter() - begun, figures), program
