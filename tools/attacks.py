@@ -65,12 +65,12 @@ def attacked(attack: Attack, seed: int, count: int) -> Counter[str]:
             from checkpoint.damaged import attack as damage
 
             return damage(folder, range(seed, seed + count))
-        from layoutmap.testing.killed_runs import kill_runs
+        from checkpoint.killed_runs import kill_runs
 
         counts = Counter[str]()
         for first in range(seed, seed + count, RUNS):
             seeds = range(first, min(first + RUNS, seed + count))
-            counts += kill_runs(attack.library, folder / str(first), seeds, attack.processes)
+            counts += kill_runs(folder / str(first), seeds, attack.processes)
             print(f"{first + len(seeds) - seed} of {count}", file=sys.stderr, flush=True)
         return counts
 

@@ -225,7 +225,7 @@ def test_a_save_that_is_killed_is_found_where_it_counts(run, tmp_path):
     code, said, found = run(*options, source=source)
 
     assert 1 == code, said
-    assert {"a save that is killed leaves the step before it, for any mesh"} == {
+    assert {"a save that is killed leaves the steps before it, for any mesh"} == {
         each["law"] for each in found["failures"]
     }
 

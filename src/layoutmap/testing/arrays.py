@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
-from layoutmap.testing.laws import Outcome, quiet
+from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices, Specs, draw_specs
 
@@ -85,14 +84,14 @@ def try_arrays(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
         "simulation": f"\nlm.simulate_devices({devices.number}, {engine!r})\n" if devices.simulated else "",
     }
     for law, lines in _LAWS.items():
-        begun, what, why = time.perf_counter(), "held", ""
         program = _PROGRAM.format(**drawn, law=lines)
-        try:
-            with quiet():
-                exec(compile(program, "<drawn>", "exec"), {"__name__": __name__})
-        except Exception:
-            what, why = "failed", traceback.format_exc(limit=-4)
-        yield Outcome(law, what, why, time.perf_counter() - begun), program if why else ""
+        outcome = tried(law, partial(_run, program))
+        yield outcome, program if outcome.is_suspicious else ""
+
+
+def _run(program: str) -> Iterable[str]:
+    exec(compile(program, "<drawn>", "exec"), {"__name__": __name__})
+    return ()
 
 
 def _held(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:

@@ -6,15 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from layoutmap.engines.launchers import launcher
-from layoutmap.testing.laws import Outcome
+from layoutmap.testing.laws import Outcome, tried
 
-LAW = "a known fault of the engine is corrected"
 XLA_FAULTS = Path(__file__).with_name("xla-faults.md")
 """The page of faults of XLA, whose programs are tried."""
 _SECTION = re.compile(
@@ -77,9 +75,8 @@ def printed(program: str) -> tuple[float, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("DTENSOR_")}
     done = subprocess.run([sys.executable, "-c", program], env=own | settings, capture_output=True, text=True)
     number = re.fullmatch(r"(?:times|right:) ([\d.]+)\n", done.stdout)
-    return float(
-        number[1] if number else "nan"
-    ), f"status {done.returncode}: {done.stdout}{done.stderr[-2000:]}"
+    wrote = f"status {done.returncode}: {done.stdout}{done.stderr[-2000:]}"
+    return float(number[1] if number else "nan"), wrote
 
 
 def try_faults(engine: str, seed: int) -> Iterator[tuple[Outcome, str]]:
@@ -91,10 +88,15 @@ def try_faults(engine: str, seed: int) -> Iterator[tuple[Outcome, str]]:
     """
     if (started_by := launcher()) and started_by.process:
         return
-    begun, faults = time.perf_counter(), FAULTS[engine]()
-    fault = faults[seed % len(faults)]
-    (alone, _), (here, why) = printed(fault.alone), printed(fault.corrected)
-    state = "present" if here != 1 else "gone" if alone == 1 else "corrected"
-    what, why, program = ("wrong", why, fault.corrected) if here != 1 else ("held", "", "")
-    figures = [{"fault": fault.title, "state": state}]
-    yield Outcome(LAW, what, why, time.perf_counter() - begun, figures), program
+    faults = FAULTS[engine]()
+    fault, states = faults[seed % len(faults)], list[str]()
+
+    def law() -> Iterator[str]:
+        (alone, _), (here, why) = printed(fault.alone), printed(fault.corrected)
+        states.append("present" if here != 1 else "gone" if alone == 1 else "corrected")
+        if here != 1:
+            yield why
+
+    outcome = tried("a known fault of the engine is corrected", law)
+    outcome = replace(outcome, figures=[{"fault": fault.title, "state": state} for state in states])
+    yield outcome, fault.corrected if outcome.is_suspicious else ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from layoutmap.adapters import Training, capable, get_adapter
@@ -16,7 +17,8 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine, speeds_of
 from layoutmap.scope.group import Group
-from layoutmap.testing.laws import Outcome, quiet
+from layoutmap.testing.laws import Outcome, tried
+from layoutmap.testing.laws.trial import NotTried
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.stack import Stack
@@ -39,16 +41,16 @@ def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[Out
     """
     dims = Choices.of_seed(seed).weighted(devices.meshes)
     for law, measure in _LAWS.items():
-        begun, what, why = time.perf_counter(), "held", ""
         figures: list[dict[str, Any]] = []
-        try:
-            with quiet():
-                figures.extend(measure(engine, dims))
-        except EngineError as error:
-            what, why = "not tried", str(error)
-        except Exception:
-            what, why = "failed", traceback.format_exc(limit=-4)
-        yield Outcome(law, what, why, time.perf_counter() - begun, figures)
+        yield replace(tried(law, partial(_added, figures, measure(engine, dims))), figures=figures)
+
+
+def _added(figures: list[dict[str, Any]], measured: Iterator[dict[str, Any]]) -> Iterable[str]:
+    try:
+        figures.extend(measured)
+    except EngineError as error:
+        raise NotTried(str(error)) from error
+    return ()
 
 
 def _measured(engine: str, dims: str) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from layoutmap.scope.group import Group
 from layoutmap.testing import models
 from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.faults import try_faults
-from layoutmap.testing.killed_runs import try_killed_saves
+from layoutmap.testing.killed_saves import try_killed_saves
 from layoutmap.testing.laws import PRECISIONS, Outcome, quiet, try_case
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case

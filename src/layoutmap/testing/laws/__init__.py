@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from layoutmap.testing.laws import inspecting, keeping, planning, training
-from layoutmap.testing.laws.trial import NotTried, Trial, quiet
+from layoutmap.testing.laws.trial import NotTried, Refused, Trial, quiet
 from layoutmap.testing.models.cases import EPSILONS, Case
 
-__all__ = ["LAWS", "PRECISIONS", "Outcome", "quiet", "try_case"]
+__all__ = ["LAWS", "PRECISIONS", "Outcome", "quiet", "tried", "try_case"]
 
 Law = Callable[[Trial], Iterable[str]]
 _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in the order of a model's life
@@ -91,22 +91,34 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
         for name, law in LAWS.items():
             if only and name not in only:
                 continue
-            begun = time.perf_counter()
-            what, why = _try(law, trial)
-            yield Outcome(name, what, why, time.perf_counter() - begun)
-            if what == "refused":
+            outcome = tried(name, partial(_unless_refused, law, trial))
+            yield outcome
+            if outcome.what == "refused":
                 return
         del trial
     gc.collect()  # models have cycles, and the next one needs their room
 
 
-def _try(law: Law, trial: Trial) -> tuple[str, str]:
+def tried(law: str, differences: Callable[[], Iterable[str]]) -> Outcome:
+    """Return the outcome of a law.
+
+    Args:
+        law: Its name.
+        differences: Returns the differences that it finds.
+    """
+    begun = time.perf_counter()
     try:
-        if trial.plan.errors:
-            return "refused", str(trial.plan.errors[0])
-        differences = list(law(trial))
+        with quiet():
+            found = list(differences())
+        what, why = ("wrong", "\n".join(found)) if found else ("held", "")
     except NotTried as reason:
-        return "not tried", str(reason)
+        what, why = reason.what, str(reason)
     except (Exception, SystemExit):
-        return "failed", traceback.format_exc(limit=-4)
-    return ("wrong", "\n".join(differences)) if differences else ("held", "")
+        what, why = "failed", traceback.format_exc(limit=-4)
+    return Outcome(law, what, why, time.perf_counter() - begun)
+
+
+def _unless_refused(law: Law, trial: Trial) -> Iterable[str]:
+    if trial.plan.errors:
+        raise Refused(str(trial.plan.errors[0]))
+    return law(trial)
