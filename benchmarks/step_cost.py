@@ -16,7 +16,6 @@ are in GB that each device sends on rings, memory in GB; beside each the quotien
 from __future__ import annotations
 
 import argparse
-import collections
 import itertools
 import math
 import os
@@ -222,7 +221,7 @@ LIBRARIES = ("nnx", "keras", "pytree")
 
 
 def drawn(target, number, seed):
-    """Drawn pairs of model and map: what is counted, beside what XLA compiles for a target."""
+    """Drawn pairs of model and map: both counts, beside all of the step as XLA compiles it for a target."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     import warnings
 
@@ -231,7 +230,8 @@ def drawn(target, number, seed):
 
     warnings.simplefilter("ignore")
     lm.simulate_devices(8)  # some maps are on devices by name
-    found, without = [], collections.Counter()
+    found, without = {"XLA's partitioner": [], "XLA's compiler, equal blocks by two and three": []}, {}
+    exact = 0
     for each in range(seed, seed + number):
         library = LIBRARIES[each % len(LIBRARIES)]
         case = models.draw(each, library)
@@ -240,26 +240,39 @@ def drawn(target, number, seed):
         options = {"inputs": inputs, "batch_dim": case.map.batch_dim, "library": case.library}
         try:
             step = lm.lower_step(case.make_model, layout_map, **options)
-            rows = step.verify(layout_map, target=target).rows
+            counts = step.count(layout_map), step.count(layout_map, target=target)
+            made = step.compile(layout_map, target=target)
         except lm.LayoutMapError as error:
-            without[error.what[:60]] += 1
+            without[error.what[:60]] = without.get(error.what[:60], 0) + 1
             continue
-        *kinds, sent, arguments, peak = rows
-        counted, compiled = sent[1:]
-        if target == "cpu":  # it makes no reduce-scatters, and sends twice their bytes as all-reduces
-            counted += sum(one for name, one, _ in kinds if name == "sent reduce_scatter")
-        of_bytes = 1.0 if counted == compiled else counted / compiled if compiled else math.inf
-        found.append((of_bytes, arguments[1] == arguments[2], peak[1] / peak[2], each, library))
-        print(f"{each} {library}: sent {of_bytes:.3f}, peak {found[-1][2]:.2f}", file=sys.stderr, flush=True)
-    off = sorted(found, key=lambda pair: -abs(math.log(pair[0])) if 0 < pair[0] < math.inf else -math.inf)
-    within = [sum(abs(pair[0] - 1) <= most for pair in found) for most in (0.001, 0.05, 0.15)]
-    print(f"{len(found)} pairs on 8 devices, XLA for {target}, seeds {seed} to {seed + number - 1}")
-    print(f"bytes within 0.1 %: {within[0]}, within 5 %: {within[1]}, within 15 %: {within[2]}")
-    print(f"arguments exact: {sum(pair[1] for pair in found)}")
-    peaks = sorted(pair[2] for pair in found)
-    share = {name: peaks[int(part * (len(peaks) - 1))] for name, part in QUANTILES.items()}
-    print("peak, counted / compiled: " + ", ".join(f"{name} {value:.2f}" for name, value in share.items()))
-    print("the five furthest off in bytes: " + ", ".join(f"{p[4]} {p[3]}: {p[0]:.2f}" for p in off[:5]))
+        compiled = sum(made.sent_by_kind.values())
+        exact += counts[0].argument_bytes == made.argument_bytes
+        for (known, pairs), cost in zip(found.items(), counts, strict=True):
+            counted = cost.sent_bytes
+            if target == "cpu" and known == "XLA's partitioner":
+                # It makes no reduce-scatters, and sends twice their bytes as all-reduces.
+                counted += sum(
+                    c.sent_bytes(cost.mesh) for c in cost.collectives if c.kind == "reduce_scatter"
+                )
+            of_bytes = 1.0 if counted == compiled else counted / compiled if compiled else math.inf
+            pairs.append((of_bytes, cost.peak_bytes / made.peak_bytes, f"{library} {each}"))
+        last = ", ".join(f"{pairs[-1][0]:.3f} {pairs[-1][1]:.2f}" for pairs in found.values())
+        print(f"{each} {library}: bytes and peak {last}", file=sys.stderr, flush=True)
+    print(
+        f"pairs on 8 devices, XLA for {target}, seeds {seed} to {seed + number - 1}; arguments exact: {exact}"
+    )
+    for known, pairs in found.items():
+        print(f"counted by {known}, {len(pairs)} pairs")
+        for what, place in (("bytes", 0), ("peak", 1)):
+            quotients = sorted(pair[place] for pair in pairs)
+            within = ", ".join(
+                f"{sum(abs(q - 1) <= most for q in quotients)} within {most:.1%}"
+                for most in (0.001, 0.05, 0.15)
+            )
+            share = {name: quotients[int(part * (len(quotients) - 1))] for name, part in QUANTILES.items()}
+            furthest = sorted(pairs, key=lambda p: -abs(math.log(min(max(p[place], 1e-9), 1e9))))[:5]
+            print(f"  {what}: {within}; " + ", ".join(f"{name} {q:.2f}" for name, q in share.items()))
+            print("    furthest: " + ", ".join(f"{p[2]}: {p[place]:.2f}" for p in furthest))
     for what, times in without.items():
         print(f"not counted, {times}: {what}")
 

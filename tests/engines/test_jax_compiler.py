@@ -16,12 +16,12 @@ from layoutmap.core.errors import EngineError
 from layoutmap.cost.machines import known_devices
 from layoutmap.cost.verified import TooLargeError
 from layoutmap.engines.jax.cost import compiled
-from layoutmap.engines.jax.cost.compiled import compile_module
+from layoutmap.engines.jax.cost.compiled import compile_modules
 from layoutmap.engines.jax.cost.hlo import Compiled, collectives
 from layoutmap.engines.jax.cost.processes import NO_DEVICES
 from layoutmap.engines.jax.cost.targets import TARGETS
 
-MODULE = "module @step { func.func public @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> } }"
+MODULE = b"module @step { func.func public @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> } }"
 NO_MEMORY = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm."
 TPU = """\
 HloModule step, is_scheduled=true
@@ -104,7 +104,7 @@ def test_a_compiler_that_is_not_there(target, what, fix, monkeypatch):
     """The error names the target, and what installs its compiler; nothing is started for it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineError) as error:
-        compile_module(MODULE, 8, target)
+        compile_modules([MODULE], 8, target)
     assert (True, True) == (what in str(error.value), fix in str(error.value))
 
 
@@ -133,7 +133,7 @@ def test_an_interrupt_or_a_timeout_ends_the_compiler(error):
     signal.setitimer(signal.ITIMER_REAL, 0.3)  # while it starts
     try:
         with pytest.raises(error):
-            compile_module(MODULE, 1, "cpu")
+            compile_modules([MODULE], 1, "cpu")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -149,7 +149,7 @@ def test_a_compiler_that_is_ended_from_outside_is_an_error():
             os.kill(int(pid), signal.SIGKILL)
 
     with pytest.raises(EngineError, match="XLA's compiler for 'cpu' was ended by SIGKILL"):
-        compile_module(MODULE, 1, "cpu", kill)
+        compile_modules([MODULE], 1, "cpu", kill)
 
 
 @pytest.mark.long  # a process of JAX's
@@ -166,7 +166,7 @@ def test_a_plugin_that_is_no_plugin_is_an_error(tmp_path_factory, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)  # a libtpu that JAX has found in this process
     with pytest.raises(EngineError, match=r"(?s)'v5e' does not work.*libtpu.so.*layoutmap\[xla-tpu\]"):
-        compile_module(MODULE, 4, "v5e")
+        compile_modules([MODULE], 4, "v5e")
 
 
 @pytest.mark.long  # a process of JAX's
@@ -176,20 +176,20 @@ def test_what_xla_refuses_is_an_error_with_its_words():
     with pytest.raises(
         EngineError, match=r"(?s)did not compile the step for 'cpu'.*said.*Unable to parse.*jaxlib"
     ):
-        compile_module("module {", 1, "cpu")
+        compile_modules([b"module {"], 1, "cpu")
 
 
 @pytest.mark.long  # a process of JAX's
 def test_the_compiler_ends_with_the_process_that_started_it():
     """Where that is killed, which no code can see, too."""
     program = textwrap.dedent("""
-        from layoutmap.engines.jax.cost.compiled import compile_module
+        from layoutmap.engines.jax.cost.compiled import compile_modules
         kind = "tensor<64x64xf32>"
         product = f"contracting_dims = [1] x [0] : ({kind}, {kind}) -> {kind}"
         lines = [f"%v{n + 1} = stablehlo.dot_general %v{n}, %v{n}, {product}" for n in range(100_000)]  # minutes
         body = "\\n".join([*lines, f"return %v{len(lines)} : {kind}"])
         text = f"module @step {{ func.func public @main(%v0: {kind}) -> {kind} {{ {body} }} }}"
-        compile_module(text, 1, "cpu", lambda: print("waits", flush=True))
+        compile_modules([text.encode()], 1, "cpu", lambda: print("waits", flush=True))
     """)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert b"waits\n" == process.stdout.readline()

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 import layoutmap as lm
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.jax.cost.compiled import compile_module
+from layoutmap.engines.jax.cost.compiled import compile_modules
 from layoutmap.engines.jax.cost.targets import target_named
 from layoutmap.engines.jax.devices import named_sharding
 
@@ -297,7 +297,7 @@ def test_each_compiler_adds_up_over_the_batch_alone(target):
         map(named_sharding, (lm.Layout.replicated(mesh, 4), lm.Layout.batch_sharded(mesh, "batch", 4)))
     )
     step = jax.jit(gradient_of, in_shardings=shardings, out_shardings=shardings[0])
-    compiled = compile_module(step.lower(KERNEL, ROWS).as_text(), 8, target)
+    [compiled] = compile_modules([step.lower(KERNEL, ROWS).as_text().encode()], 8, target)
 
     assert {("all_reduce", 2)} == {(each.kind, each.group) for each in compiled.collectives}
     assert KERNEL.nbytes == sum(each.tensor_bytes * n for each, n in compiled.collectives.items())

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
 from layoutmap.cost.machines import machine_named
 from layoutmap.engines import step_counter
 
@@ -30,8 +30,8 @@ def layout_map(rules=RULES, mesh="data=8,model=8"):
     return lm.LayoutMap(mesh, rules)
 
 
-def plan_of(rules=RULES, inputs=INPUTS, **options):
-    return lm.plan(make, layout_map(rules), inputs=inputs, library="keras", **options)
+def plan_of(rules=RULES, inputs=INPUTS, verify=False, **options):
+    return lm.plan(make, layout_map(rules), inputs=inputs, library="keras", verify=verify, **options)
 
 
 def test_a_plan_has_the_cost_of_a_step():
@@ -49,7 +49,7 @@ def test_a_plan_has_the_cost_of_a_step():
     )
     assert {"float32"} == set(cost.step.flops)
     assert ("h100:64", "data") == (str(cost.machine), cost.batch_dim)
-    assert cost.line.endswith("per device at the peak (XLA's partitioner, buffers estimated)")
+    assert cost.line.endswith("per device at the peak (an estimate by XLA's partitioner)")
     assert ("batches are sharded over data", *alone.notes) == cost.step.notes
     assert alone.notes[-1].endswith("(remat='up$')")
     assert {"optimizer.up.kernel.momentum", "optimizer.up.kernel.velocity"} <= set(plan)
@@ -67,7 +67,7 @@ def test_what_is_held_at_the_peak_is_all_of_it(blocks):
         inner = [keras.layers.Dense(256, use_bias=False, name=f"block_{n}") for n in range(blocks)]
         return keras.Sequential([keras.Input((256,)), *inner])
 
-    plan = lm.plan(deep, layout_map({}), inputs=INPUTS, library="keras", on="h100:64")
+    plan = lm.plan(deep, layout_map({}), inputs=INPUTS, library="keras", on="h100:64", verify=False)
     step = plan.cost.step
 
     assert step.least_peak_bytes - step.argument_bytes == sum(each.num_bytes for each in step.held)
@@ -163,7 +163,7 @@ def test_a_cost_that_is_verified_has_the_figures_of_xla_beside_its_own():
 
     assert plan.cost.step.argument_bytes == plan.cost.verified.argument_bytes
     assert "XLA for cpu" in str(plan.cost)
-    assert plan.cost.line.endswith("(XLA's partitioner, buffers estimated, beside what XLA compiles for cpu)")
+    assert plan.cost.line.endswith("(an estimate by XLA's partitioner, beside what XLA compiles for cpu)")
 
 
 def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
@@ -237,3 +237,16 @@ def test_planning_a_cost_changes_no_number_that_is_drawn_next():
         return random.random()
 
     assert drawn() == drawn(on="h100")
+
+
+def test_a_compiler_that_is_installed_and_fails_leaves_an_estimate(monkeypatch, tmp_path):
+    """Nobody has asked for it, so that it is a warning; `verify=False` does not try it."""
+    rules = {"up.kernel": (None, "model"), "down.kernel": ("model", None)}
+    for name in ("jax_plugins", "jax_cuda12_plugin"):  # there are some, and no plugin is in them
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(LayoutMapWarning, match=r"installed, and failed.*estimate.*verify=False"):
+        plan = plan_of(rules, on="h100", verify=None)
+    assert "an estimate by XLA's partitioner" == plan.cost.known_by
+    assert plan.cost == plan_of(rules, on="h100").cost

@@ -120,6 +120,10 @@ class Model(nnx.Module):
 def make_model():
     return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="up"), keras.layers.Dropout(0.5)])
 
+def attention():
+    x = keras.Input((8, 8))
+    return keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x))
+
 layout_map = lm.LayoutMap("data=4,model=2", {r"up\\.kernel": (None, "model")})
 batch = jax.ShapeDtypeStruct((8, 8), "float32")
 for make, optimizer, library in ((Model, optax.adam(1e-3), "jax"), (make_model, "adam", "keras")):
@@ -127,6 +131,8 @@ for make, optimizer, library in ((Model, optax.adam(1e-3), "jax"), (make_model, 
     lm.plan(make, layout_map, on="h100", batch_dim="data", verify="cpu", **options)
     lm.step_cost(make, layout_map, batch_dim="data", **options)
     lm.search(make, batch, "h100:8", optimizer=optimizer, library=library, tries=4)
+sequences = jax.ShapeDtypeStruct((8, 8, 8), "float32")
+lm.step_cost(attention, layout_map, batch_dim="data", inputs=sequences, library="keras")
 from jax._src import xla_bridge
 print(sorted(xla_bridge._backends))
 """

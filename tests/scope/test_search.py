@@ -10,6 +10,7 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.cli.main import main
+from layoutmap.engines.jax.cost.targets import is_at_hand
 
 INPUTS = jax.ShapeDtypeStruct((32, 16, 64), "float32")
 
@@ -64,7 +65,8 @@ def narrow():
 
 
 def find(tries=16, **options):
-    return lm.search(Stack, INPUTS, "h100:8", optimizer="adam", tries=tries, library="keras", **options)
+    given = {"optimizer": "adam", "tries": tries, "library": "keras", "verify": False, **options}
+    return lm.search(Stack, INPUTS, "h100:8", **given)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,20 @@ def test_what_xla_compiles_decides_whether_a_map_fits():
     assert [("Megatron's split", "data=4, model=2")] == [row[:2] for row in refused]
     assert "compiled by XLA for cpu" in str(verified)
     assert verified.cost.verified is verified.compiled
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not is_at_hand("h100"), reason='needs pip install "layoutmap[xla-gpu]", hundreds of MB')
+def test_what_xla_compiles_is_no_worse_than_what_it_compiles_of_experts_maps():
+    """Where its compiler for the machine is installed, maps are compared as compiled, and the result says so."""
+    found = find(verify=None)
+    assert "compiled by XLA for h100" == found.cost.known_by
+    compiled = [row for row in found.rows if row[-1].endswith("as XLA compiles it")]
+    assert compiled[0] in found.rows[:2]
+    assert "the result as XLA compiles it" in {row[-1] for row in compiled}
+    step = lm.lower_step(Stack, found.layout_map, inputs=INPUTS, optimizer="adam", library="keras")
+    alone = step.count(found.layout_map, batch_dim=found.batch_dim, target="h100")
+    assert alone == found.cost.step
 
 
 def test_a_module_of_nnx():
@@ -171,7 +187,7 @@ def test_where_nothing_fits_activations_are_recomputed():
     """A map that needs recomputed activations says whose, why and how, in its file too, which is read as any other."""
     inputs = jax.ShapeDtypeStruct((4096, 16, 64), "float32")
     options = {"inputs": inputs, "optimizer": "adam", "library": "keras"}
-    limit = {"on": "h100:8", "mesh": "data=8", "memory": 200 << 20, "tries": 2}
+    limit = {"on": "h100:8", "mesh": "data=8", "memory": 200 << 20, "tries": 2, "verify": False}
     found = lm.search(Stack, **options, **limit)
     assert found.recompute.startswith(
         "It needs the activations inside of blocks.{0..3} to be recomputed in the backward"

@@ -19,6 +19,7 @@ from layoutmap.adapters.stacks import plain_attributes
 from layoutmap.core.variables import itemsize
 from layoutmap.engines.jax.cost import hlo
 from layoutmap.engines.jax.cost.targets import TARGETS
+from layoutmap.testing import models
 
 MESH = lm.Mesh(None, "data=4,model=2")
 ROWS, WIDTH, INNER, DEPTH = 32, 64, 128, 6
@@ -319,6 +320,33 @@ def test_keras_blocks_whose_weights_the_model_reads_are_traced():
     assert step.count(lm.LayoutMap(MESH)) == found
 
 
+def test_keras_layers_that_take_turns_are_counted():
+    """Layers of one class and of one size are no blocks that follow each other; each is traced, as XLA has it."""
+
+    def make():
+        shapes = [(8, "up"), (4, "down")] * DEPTH
+        layers = [keras.layers.Dense(units, name=f"{name}{n}") for n, (units, name) in enumerate(shapes)]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    rules = {r"up\d+\.kernel": (None, "model"), r"down\d+\.kernel": ("model", None)}
+    options = {"inputs": keras.Input(batch_shape=(ROWS, 4)), "batch_dim": "data", "library": "keras"}
+    step = lm.lower_step(make, lm.LayoutMap(MESH), **options)
+    sums = [
+        c
+        for c in step.count(lm.LayoutMap(MESH, rules)).collectives
+        if c.dims == ("model",) and "down" in c.cause
+    ]
+    assert sum(c.calls for c in sums if c.kind == "all_reduce" and c.phase == "forward") == DEPTH
+
+
+def test_a_mesh_may_have_more_devices_than_a_process_of_xla_for_cpus():
+    """That has 2,048 at most; of 4,096 each activation is summed over all of its dim, once a direction."""
+    mesh = lm.Mesh(None, {"data": ROWS, "model": INNER})
+    found = lowered(Unrolled, MEGATRON).count(lm.LayoutMap(mesh, MEGATRON))
+    sums = [c for c in found.collectives if c.dims == ("model",) and c.tensor_bytes == WIDTH * 4]
+    assert (2 * DEPTH - 1, {0}) == (sum(c.calls for c in sums), {c.group for c in sums})
+
+
 def test_modules_that_compute_something_else_are_not_equal():
     """A function that modules are made with is one of their settings."""
 
@@ -545,6 +573,35 @@ def test_xla_sends_what_was_counted(kind):
     arguments = found.rows[-2]
     assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
     assert arguments[1] == arguments[2]
+
+
+@pytest.mark.parametrize("kind", [Unrolled, Scanned, Recomputing])
+def test_a_step_is_counted_as_xla_compiles_it(kind):
+    """With two and three of equal blocks, for the collectives and the memory of all of them."""
+    rules = {path: (None, *s) if kind is Scanned else s for path, s in MEGATRON.items()}
+    step = lowered(kind, rules, optax.adam(1e-3))
+    found = step.count(lm.LayoutMap(MESH, rules), target="cpu")
+    made = step.compile(lm.LayoutMap(MESH, rules), target="cpu")
+    assert "compiled by XLA for cpu" == found.known_by
+    assert (made.argument_bytes, sum(made.sent_by_kind.values())) == (found.argument_bytes, found.sent_bytes)
+    assert 0.97 < found.peak_bytes / made.peak_bytes < 1.03
+    plain = step.count(lm.LayoutMap(MESH, rules))
+    assert (plain.flops, {*collectives(plain)}) == (found.flops, {*collectives(found)})
+
+
+@pytest.mark.parametrize("library", ["nnx", "keras", "pytree"])
+@pytest.mark.parametrize("seed", range(20261125, 20261127))
+def test_drawn_steps_are_counted_as_xla_compiles_them(seed, library):
+    """The text of whatever XLA compiles is read to the byte, groups of a part of a dim too."""
+    case = models.draw(seed, library)
+    inputs = case.batch[0] if library == "keras" else case.batch
+    options = {"inputs": inputs, "batch_dim": case.map.batch_dim, "library": case.library}
+    step = lm.lower_step(case.make_model, case.layout_map, **options)
+    found = step.count(case.layout_map, target="cpu")
+    made = step.compile(case.layout_map, target="cpu")
+    # Several small arrays in one are counted one by one, each with its own rounding.
+    most = sum(calls for calls in made.collectives.values()) + sum(c.calls for c in found.collectives)
+    assert abs(sum(made.sent_by_kind.values()) - found.sent_bytes) <= most
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import pytest
 
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import EngineError, PlanError
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import TooLargeError, Verified
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.searching.finalists import first_that_fits
+from layoutmap.searching.finalists import best_compiled, first_that_fits
 from layoutmap.searching.loop import Figures, Outcome, Tried
 from layoutmap.searching.shown import rows, verdict
 
@@ -51,6 +51,45 @@ def test_an_interrupt_leaves_the_best_that_is_not_refused():
     """It is marked as interrupted, and XLA has said nothing of it."""
     found, made = first_that_fits(outcome(10, 11), compiler(18, KeyboardInterrupt()), LIMIT)
     assert ("map 2", False, None) == (found.best.name, found.is_complete, made)
+
+
+def compiled(*found):
+    """Figures of XLA's of a map, by its place: seconds and GiB; an exception is raised."""
+
+    def figures(tried):
+        made = found[tried.layout_map.mesh.size - 1]
+        if isinstance(made, BaseException):
+            raise made
+        return Figures(made[0], made[1] * GIB)
+
+    return figures
+
+
+def test_the_best_map_is_that_which_xla_compiles_best():
+    """Not that which is counted as best; a table's rows say which of its figures are XLA's."""
+    found = best_compiled(outcome(10, 11, 12), compiled((3.0, 10), (2.5, 10), (4.0, 10)))
+    assert ("map 2", 2.5) == (found.best.name, found.best.figures.seconds)
+    assert ["map 2", "map 1", "map 3"] == [each.name for each in found.experts]
+    said = "as XLA compiles it"
+    assert [f"the result {said}", said, said] == [row[-1] for row in rows(found)]
+    assert "map 2 on data=2" in verdict(found)
+
+
+def test_a_map_that_does_not_fit_as_compiled_is_not_the_best():
+    """Though it is faster; one that was counted as too large may be the best."""
+    found = best_compiled(outcome(10, 15, 12), compiled((1.0, 17), (1.2, 15), (4.0, 10)))
+    assert "map 2" == found.best.name
+
+
+def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
+    """Of the maps before that, the best is taken."""
+    counted = outcome(10, 11, 12)
+    failing = EngineError("no compiler", why="it is not there", fix="install it")
+    assert counted == best_compiled(counted, compiled(failing, failing, failing))
+    assert "map 2" == best_compiled(counted, compiled(failing, (2.0, 9), failing)).best.name
+    stopped = best_compiled(counted, compiled((1.0, 9), KeyboardInterrupt(), (0.1, 9)))
+    assert ("map 1", False) == (stopped.best.name, stopped.is_complete)
+    assert not best_compiled(counted, compiled(KeyboardInterrupt(), (1.0, 9), (1.0, 9))).is_complete
 
 
 def test_none_fits():

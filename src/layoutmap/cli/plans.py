@@ -78,6 +78,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         'DEVICE, as in "cpu", and print its figures beside the counted ones',
     )
     parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_const",
+        const=False,
+        help="with --on: count without XLA's compiler for those devices, although it is installed",
+    )
+    parser.add_argument(
         "--remat",
         metavar="LAYERS",
         help="with --on: recompute the activations inside of these layers in the backward pass (rematerialization): a "
@@ -211,7 +218,7 @@ def _plan_of_model(name: str, options: Any) -> Plan:
             optimizer=optimizer,
             on=options.on,
             batch_dim=options.batch_dim if options.on else None,
-            verify=options.verify or False,
+            verify=options.verify,
             remat=options.remat,
             fuse_attention=options.fuse_attention,
             device_memory=getattr(options, "device_memory", None),

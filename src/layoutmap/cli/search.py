@@ -74,8 +74,14 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE",
         nargs="?",
         const=True,
-        default=False,
         help="have XLA compile the step with the best maps for such devices, which need not be present, or for DEVICE",
+    )
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_const",
+        const=False,
+        help="choose by counting alone, although XLA's compiler for those devices is installed",
     )
     parser.add_argument(
         "--remat",

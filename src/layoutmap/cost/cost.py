@@ -134,7 +134,7 @@ class Cost:  # why: decisions/0092
 
     def seconds_of(self, collective: Collective) -> float:
         """How long all calls of a collective take in a step."""
-        group = self._groups[collective.dims]
+        group = self._groups[collective.dims, collective.group]
         return collective.calls * self.machine.seconds(collective.kind, collective.tensor_bytes, group)
 
     def overlaps(self, collective: Collective) -> bool:
@@ -205,9 +205,11 @@ class Cost:  # why: decisions/0092
     # -- where
 
     @cached_property
-    def _groups(self) -> dict[tuple[str, ...], Group]:
+    def _groups(self) -> dict[tuple[tuple[str, ...], int], Group]:
         mesh = self.step.mesh
-        return {c.dims: self.machine.group(mesh, c.dims) for c in self.step.collectives}
+        return {
+            (c.dims, c.group): self.machine.group(mesh, c.dims).part(c.group) for c in self.step.collectives
+        }
 
     @property
     def networks(self) -> dict[str, str]:
@@ -227,7 +229,8 @@ class Cost:  # why: decisions/0092
     def _merged(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
         groups: dict[object, list[Collective]] = {}
         for c in collectives:
-            groups.setdefault((c.kind, c.dims, c.tensor_bytes, path_shape(c.cause), c.phase), []).append(c)
+            key = c.kind, c.dims, c.tensor_bytes, path_shape(c.cause), c.phase, c.group
+            groups.setdefault(key, []).append(c)
         rows = [
             CollectiveRow(
                 group[0],
@@ -235,7 +238,7 @@ class Cost:  # why: decisions/0092
                 sum(c.calls for c in group),
                 sum(c.sent_bytes(self.step.mesh) for c in group),
                 sum(map(self.seconds_of, group)),
-                self.machine.network_text(self._groups[group[0].dims]),
+                self.machine.network_text(self._groups[group[0].dims, group[0].group]),
                 self.overlaps(group[0]),
             )
             for group in groups.values()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
@@ -75,6 +75,10 @@ class Group:
 
     size: int
     nodes: int
+
+    def part(self, size: int) -> Group:
+        """So many of them, of as few nodes as they may be of; 0: all."""
+        return replace(self, size=size, nodes=-(-size // self.near)) if size else self
 
     @property
     def near(self) -> int:

@@ -23,7 +23,7 @@ SCORED_ATTENTION = (
 )
 """The assumption about calls of attention."""
 
-PARTITIONED, ESTIMATE = "XLA's partitioner, buffers estimated", "estimate"
+PARTITIONED, ESTIMATE, COMPILED = "an estimate by XLA's partitioner", "estimate", "compiled by XLA for "
 """How the figures of a step are known."""
 
 
@@ -95,8 +95,9 @@ class StepCost:
         peak_bytes: What the device holds at most at one time, arguments included, where memory is plenty.
         notes: What the figures assume, in sentences.
         least_peak_bytes: The same where memory is short, and XLA makes each gradient as soon as it can; 0: not known.
-        held: What it holds at the peak beside what the step is given, the largest first; empty: not known.
-        known_by: How the figures are known, as a cost says it: by XLA's partitioner, or by an estimate.
+        held: What it holds at the peak beside what the step is given, the largest first, by an estimate, so that it may
+            be less than all where XLA has compiled the step; empty: not known.
+        known_by: How the figures are known, as a cost says it: by XLA's compiler, its partitioner, or an estimate.
     """
 
     mesh: Mesh

@@ -68,19 +68,31 @@ class LoweredStep:
         plan = make_plan(self._variables, layout_map, complete=complete, free_activations=True)
         return plan.with_problems([*missing])
 
-    def count(self, layout_map: RuleSet, *, batch_dim: str | None = None) -> StepCost:
+    def count(
+        self,
+        layout_map: RuleSet,
+        *,
+        batch_dim: str | None = None,
+        target: str | None = None,
+        progress: bool | None = None,
+    ) -> StepCost:
         """Count what a step does under rules, in the module that XLA's partitioner makes; it takes a second or so.
 
         Args:
             layout_map: The rules, those for activations too, on any mesh.
             batch_dim: The mesh dim over which batches are sharded; `None`: that of `lower_step`, if the mesh has it.
+            target: A target of `compile`, but no TPU: collectives and memory are those of what XLA compiles for it, of
+                equal blocks two and three, some seconds. `None`: what its partitioner says, with buffers estimated.
+            progress: See `verify`.
 
         Raises:
+            EngineError: `target` is a TPU, or see `compile`.
             PlanError: Rules do not fit the model.
             LayoutError: A rule for activations does not fit what a layer returns.
             ScopeError: The mesh has no such `batch_dim`.
         """
-        return self._lowered.count(*self._placed(layout_map, batch_dim))
+        with Waiting(f"XLA compiles the step for {target}", enabled=progress if target else False) as shown:
+            return self._lowered.count(*self._placed(layout_map, batch_dim), target=target, on_wait=shown)
 
     def compile(self, layout_map: RuleSet, *, batch_dim: str | None = None, target: str = "cpu") -> Any:
         """Have XLA compile the step under rules, for devices that need not be there: seconds to minutes.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import repeated_layers
 from layoutmap.core.policy import LayoutPolicy
@@ -36,7 +37,8 @@ class Asked:
         machine: What it runs on.
         batch_dim: The mesh dim over which batches are sharded; `None`: the usual one.
         loss: What is derived; `None`: the model's own.
-        target: What XLA compiles the step for; `None`: it does not.
+        target: What XLA compiles the whole step for, beside the figures; `None`: it does not.
+        counted_for: What XLA compiles for to count by; `None`: its partitioner's module is counted.
         remat: Whose activations are computed again in the backward pass; `None`: as the model's code says.
         fuse_attention: Whether each call of attention is one fused kernel.
         on: The machine, as it was named.
@@ -48,6 +50,7 @@ class Asked:
     batch_dim: str | None
     loss: Callable[..., Any] | None
     target: str | None
+    counted_for: str | None
     remat: str | None
     fuse_attention: bool
     on: str
@@ -61,7 +64,7 @@ def asked_cost(
     batch_dim: str | None,
     loss: Any,
     inputs: Any,
-    verify: bool | str,
+    verify: bool | str | None,
     engine: str,
     remat: str | None,
     fuse_attention: bool,
@@ -105,10 +108,12 @@ def asked_cost(
                 why=why,
                 fix=f"leave {name} out, or plan the same rules with the model on JAX",
             )
-    return Asked(machine, batch_dim, loss, target_of(verify, machine), remat, fuse_attention, str(on))
+    target = target_of(verify, machine)
+    counted_for = compiler_at_hand(verify, machine) if engine == "jax" else None
+    return Asked(machine, batch_dim, loss, target, counted_for, remat, fuse_attention, str(on))
 
 
-def target_of(verify: bool | str, machine: Machine) -> str | None:
+def target_of(verify: bool | str | None, machine: Machine) -> str | None:
     """Return what XLA is to compile for; `None`: it is not to.
 
     Raises:
@@ -123,12 +128,21 @@ def target_of(verify: bool | str, machine: Machine) -> str | None:
     return name
 
 
+def compiler_at_hand(verify: bool | str | None, machine: Machine) -> str | None:
+    """Return the device of a machine, if XLA's compiler for it is installed and steps are to be counted by that."""
+    from layoutmap.engines.jax.cost.targets import is_at_hand  # late: it imports JAX
+
+    name = machine.device.name
+    return name if verify in (None, True) and is_at_hand(name) else None
+
+
 def with_cost(plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
     """Return a plan with the cost of a step of its model, which was made in a dry run."""
     counting = _Counting(plan, context, model, inputs, optimizer, asked)
     begin = time.process_time()
     lowered, placed, policy = counting.placed(counting.way)
-    counted = lowered.count(placed, policy, with_held=True)
+    counted = _as_compiled(lowered, placed, policy, asked.counted_for) if asked.counted_for else None
+    counted = counted or lowered.count(placed, policy, with_held=True)
     seconds = time.process_time() - begin
     verified = None
     if asked.target:
@@ -156,6 +170,23 @@ def with_cost(plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: An
         seconds=seconds,
     )
     return replace(found, cost=replace(found.cost, tried=tried, untried=untried))
+
+
+def _as_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
+    """The cost of a step as XLA compiles it; `None`, with a warning, where its compiler fails: nobody asked for it."""
+    try:
+        with Waiting(f"XLA compiles the step for {target}") as shown:
+            return cast(
+                "StepCost", lowered.count(placed, policy, with_held=True, target=target, on_wait=shown)
+            )
+    except EngineError as error:
+        warnings.warn(
+            f"plan: XLA's compiler for {target!r} is installed, and failed, so that the cost is an estimate: "
+            f"{error.what}. verify=False does without it",
+            LayoutMapWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 class _Counting:

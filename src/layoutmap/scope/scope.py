@@ -156,7 +156,7 @@ def plan(
     on: str | Machine | None = None,
     batch_dim: str | None = None,
     loss: Callable[..., Any] | None = None,
-    verify: bool | str = False,
+    verify: bool | str | None = None,
     remat: str | None = None,
     fuse_attention: bool = False,
     device_memory: int | None = None,
@@ -183,10 +183,12 @@ def plan(
             axis of activations, or else one that is called batch, data, dp or fsdp.
         loss: Called with what the model returns, returns a number, for `on`; `None`: the loss of the model, or else
             the mean of its squared outputs.
-        verify: Whether XLA's own compiler makes the step as well, for the devices of `on`, which need not be there, so
-            that `plan.cost.verified` has its figures beside those that were counted. A text is another device to
-            compile for; `"cpu"` needs nothing, GPUs need the extra `xla-gpu`, TPUs `xla-tpu`. It takes from seconds to
-            minutes, and is for models on JAX.
+        verify: Whether XLA compiles all of the step as well, for the devices of `on`, which need not be there, so that
+            `plan.cost.verified` has its figures beside those of the cost. A text is another device to compile for;
+            `"cpu"` needs nothing, GPUs need the extra `xla-gpu`, TPUs `xla-tpu`. It takes from seconds to minutes, and
+            is for models on JAX. `None`: not all of it; where the compiler for the GPUs of `on` is installed, the
+            cost's collectives and memory are those of XLA with two and three of equal blocks, which takes seconds.
+            `False`: nothing is compiled.
         remat: Whose activations `on` counts as computed again in the backward pass, rather than kept, although the
             model's code does not say so; see `lower_step`.
         fuse_attention: Whether `on` counts attention as one fused kernel (flash attention), which keeps no scores in

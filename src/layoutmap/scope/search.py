@@ -25,11 +25,11 @@ from layoutmap.cost.verified import Verified
 from layoutmap.rules.near_misses import nearest
 from layoutmap.rules.rule_set import RuleSet, mesh_of
 from layoutmap.scope.cost import LoweredStep, lower_step
-from layoutmap.scope.costing import target_of
+from layoutmap.scope.costing import compiler_at_hand, target_of
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.searching.experts import Expert, expert_of, experts, fitting_preset
-from layoutmap.searching.finalists import first_that_fits
+from layoutmap.searching.finalists import best_compiled, first_that_fits
 from layoutmap.searching.kept import KeptFigures
 from layoutmap.searching.loop import Evaluate, Figures, Outcome, Tried
 from layoutmap.searching.loop import search as find
@@ -140,7 +140,7 @@ def search(
     tries: int = 32,
     seed: int = 0,
     cache: str | os.PathLike[str] | None = None,
-    verify: bool | str = False,
+    verify: bool | str | None = None,
     remat: str | Literal[False] | None = None,
     fuse_attention: bool = False,
     progress: bool | None = None,
@@ -168,9 +168,11 @@ def search(
         tries: For how many maps the cost is counted at most; for as many again where activations are recomputed.
         seed: Decides the order in which layouts are tried. The same arguments give the same map.
         cache: A file in which figures are kept beside a fingerprint of the step, so that a search begun again is quick.
-        verify: Whether XLA compiles what is found for the machine, which need not be there, and the next best map is
-            taken where that needs more than the memory: seconds to minutes, with JAX's plugin for such devices. Or the
-            name of another device to compile for, as for `plan`. An interrupt leaves it at what is counted.
+        verify: Whether XLA compiles all of the step with what is found for the machine, which need not be there, and
+            the next best map is taken where that needs more than the memory: seconds to minutes, with JAX's plugin for
+            such devices. Or the name of another device to compile for, as for `plan`. An interrupt leaves it at what is
+            counted. `None`: where the compiler for the GPUs of `on` is installed, the best maps and those of experts
+            are compared as XLA compiles them, with two and three of equal blocks. `False`: nothing is compiled.
         remat: Whose activations are recomputed in the backward pass, see `lower_step`. `None`: as the model's code
             says, and those of blocks as well where nothing fits without that, or where maps that do not fit would be
             faster. The result says if it needs that. `False`: only as the model's code says.
@@ -269,7 +271,11 @@ def search(
     def evaluation(tried: Tried) -> _Evaluation:
         return recomputing if recomputing and tried.recomputes else evaluate
 
-    compiled = None
+    compiled, for_gpu = None, compiler_at_hand(verify, machine)
+    if for_gpu and outcome.is_complete:
+        outcome = best_compiled(
+            outcome, lambda tried: evaluation(tried).compiled(tried.layout_map, for_gpu, progress)
+        )
     if target and outcome.is_complete:
         outcome, compiled = first_that_fits(
             outcome, lambda tried: evaluation(tried).verify(tried, target, progress), limit
@@ -379,6 +385,7 @@ class _Evaluation:
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
         self._weights = frozenset(map(starred, paths))  # as a plan's cost has them
+        self._compiled: dict[str, StepCost] = {}
 
     def batch_dim(self, layout_map: RuleSet) -> str | None:
         """The dim over which batches are sharded with a map."""
@@ -393,13 +400,25 @@ class _Evaluation:
     def plan(self, layout_map: RuleSet, compiled: Verified | None) -> Plan:
         """The plan of a map, with its cost."""
         plan, batch_dim = self._lowered.plan(layout_map), self.batch_dim(layout_map)
-        return plan.with_cost(self._counted(layout_map), self._machine, batch_dim, compiled)
+        counted = self._compiled.get(layout_map.to_yaml()) or self._counted(layout_map)
+        return plan.with_cost(counted, self._machine, batch_dim, compiled)
+
+    def compiled(self, layout_map: RuleSet, target: str, progress: bool | None) -> Figures:
+        """The figures of a step with a map, as XLA compiles it."""
+        cost = self._lowered.count(
+            layout_map, batch_dim=self.batch_dim(layout_map), target=target, progress=progress
+        )
+        self._compiled[layout_map.to_yaml()] = cost
+        return self._figures(cost)
 
     def _counted(self, layout_map: RuleSet) -> StepCost:
         return self._lowered.count(layout_map, batch_dim=self.batch_dim(layout_map))
 
     def __call__(self, layout_map: RuleSet) -> Figures:
-        cost = Cost(self._counted(layout_map), self._machine, self._weights)
+        return self._figures(self._counted(layout_map))
+
+    def _figures(self, counted: StepCost) -> Figures:
+        cost = Cost(counted, self._machine, self._weights)
         return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 

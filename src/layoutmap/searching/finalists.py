@@ -1,14 +1,62 @@
-"""The maps that a search may return, compiled by XLA one after another, until one fits."""
+"""The maps that a search may return, compiled by XLA: the best of them, or the first that fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import LayoutMapError, PlanError
 from layoutmap.core.text_table import size
 from layoutmap.cost.verified import TooLargeError, Verified
-from layoutmap.searching.loop import Outcome, Tried
+from layoutmap.searching.loop import Figures, Outcome, Tried, least
+
+_EXPERTS = 6  # whose maps are compiled, of those that are counted as nearly as fast as the best
+_FACTOR = 2.0  # in the time of a step, by which a count may be wrong
+_OTHERS = 2
+
+
+def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Outcome:
+    """Choose among the best maps that were found, and those of experts, by what XLA makes of a step with each.
+
+    Args:
+        outcome: What was found by counting.
+        compiled: The figures of a map as XLA compiles its step; raises a `LayoutMapError` where it cannot.
+
+    Returns:
+        The same with the best of them first; experts' maps that were compiled are before those that were only counted.
+        What was found by counting, if an interrupt came before any was compiled or the compiler fails.
+    """
+    best = outcome.best
+    most = _FACTOR * (best.figures.seconds if best.figures else 0)
+    near = [t for t in outcome.experts if t.figures and t.figures.seconds <= most][:_EXPERTS]
+    made: dict[object, Tried] = {}
+    is_complete = outcome.is_complete
+    try:
+        for each in (best, *outcome.others[:_OTHERS], *near):
+            if each.cost not in made:
+                with suppress(LayoutMapError):
+                    figures = compiled(each)
+                    made[each.cost] = replace(each, figures=figures, compiled_bytes=figures.peak_bytes)
+    except KeyboardInterrupt:
+        is_complete = False
+    chosen = least(list(made.values()))
+    if chosen is None or chosen.missing_bytes:
+        return replace(outcome, is_complete=is_complete)
+    experts = [_as_compiled(each, made.get(each.cost)) for each in outcome.experts]
+    experts.sort(key=lambda each: (each.compiled_bytes is None, each.score))
+    fitting = [each for each in made.values() if each is not chosen and not each.missing_bytes]
+    return replace(
+        outcome,
+        best=chosen,
+        experts=tuple(experts),
+        others=tuple(sorted(fitting, key=lambda each: each.score)),
+        is_complete=is_complete,
+    )
+
+
+def _as_compiled(expert: Tried, made: Tried | None) -> Tried:
+    return replace(expert, figures=made.figures, compiled_bytes=made.compiled_bytes) if made else expert
 
 
 def first_that_fits(

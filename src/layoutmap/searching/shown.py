@@ -50,7 +50,7 @@ def _row(tried: Tried, is_found: bool) -> tuple[str, ...]:
     if tried.figures is None:
         return (tried.name, mesh, "", "", tried.why_not)
     said = f"lacks {size(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
-    said += " as XLA compiles it" * (tried.compiled_bytes is not None)
+    said = f"{said} as XLA compiles it".strip() if tried.compiled_bytes is not None else said
     name = tried.name + ", recomputing" * tried.recomputes
     return (name, mesh, duration(tried.figures.seconds), size(tried.figures.peak_bytes), said)
 

@@ -61,8 +61,8 @@ def bytes_of(module: Any) -> bytes:
     return file.getvalue()
 
 
-def parsed(text: str) -> Any:
-    """Return the module of a text, in the context that is open."""
+def parsed(text: str | bytes) -> Any:
+    """Return the module of a text, or of MLIR's bytes, in the context that is open."""
     return _ir.Module.parse(text)
 
 

@@ -3,7 +3,7 @@
 Private names of Keras, tested on Keras 3.15:
 
     keras.src.backend.jax.nn                        _can_use_flash_attention, which refuses a fused kernel that a layer
-                                                    asks for where there is no GPU
+                                                    asks for where there is no GPU; and jax, for `jax.devices`
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -242,17 +243,34 @@ def _recomputed(plain: Callable[..., Any], state: Sequence[Any]) -> Callable[...
 
 
 def _where_asked(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets layers have the fused kernel that they ask for, on the devices that the step is counted for."""
+    """Lets layers have the fused kernel that they ask for, and no others: those depend on this machine's devices."""
 
     @functools.wraps(plain)
     def can_use(*args: Any, raise_error: bool = False, **kwargs: Any) -> bool:
-        return raise_error or plain(*args, **kwargs)
+        return raise_error
 
     return can_use
 
 
+class _WithoutDevices:
+    """JAX for Keras's attention, which asks for the first device: that would start a backend, to count a step."""
+
+    def __init__(self, plain: Any):
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def devices(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(platform="cpu")]
+
+
 _CAN_USE = "_can_use_flash_attention"
-_PATCHES = Patches([Attribute(keras_nn, _CAN_USE, _where_asked)] if hasattr(keras_nn, _CAN_USE) else [])
+_PATCHES = Patches(
+    [Attribute(keras_nn, _CAN_USE, _where_asked), Attribute(keras_nn, "jax", _WithoutDevices)]
+    if hasattr(keras_nn, _CAN_USE)
+    else []
+)
 
 
 def _paths(session: KerasSession) -> list[tuple[str, Any]]:

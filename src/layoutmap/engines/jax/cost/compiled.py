@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from layoutmap.core.errors import EngineError
 from layoutmap.cost.verified import TooLargeError
 from layoutmap.engines.jax.cost.compiler import environment
-from layoutmap.engines.jax.cost.hlo import Compiled
+from layoutmap.engines.jax.cost.hlo import Compiled, collectives
 from layoutmap.engines.jax.cost.partitioner import ENVIRONMENT
 from layoutmap.engines.jax.cost.processes import NO_DEVICES, Asked
 from layoutmap.engines.jax.cost.targets import Target, target_named
@@ -26,14 +26,19 @@ class CompiledStep:
     """XLA's figures of a step, in bytes and of one device.
 
     Args:
-        collectives: Its collectives, and how often each is called.
+        text: The compiled module.
         argument_bytes: What it is given.
         peak_bytes: What a device holds at most: arguments, results that take no argument's place, and the rest.
     """
 
-    collectives: Mapping[Compiled, int]
+    text: str
     argument_bytes: int
     peak_bytes: int
+
+    @property
+    def collectives(self) -> Mapping[Compiled, int]:
+        """Its collectives, and how often each is called."""
+        return collectives(self.text)
 
     @property
     def sent_by_kind(self) -> dict[str, int]:
@@ -44,39 +49,41 @@ class CompiledStep:
         return found
 
 
-def compile_module(
-    module: str, num_devices: int, target: str, on_wait: Callable[[], object] = lambda: None
-) -> CompiledStep:
-    """Have XLA compile a module, in a process of its own, which ends with this call however that ends.
+def compile_modules(
+    modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object] = lambda: None
+) -> list[CompiledStep]:
+    """Have XLA compile modules, each in a process of its own, which ends with this call however that ends.
 
     Args:
-        module: The module, with layouts, as text.
-        num_devices: The size of its mesh.
-        target: What it is compiled for.
+        modules: The modules, with layouts, as text or as MLIR's bytes.
+        num_devices: The size of their mesh.
+        target: What they are compiled for.
         on_wait: Called several times a second while XLA compiles.
 
     Raises:
-        EngineError: There is no such target, its plugin is not installed, or XLA cannot compile the step.
+        EngineError: There is no such target, its plugin is not installed, or XLA cannot compile one of them.
     """
     chosen = target_named(target)
-    [found] = _answers(
+    answers = _answers(
         f"{__package__}.compiler",
-        [(module.encode(), (target, str(num_devices)))],
+        [(module, (target, str(num_devices))) for module in modules],
         environment(chosen, num_devices),
         (target, chosen),
         on_wait,
     )
-    made = json.loads(found)
-    results = made["output_bytes"] - made["alias_bytes"]
-    peak = made["argument_bytes"] + results + made["temp_bytes"]
-    collectives = {Compiled(*each): calls for *each, calls in made["collectives"]}
-    return CompiledStep(collectives, made["argument_bytes"], peak)
+    return [_step(**json.loads(each)) for each in answers]
+
+
+def _step(
+    text: str, argument_bytes: int, output_bytes: int, alias_bytes: int, temp_bytes: int
+) -> CompiledStep:
+    return CompiledStep(text, argument_bytes, argument_bytes + output_bytes - alias_bytes + temp_bytes)
 
 
 def partitioned(
     modules: Sequence[bytes], num_devices: int, on_wait: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """Return the texts of what XLA's partitioner makes of modules, each in a process of its own; see `compile_module`.
+    """Return the texts of what XLA's partitioner makes of modules, each in a process of its own; see `compile_modules`.
 
     Args:
         modules: The modules, with layouts, as bytes of MLIR.

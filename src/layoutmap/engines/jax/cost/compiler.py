@@ -57,13 +57,12 @@ def _devices(target: Target, num_devices: int) -> list[Any]:
     ).devices
 
 
-def _compiled(devices: list[Any], module: str) -> dict[str, Any]:
+def _compiled(devices: list[Any], module: bytes) -> dict[str, Any]:
     import numpy as np
     from jax._src import compiler
     from jaxlib import xla_client
 
     from layoutmap.engines.jax import shardy
-    from layoutmap.engines.jax.cost.hlo import collectives
 
     assignment = np.array([device.id for device in devices]).reshape(1, len(devices))
     options = compiler.get_compile_options(1, len(devices), assignment)
@@ -73,9 +72,8 @@ def _compiled(devices: list[Any], module: str) -> dict[str, Any]:
             devices[0].client, parsed, xla_client.DeviceList(tuple(devices)), options, []
         )
     memory = made.get_compiled_memory_stats()
-    found = collectives(made.hlo_modules()[0].to_string())
     return {
-        "collectives": [[each.kind, each.group, each.tensor_bytes, calls] for each, calls in found.items()],
+        "text": made.hlo_modules()[0].to_string(),
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
@@ -95,4 +93,4 @@ def main(name: str, num_devices: str) -> None:  # why: decisions/0099
             devices = _devices(TARGETS[name], int(num_devices))[: int(num_devices)]
         except Exception as error:
             raise NoDevicesError from error
-        answer(json.dumps(_compiled(devices, Path(MODULE).read_text())))
+        answer(json.dumps(_compiled(devices, Path(MODULE).read_bytes())))

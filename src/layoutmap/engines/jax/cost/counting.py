@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class Counts:
         traffic: Bytes that are read and written.
         peaks: The most bytes beside the arguments, by the order of `memory_of`, the layer that computes, and the phase.
         held: What these bytes are: the same keys, and what `Causes.describe` says; empty if nobody asked.
+        compiled_bytes: The most bytes beside the arguments, by XLA's compiler; 0: it was not asked.
     """
 
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
@@ -31,6 +32,7 @@ class Counts:
     traffic: int = 0
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
+    compiled_bytes: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
         return self.plus(other, -1)
@@ -43,6 +45,7 @@ class Counts:
             self.traffic + other.traffic * times,
             _sum(self.peaks, other.peaks, times),
             _sum(self.held, other.held, times),
+            self.compiled_bytes + other.compiled_bytes * times,
         )
 
 
@@ -62,21 +65,10 @@ def count(
         with_held: Whether to say what is held at the peaks.
     """
     causes = Causes(block, names, len(donated))
-    collectives, flops = Counter[Collective](), Counter[str]()
-
-    def look(inner: Block, times: int) -> None:
-        for op in inner.ops:
-            if op.flops:
-                flops[op.operands[0].dtype] += op.flops * times
-            if op.name in COLLECTIVE_NAMES and op.dims:
-                kind: Any = op.name
-                size = max(value.num_bytes for value in (*op.operands, *op.results))
-                made = Collective(kind, op.dims, 1, size, causes.of(op), _phase(op), op.group)
-                collectives[made] += times
-            for block in op.blocks:
-                look(block, times * op.trips)
-
-    look(block, 1)
+    flops = Counter[str]()
+    for op, times in _called(block):
+        if op.flops:
+            flops[op.operands[0].dtype] += op.flops * times
     memories = memory_of(block, donated, causes.describe if with_held else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
@@ -85,7 +77,30 @@ def count(
         for key, found in memory.held.items()
         for what, num_bytes in found.items()
     }
-    return Counts(collectives, flops, memories[0].traffic, peaks, held)
+    return Counts(_collectives(block, causes), flops, memories[0].traffic, peaks, held)
+
+
+def collectives_of(block: Block, names: Sequence[str], num_weights: int) -> Mapping[Collective, int]:
+    """Return how often each collective of a step is called; see `Causes`."""
+    return _collectives(block, Causes(block, names, num_weights))
+
+
+def _collectives(block: Block, causes: Causes) -> Mapping[Collective, int]:
+    found = Counter[Collective]()
+    for op, times in _called(block):
+        if op.name in COLLECTIVE_NAMES and op.dims:
+            kind: Any = op.name
+            size = max(sum(value.num_bytes for value in values) for values in (op.operands, op.results))
+            found[Collective(kind, op.dims, 1, size, causes.of(op), _phase(op), op.group)] += times
+    return found
+
+
+def _called(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
+    """All operations, and how often a step runs each."""
+    for op in block.ops:
+        yield op, times
+        for inner in op.blocks:
+            yield from _called(inner, times * op.trips)
 
 
 def _phase(op: Op) -> Phase:

@@ -82,6 +82,7 @@ def collectives(text: str) -> Mapping[Compiled, int]:
 def computations(text: str) -> tuple[Mapping[str, list[Operation]], str]:
     """Return the operations of each computation of a module by its name, its root last; and the entry."""
     bodies: dict[str, list[Operation]] = {}
+    roots: dict[str, Operation] = {}
     entry = name = ""
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -91,6 +92,11 @@ def computations(text: str) -> tuple[Mapping[str, list[Operation]], str]:
                 entry = name if line.startswith("ENTRY") else entry
         elif name and (made := _OPERATION.match(line)):
             bodies[name].append(Operation(*made.groups()))
+            if line.lstrip().startswith("ROOT "):
+                roots[name] = bodies[name][-1]
+    for name, root in roots.items():  # a module with a schedule may have it anywhere
+        bodies[name].remove(root)
+        bodies[name].append(root)
     return bodies, entry
 
 

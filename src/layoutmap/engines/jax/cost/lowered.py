@@ -6,10 +6,11 @@ The file is longer than others since tracing, counting and compiling go through 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,22 +18,23 @@ import jax.core
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from layoutmap.core.errors import LayoutMapError, ScopeError, listed
+from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.cost.table import PARTITIONED, Collective, Held, StepCost
+from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, Held, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.cost.attention import attention_named
-from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_module, partitioned
-from layoutmap.engines.jax.cost.counting import Counts, count
+from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_modules, partitioned
+from layoutmap.engines.jax.cost.counting import Counts, collectives_of, count
 from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of
 from layoutmap.engines.jax.cost.partitioned import read
-from layoutmap.engines.jax.cost.rewrites import rewrite
+from layoutmap.engines.jax.cost.rewrites import rewrite, separate
+from layoutmap.engines.jax.cost.targets import target_named
 from layoutmap.engines.jax.programs import undisturbed
 
 _KEPT = 2
@@ -58,10 +60,19 @@ class LoweredStep:  # why: decisions/0090
         self._recomputes = _chosen(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
         self._modules: dict[frozenset[str], _Lowered] = {}
+        self._made: dict[
+            tuple[bytes, int, str], CompiledStep
+        ] = {}  # by the hash of a module with its layouts
         self._loose: set[int] = set()  # stacks whose blocks cannot be left out
 
     def count(
-        self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_held: bool = False
+        self,
+        assignments: Sequence[Assignment],
+        policy: LayoutPolicy,
+        *,
+        with_held: bool = False,
+        target: str | None = None,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
         """Count what the step does in given layouts.
 
@@ -69,13 +80,22 @@ class LoweredStep:  # why: decisions/0090
             assignments: Each variable of the step and its layout, in their order.
             policy: The layouts of batches and of what layers return.
             with_held: Whether to say what is held at the peak.
+            target: A name of `targets`: collectives and peak are those of its compiler; `None`: of the partitioner.
+            on_wait: Called several times a second while XLA compiles.
 
         Raises:
+            EngineError: The compiler for the target is not installed, or fails.
             LayoutError: A rule for activations does not fit what a layer returns.
             ScopeError: The model fails while it is traced.
         """
+        if target and target_named(target).chip:
+            raise EngineError(
+                f"a step is not counted as XLA compiles it for {target!r}",
+                why="XLA for TPUs computes parts of collectives inside of fusions, which are not told apart",
+                fix=f"leave target out, or print what verify(.., target={target!r}) says",
+            )
         layouts = {a.variable.key: a.layout for a in assignments}
-        counts = self._counts(layouts, policy, with_held)
+        counts = self._counts(layouts, policy, with_held, target, on_wait)
         batch = [
             Assignment(
                 VariableSpec(each.name, each.shape, _held_dtype(each.dtype)), policy.batch_layout(each.shape)
@@ -84,13 +104,16 @@ class LoweredStep:  # why: decisions/0090
         ]
         arguments = sum(a.shard_bytes for a in (*assignments, *batch))
         collectives = [
-            Collective(each.kind, each.dims, number, each.tensor_bytes, each.cause, each.phase)
-            for each, number in counts.collectives.items()
-            if number > 0
+            replace(each, calls=number) for each, number in counts.collectives.items() if number > 0
         ]
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
+        held = _held_at_the_peak(counts)
+        if target:
+            peaks = [counts.compiled_bytes]
+            sums = itertools.accumulate(each.num_bytes for each in held)  # they were estimated
+            held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
             policy.mesh,
             tuple(_merged(collectives)),
@@ -100,8 +123,8 @@ class LoweredStep:  # why: decisions/0090
             arguments + peaks[0],
             (*self._notes, *self._of_attention),
             arguments + min(peaks),
-            _held_at_the_peak(counts),
-            PARTITIONED,
+            held,
+            f"{COMPILED}{target}" if target else PARTITIONED,
         )
 
     @property
@@ -122,7 +145,14 @@ class LoweredStep:  # why: decisions/0090
         parts += sorted(str(module.module) for module in self._modules.values())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
-    def _counts(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy, with_held: bool) -> Counts:
+    def _counts(
+        self,
+        layouts: Mapping[Key, Layout],
+        policy: LayoutPolicy,
+        with_held: bool,
+        target: str | None,
+        on_wait: Callable[[], object],
+    ) -> Counts:
         """Counts of the step with two of each kind of equal blocks, the others as the addition of a third."""
         tied = self._tied(layouts, policy)
         sizes = sorted({len(self._step.blocks[number]) for number in tied})
@@ -132,33 +162,42 @@ class LoweredStep:  # why: decisions/0090
             modules = [self._lowered(self._left_out(each)) for each in kept]
         except _NotTied as error:
             self._loose.add(error.stack)
-            return self._counts(layouts, policy, with_held)
+            return self._counts(layouts, policy, with_held, target, on_wait)
         if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
-            return self._counts(layouts, policy, with_held)
-        texts = partitioned(
-            [shardy.bytes_of(self._placed(each, layouts, policy)) for each in modules], policy.mesh.size
-        )
+            return self._counts(layouts, policy, with_held, target, on_wait)
+        given = [shardy.bytes_of(self._placed(each, layouts, policy)) for each in modules]
+        texts = partitioned(given, policy.mesh.size, on_wait)
+        made = self._compiled(given, policy.mesh.size, target, on_wait) if target else [None] * len(given)
         low, *high = (
-            self._counted(text, each, policy, with_held) for text, each in zip(texts, modules, strict=True)
+            self._counted(text, each, policy, with_held, of)
+            for text, each, of in zip(texts, modules, made, strict=True)
         )
         total = low
         for size, more in zip(sizes, high, strict=True):
             total = total.plus(more - low, size - _KEPT)
         peaks = {key: total.peaks[key] for key in low.peaks}
-        return Counts(total.collectives, total.flops, total.traffic, peaks, total.held)
+        return replace(total, peaks=peaks)
 
     def _left_out(self, kept: Mapping[int, int]) -> dict[str, str]:
         """The path of each block that is left out, and of its equal; `kept`: how many stay of each stack."""
         blocks = self._step.blocks
         return {path: blocks[n][0] for n, number in kept.items() for path in blocks[n][number - 1 : -1]}
 
-    def _counted(self, text: str, lowered: _Lowered, policy: LayoutPolicy, with_held: bool) -> Counts:
+    def _counted(
+        self, text: str, lowered: _Lowered, policy: LayoutPolicy, with_held: bool, made: CompiledStep | None
+    ) -> Counts:
         block = read(text, policy.mesh)
         rewrite(block)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
         names += [""] * lowered.num_unread
         donated = {number: number for number in range(len(lowered.variables))}
-        return count(block, names, donated, with_held=with_held)
+        found = count(block, names, donated, with_held=with_held)
+        if made is None:
+            return found
+        block = read(made.text, policy.mesh)
+        separate(block)
+        collectives = collectives_of(block, names, len(donated))
+        return replace(found, collectives=collectives, compiled_bytes=made.peak_bytes - made.argument_bytes)
 
     def _tied(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
         """The stacks whose blocks have equal layouts, and so cost the same."""
@@ -212,7 +251,18 @@ class LoweredStep:  # why: decisions/0090
         """
         layouts = {a.variable.key: a.layout for a in assignments}
         placed = self._placed(self._lowered({}), layouts, policy)
-        return compile_module(str(placed), policy.mesh.size, target, on_wait)
+        return self._compiled([shardy.bytes_of(placed)], policy.mesh.size, target, on_wait)[0]
+
+    def _compiled(
+        self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
+    ) -> list[CompiledStep]:
+        """What XLA makes of modules; one that was compiled before is not compiled again."""
+        keys = [(hashlib.sha256(each).digest(), num_devices, target) for each in modules]
+        new = {key: each for key, each in zip(keys, modules, strict=True) if key not in self._made}
+        self._made.update(
+            zip(new, compile_modules([*new.values()], num_devices, target, on_wait), strict=True)
+        )
+        return [self._made[key] for key in keys]
 
     def verify(
         self,
@@ -365,11 +415,13 @@ _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg
 def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
     try:
         yield
-    except (LayoutMapError, _Unequal):
-        raise
     except Exception as error:
-        if tracer.unequal:  # the library may have made another exception of it
+        if (
+            tracer.unequal
+        ):  # the library may have made another exception of it: Keras one with a text of its own
             raise _Unequal(tracer.unequal) from None
+        if isinstance(error, LayoutMapError | _Unequal):
+            raise
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
             f"{step.name}: its training step fails when it is traced",
@@ -496,7 +548,7 @@ def _merged(collectives: Sequence[Collective]) -> list[Collective]:
     """Rows that differ in the numbers of layers only as one, with `*` for the number; in a fixed order."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
-        key = each.kind, each.dims, each.tensor_bytes, re.sub(r"\d+", "*", each.cause), each.phase
+        key = each.kind, each.dims, each.tensor_bytes, re.sub(r"\d+", "*", each.cause), each.phase, each.group
         groups.setdefault(key, []).append(each)
     return [
         Collective(
@@ -506,6 +558,7 @@ def _merged(collectives: Sequence[Collective]) -> list[Collective]:
             size,
             cause if len(same) > 1 else same[0].cause,
             phase,
+            group,
         )
-        for (kind, dims, size, cause, phase), same in groups.items()
+        for (kind, dims, size, cause, phase, group), same in groups.items()
     ]

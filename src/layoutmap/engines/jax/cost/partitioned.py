@@ -29,11 +29,13 @@ from layoutmap.engines.jax.cost.hlo import (
 )
 
 _NAMES = NAMES | {
+    "bitcast": "reshape",
     "broadcast": "broadcast_in_dim",
     "conditional": "case",
     "dot": "dot_general",
     "opt-barrier": BARRIER,
 }
+_CALLS = ("call", "fusion", "async-start")
 _MARKS = ("Sharding", "xla.sdy.FuncResultSharding", "xla.sdy.PropagationBarrier")
 """Custom calls that return what they are given."""
 
@@ -101,19 +103,37 @@ class _Reader:
             return given[0][int(_attribute(each, r"index=(\d+)"))]
         if each.op == "custom-call" and _attribute(each, r'custom_call_target="([^"]*)"') in _MARKS:
             return given[0]
+        if each.op.endswith("-done") or each.op == "copy-start":
+            return given[0]
         place = _place(each, inside)
-        if each.op == "call":
-            return self._read(_attribute(each, r"to_apply=%?([\w.\-]+)"), given, {}, ops, place)
-        found = self._places.number(each, [numbers.get(name) for name in names])
+        if each.op in _CALLS:
+            return self._read(_attribute(each, r"(?:to_apply|calls)=%?([\w.\-]+)"), given, {}, ops, place)
+        known = [numbers.get(name) for name in names]
+        found = self._places.number(each, known)
         if found is not None:
             numbers[each.name] = found
+        kind, shape = each.op.removesuffix("-start"), each.shape
+        if kind in NAMES and each.op != kind and kind != "all-reduce":
+            shape = _parts(shape)[1]  # the first is what it is given
+        each = each._replace(op=kind, shape=shape)
+        if kind in NAMES and kind != "all-to-all" and shape.startswith("("):  # the compiler combines several
+            parts = zip(given, _parts(shape), strict=True)
+            return [
+                self._added(each._replace(shape=part), [one], known, _place_of(one, place), ops)
+                for one, part in parts
+            ]
+        return self._added(each, given, known, place, ops)
+
+    def _added(
+        self, each: Operation, given: Sequence[Any], known: Sequence[Any], place: Any, ops: list[Op]
+    ) -> Any:
         result = _values(each.shape)
         made = Op(_NAMES.get(each.op, each.op.replace("-", "_")), _flat(given), _flat(result), *place)
         for number, value in enumerate(made.results):
             value.maker, value.number = made, number
         for value in made.operands:
             value.uses.append(made)
-        self._describe(made, each, [numbers.get(name) for name in names])
+        self._describe(made, each, known)
         ops.append(made)
         return result
 
@@ -244,6 +264,14 @@ def _flops_of_convolution(made: Op, each: Operation) -> int:
 def _place(each: Operation, inside: Any) -> Any:
     found = place_of(_attribute(each, r'op_name="([^"]*)"'))
     return tuple(own or outer for own, outer in zip(found, inside, strict=True)) if inside else found
+
+
+def _place_of(value: Value, place: Place) -> Place:
+    """The place of what makes a value, where the operation that takes it has none: it stands for several."""
+    made = value.maker
+    return (
+        place if any(place) or made is None else (made.where, made.is_backward, made.is_update, made.is_fused)
+    )
 
 
 def _attribute(each: Operation, pattern: str) -> str:

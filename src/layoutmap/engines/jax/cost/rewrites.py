@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace, results_of
@@ -20,6 +21,7 @@ def rewrite(block: Block) -> None:
             rewrite(inner)
     remove_unused(block)
     _merge_equal(block)
+    _reduce_once(block)
     _add_before_reducing(block)
     _scatter(block)
     remove_unused(block)
@@ -64,6 +66,47 @@ def _add_before_reducing(block: Block) -> None:
     block.ops = [op for op in ops if id(op) not in gone]
 
 
+def _reduce_once(block: Block) -> None:
+    """An all-reduce of an all-reduce is one over the dims of both."""
+    for op in block.ops:
+        first = op.operands[0].maker if op.name == "all_reduce" and len(op.operands) == 1 else None
+        if first is None or first.name != op.name or first.group or op.group or first.results[0].uses != [op]:
+            continue
+        op.dims = (*first.dims, *op.dims)
+        replace(first.results[0], first.operands[0])
+    remove_unused(block)
+
+
+def separate(block: Block) -> None:
+    """An all-reduce of small arrays in one, which XLA's compiler makes of several, is one of each of them."""
+    for op in list(block.ops):
+        for inner in op.blocks:
+            separate(inner)
+        joined = op.operands[0].maker if op.name == "all_reduce" else None
+        while joined is not None and joined.name == "reshape":
+            joined = joined.operands[0].maker
+        if joined is None or joined.name != "concatenate":
+            continue
+        taken: dict[int, list[Op]] = {}
+        for use in op.results[0].uses:
+            start = re.search(r"slice=\{\[(\d+):", str(use.key)) if use.name == "slice" else None
+            taken.setdefault(int(start[1]) if start else -1, []).append(use)
+        slices = [taken[start] for start in sorted(taken)]
+        if [part.size for part in joined.operands] != [each[0].results[0].size for each in slices]:
+            continue
+        for part, uses in zip(joined.operands, slices, strict=True):
+            at = part.maker or op
+            value = Value(part.shape, part.dtype)
+            value.maker = Op(
+                op.name, [part], [value], at.where, at.is_backward, at.is_update, dims=op.dims, group=op.group
+            )
+            part.uses.append(value.maker)
+            block.ops.insert(block.ops.index(op), value.maker)
+            for use in uses:
+                replace(use.results[0], value)
+    remove_unused(block)
+
+
 def _is_only_for(op: Op, maker: Op) -> bool:
     return maker.name in ("all_reduce", "reduce_scatter") and maker.results[0].uses == [op]
 
@@ -96,15 +139,13 @@ def _scatter(block: Block) -> None:
         if not slices or any(each.name != "slice" for each in slices):
             continue
         taken = slices[0].dims
-        if any(each.dims != taken for each in slices) or not set(taken) & set(op.dims):
+        if any(each.dims != taken for each in slices) or not taken or not {*taken} <= {*op.dims}:
             continue
-        over = tuple(dim for dim in op.dims if dim in taken)
         rest = tuple(dim for dim in op.dims if dim not in taken)
-        op.name, op.dims = "reduce_scatter", over
+        op.name, op.dims = "reduce_scatter", taken
         part = slices[0].results[0]
-        if set(over) == set(taken):
-            for each in slices:
-                replace(each.results[0], between)
+        for each in slices:
+            replace(each.results[0], between)
         _shrink(op, between, part)
         if rest:
             block.ops.insert(block.ops.index(op) + 1, _reduced(op, op.results[0], rest, 0))

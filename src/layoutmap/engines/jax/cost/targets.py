@@ -117,6 +117,16 @@ TARGETS = {
 """The targets by name."""
 
 
+def is_at_hand(name: str) -> bool:
+    """Return whether steps can be counted as XLA compiles them for a device: a GPU whose compiler is installed."""
+    target = TARGETS.get(name)
+    return target is not None and target.platform == "cuda" and any(map(_is_installed, target.modules))
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 def target_named(name: str) -> Target:
     """Return a target whose compiler is installed.
 
@@ -131,7 +141,7 @@ def target_named(name: str) -> Target:
             fix='use the one of these that is most like it, as in verify="h100", or "cpu", which needs no plugin',
         )
     target = TARGETS[name]
-    if target.modules and not any(map(importlib.util.find_spec, target.modules)):
+    if target.modules and not any(map(_is_installed, target.modules)):
         raise EngineError(
             f"XLA's compiler for {name!r} is not installed",
             facts={"missing": " ".join(target.packages)},
