@@ -253,7 +253,7 @@ class LoweredStep:  # why: decisions/0090
         placed = self._placed(self._lowered({}), layouts, policy)
         return self._compiled([shardy.bytes_of(placed)], policy.mesh.size, target, on_wait)[0]
 
-    def _compiled(
+    def _compiled(  # why: decisions/0158
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
         """What XLA makes of modules; one that was compiled before is not compiled again."""
