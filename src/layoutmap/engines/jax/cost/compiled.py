@@ -37,7 +37,7 @@ class CompiledStep:
 
     @property
     def collectives(self) -> Mapping[Compiled, int]:
-        """Its collectives, and how often each is called."""
+        """The collectives of the compiled module, and how often each is called."""
         return collectives(self.text)
 
     @property

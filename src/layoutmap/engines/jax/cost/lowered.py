@@ -256,7 +256,7 @@ class LoweredStep:  # why: decisions/0090
     def _compiled(  # why: decisions/0158
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
-        """What XLA makes of modules; one that was compiled before is not compiled again."""
+        """The steps that XLA compiles modules to; one that was compiled before is not compiled again."""
         keys = [(hashlib.sha256(each).digest(), num_devices, target) for each in modules]
         new = {key: each for key, each in zip(keys, modules, strict=True) if key not in self._made}
         self._made.update(
