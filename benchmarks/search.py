@@ -2,6 +2,8 @@
 
     python benchmarks/search.py                     the published models of the table: a few minutes each
     python benchmarks/search.py vit whisper         models whose names start so
+    python benchmarks/search.py --draw 50 --seed 1  drawn models: the found map beside the best of all experts
+                                                    maps, each compiled by XLA for H100, which is to be installed
     python benchmarks/search.py --measure           the order of five maps by cost and by the clock, on 8 CPU devices
 
 Models of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`, "building s" the
@@ -114,6 +116,59 @@ def child(name):
     print(json.dumps({"row": row, "text": str(found)}))
 
 
+def drawn(number, seed):
+    """The found map beside the best map of an expert, for drawn models, each as XLA compiles it for H100."""
+    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    import warnings
+
+    import layoutmap as lm
+    from layoutmap.scope import search as module
+    from layoutmap.testing import models
+
+    warnings.simplefilter("ignore")
+    choose, quotients, refused = module.best_compiled, [], {}
+
+    def with_all(outcome, compiled):
+        found = choose(outcome, compiled)
+        there = {each.cost: each for each in found.experts if each.compiled_bytes is not None}
+        limit, seconds = outcome.best.limit, []
+        for each in outcome.experts:
+            if each.figures is not None:
+                figures = there[each.cost].figures if each.cost in there else compiled(each)
+                if figures.peak_bytes <= limit:
+                    seconds.append(figures.seconds)
+        quotients.append((found.best.figures.seconds / min(seconds), len(seconds)))
+        return found
+
+    module.best_compiled = with_all
+    for each in range(seed, seed + number):
+        library = ("nnx", "keras", "pytree")[each % 3]
+        case = models.draw(each, library)
+        inputs = case.batch[0] if library == "keras" else case.batch
+        begin = time.monotonic()
+        try:
+            lm.search(case.make_model, inputs, "h100:8", tries=24, library=case.library, progress=False)
+        except lm.LayoutMapError as error:
+            refused[error.what[:60]] = refused.get(error.what[:60], 0) + 1
+            continue
+        print(
+            f"{each} {library}: {quotients[-1][0]:.3f} of the best of {quotients[-1][1]} experts' maps, "
+            f"{time.monotonic() - begin:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    found = sorted(quotient for quotient, _ in quotients)
+    print(
+        f"{len(found)} models, seeds {seed} to {seed + number - 1}: the time of a step beside the best expert's"
+    )
+    print(
+        f"worse by over 1 %: {sum(q > 1.01 for q in found)}, better by over 1 %: {sum(q < 0.99 for q in found)}"
+    )
+    print(f"least {found[0]:.3f}, median {found[len(found) // 2]:.3f}, most {found[-1]:.3f}")
+    for what, times in refused.items():
+        print(f"not searched, {times}: {what}")
+
+
 def measure():
     """The order of five maps by cost, and by measured steps, on 8 simulated CPU devices."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
@@ -202,6 +257,8 @@ def main(arguments):
         return child(arguments[1])
     if arguments[:1] == ["--measure"]:
         return measure()
+    if arguments[:1] == ["--draw"]:
+        return drawn(int(arguments[1]), int(arguments[3]))
     print("\t".join(HEAD), flush=True)
     for name in CASES:
         if arguments and not name.startswith(tuple(arguments)):

@@ -347,6 +347,26 @@ def test_a_mesh_may_have_more_devices_than_a_process_of_xla_for_cpus():
     assert (2 * DEPTH - 1, {0}) == (sum(c.calls for c in sums), {c.group for c in sums})
 
 
+@pytest.mark.parametrize("form", [list, dict])
+def test_each_output_of_a_keras_model_has_the_targets_of_its_own_loss(form):
+    """Losses in a list, or by the names of outputs: classes for a sparse one, values of the output's shape else."""
+
+    def make():
+        x = keras.Input((4,))
+        outputs = [keras.layers.Dense(8, name="values")(x), keras.layers.Dense(3, name="classes")(x)]
+        losses = {"values": "mse", "classes": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+        model = keras.Model(x, outputs)
+        model.compile("adam", loss=losses if form is dict else [*losses.values()])
+        return model
+
+    options = {"inputs": keras.Input(batch_shape=(ROWS, 4)), "batch_dim": "data", "library": "keras"}
+    step = lm.lower_step(make, lm.LayoutMap(MESH), **options)
+    assert {(ROWS, 8): "float32", (ROWS,): "int32"} == {
+        each.shape: each.dtype for each in step.step.batch[1:]
+    }
+    assert step.count(lm.LayoutMap(MESH)).sent_bytes > 0
+
+
 def test_modules_that_compute_something_else_are_not_equal():
     """A function that modules are made with is one of their settings."""
 

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -102,10 +102,18 @@ class _Step:
         values = [jax.ShapeDtypeStruct(e.spec.shape, e.spec.dtype) for e in self._entries]
         inputs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in batch]
         found = jax.eval_shape(outputs, values, inputs)
-        return jax.tree.map(self._target, found)
+        leaves, tree = jax.tree.flatten(found)
+        return tree.unflatten(map(self._target, leaves, self._losses(found, len(leaves))))
 
-    def _target(self, output: Any) -> Any:
-        loss = self._model.loss
+    def _losses(self, found: Any, number: int) -> Sequence[Any]:
+        """The loss of each output."""
+        loss: Any = self._model.loss
+        if isinstance(loss, Mapping):
+            names: Any = sorted(found) if isinstance(found, Mapping) else self._model.output_names
+            return [cast("Any", loss).get(name) for name in names]
+        return cast("Any", loss) if isinstance(loss, list | tuple) else [loss] * number
+
+    def _target(self, output: Any, loss: Any) -> Any:
         name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
         if "sparse" in str(name).lower():
             return jax.ShapeDtypeStruct(output.shape[:-1], "int32")
