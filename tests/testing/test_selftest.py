@@ -183,6 +183,11 @@ def test_a_step_is_measured_beside_what_was_counted(run):
 
 
 TAKEN_AWAY = {
+    "torch": (
+        "engines/torch/dtensor_ops/outside.py",
+        "    if is_guarded(tensor.device_mesh):\n        if value.shape",
+        "    if False:\n        if value.shape",
+    ),
     "jax": (
         "engines/jax/corrections.py",
         "    def install(self) -> None:\n",
@@ -196,15 +201,15 @@ TAKEN_AWAY = {
 }
 
 
-@pytest.mark.skipif(HERE not in TAKEN_AWAY, reason="what DTensor of torch does wrongly has tests alone")
 def test_known_faults_of_engines_are_said(run, tmp_path):
     """A known fault is corrected, and the report names it; where its correction is taken away, it is present."""
-    options = ("--only", f"faults-{HERE}", "--count", "1", "--seed", "0")
+    seed = {"torch": "33"}.get(HERE, "0")  # tensor.data, or the first one
+    options = ("--only", f"faults-{HERE}", "--count", "1", "--seed", seed)
     code, said, found = run(*options)
     (fault,) = found["faults"]
 
     assert (0, "corrected") == (code, fault["state"]), said
-    assert fault["fault"] in said.replace("\n", " ")
+    assert fault["known fault"] in said.replace("\n", " ")
 
     code, said, found = run(*options, source=with_fault(tmp_path, *TAKEN_AWAY[HERE]))
 

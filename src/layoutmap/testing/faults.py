@@ -1,4 +1,4 @@
-"""Known faults of engines: programs that an engine computes wrongly by itself, and right with this package."""
+"""Known faults of engines: programs that an engine alone computes wrongly, and with this package right."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from layoutmap.engines.launchers import launcher
 from layoutmap.testing.laws import Outcome, tried
 
-XLA_FAULTS = Path(__file__).with_name("xla-faults.md")
-"""The page of faults of XLA, whose programs are tried."""
+XLA_FAULTS, DTENSOR_FAULTS = (Path(__file__).with_name(f"{name}-faults.md") for name in ("xla", "dtensor"))
+"""The pages of faults of XLA and of torch's DTensor, whose programs are tried."""
 _SECTION = re.compile(
     r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python no-run[^\n]*\n(.+?)^```\n", re.DOTALL | re.MULTILINE
 )
@@ -55,7 +55,13 @@ def _of_xla() -> list[Fault]:
     ]
 
 
-def _of_dtensor() -> list[Fault]:
+def _of_torch() -> list[Fault]:
+    (_, first), *found = _SECTION.findall(DTENSOR_FAULTS.read_text(encoding="utf-8"))
+    with_us = first.replace("ALONE = True", "ALONE = False")
+    return [Fault(title, f"{first}\n\n{text}", f"{with_us}\n\n{text}") for title, text in found]
+
+
+def _of_tensorflow() -> list[Fault]:
     titles = (
         "Training steps read variables before they are written",
         "A relayout of four axes mixes up blocks",
@@ -65,7 +71,11 @@ def _of_dtensor() -> list[Fault]:
     return [Fault(title, text, first + text) for title, text in zip(titles, programs, strict=True)]
 
 
-FAULTS: Mapping[str, Callable[[], list[Fault]]] = {"jax": _of_xla, "tensorflow": _of_dtensor}
+FAULTS: Mapping[str, Callable[[], list[Fault]]] = {
+    "jax": _of_xla,
+    "torch": _of_torch,
+    "tensorflow": _of_tensorflow,
+}
 """The known faults, by engine."""
 
 
@@ -79,7 +89,7 @@ def printed(program: str) -> tuple[float, str]:
     return float(number[1] if number else "nan"), wrote
 
 
-def try_faults(engine: str, seed: int) -> Iterator[tuple[Outcome, str]]:
+def try_faults(engine: str, seed: int) -> Iterator[tuple[Outcome, str]]:  # why: decisions/0146
     """Yield whether a known fault is corrected, and the program where it is not; nothing but in the first process.
 
     Args:

@@ -134,7 +134,8 @@ class Schedule:
                         if seed is None or process.has_ended:
                             break
                         self._try(process, seed)
-                        if self.used[subject] > min(self.used[each] for each in self.subjects) + TURN_SECONDS:
+                        turn = min(TURN_SECONDS, self.seconds / len(self.subjects))  # each shall have one
+                        if self.used[subject] > min(self.used[each] for each in self.subjects) + turn:
                             break
         finally:
             self._results.put(None)

@@ -71,7 +71,7 @@ ARRAYS = {f"arrays-{name}": Subject(f"arrays of {title}", "", name) for name, ti
 SAVES = {f"saves-{name}": Subject(f"killed saves on {title}", "", name) for name, title in _TITLES.items()}
 """Subjects whose saves are killed."""
 
-FAULTS = {f"faults-{name}": Subject(f"faults of {_TITLES[name]}", "", name) for name in ("jax", "tensorflow")}
+FAULTS = {f"faults-{name}": Subject(f"faults of {title}", "", name) for name, title in _TITLES.items()}
 """Subjects with known faults."""
 
 SPEEDS = {f"speeds-{name}": Subject(f"speeds of {title}", "", name) for name, title in _TITLES.items()}

@@ -55,7 +55,7 @@ def add_unary(name: str, function: Callable[..., Any], *shape: int, **tensors: t
     add(name, function, x=normal(*shape), **tensors)
 
 
-# -- what `test_upstream` asks of DTensor alone
+# -- functions that DTensor computes wrongly by itself
 
 add("mse_loss mean", F.mse_loss, x=normal(8, 6), x2=normal(8, 6))
 add("l1_loss mean", F.l1_loss, x=normal(8, 6), x2=normal(8, 6))

@@ -19,7 +19,7 @@ from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.subjects import subject_named
 
 _COLUMNS = ("tried on", "law", "tried", "held", "failed", "seconds")
-_FAULTS = ("known", "fault", "state")
+_FAULTS = ("on", "known fault", "state")
 _LINES_OF_WHY = 20
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()]+/)+(?=[^\s/'\",:;()])")
 _STYLE = (
