@@ -16,7 +16,7 @@ from testing.faulty import with_fault
 from layoutmap.cost.machines import machine_named
 from layoutmap.testing.selftest.report import Report
 from layoutmap.testing.speeds import KINDS
-from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.subjects import SUBJECTS, subject_named
 
 PROCESSES = ("jax", "tensorflow", "torch")
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
@@ -104,6 +104,16 @@ def test_a_mesh_is_that_of_all_cases(run):
     code, said, found = run("--only", f"arrays-{HERE}", "--mesh", "data=4,model=2", "--count", "4")
 
     assert (0, "data=4,model=2") == (code, found["ran on"]["mesh"]), said
+
+
+@pytest.mark.long
+def test_each_kind_has_a_turn(run):
+    """Within a minute arrays, saves that are killed, known faults and models are tried, however long one of them is."""
+    kinds = [f"{kind}-{HERE}" for kind in ("saves", "faults", "arrays")] + [A_LIBRARY]
+    code, said, found = run("--minutes", "1", *(word for kind in kinds for word in ("--only", kind)))
+
+    assert 0 == code, said
+    assert {subject_named(kind).title for kind in kinds} <= {row["tried on"] for row in found["laws"]}
 
 
 SWAPPED = {

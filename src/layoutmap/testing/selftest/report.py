@@ -23,7 +23,7 @@ _FAULTS = ("on", "known fault", "state")
 _LINES_OF_WHY = 20
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()]+/)+(?=[^\s/'\",:;()])")
 _STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#1c2530}"
+    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:80em;padding:0 1em;color:#1c2530}"
     "pre{background:#f3f5f7;padding:.8em;white-space:pre-wrap;border-radius:6px}td{border-top:1px solid #e3e7eb}"
     "table{margin:1.2em 0}.well{color:#0b6e3b}.wrong{color:#b3261e}"
 )
