@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from layoutmap.engines.launchers import launcher
 from layoutmap.testing.laws import Outcome, tried
+from layoutmap.testing.models.maps import EIGHT, Devices
 
 XLA_FAULTS, DTENSOR_FAULTS = (Path(__file__).with_name(f"{name}-faults.md") for name in ("xla", "dtensor"))
 """The pages of faults of XLA and of torch's DTensor, whose programs are tried."""
@@ -89,24 +90,27 @@ def printed(program: str) -> tuple[float, str]:
     return float(number[1] if number else "nan"), wrote
 
 
-def try_faults(engine: str, seed: int) -> Iterator[tuple[Outcome, str]]:  # why: decisions/0146
+def try_faults(
+    engine: str, seed: int, devices: Devices = EIGHT
+) -> Iterator[tuple[Outcome, str]]:  # why: decisions/0146
     """Yield whether a known fault is corrected, and the program where it is not; nothing but in the first process.
 
     Args:
         engine: The engine's name.
         seed: The number of the fault, from which on they are counted again.
+        devices: Those that there are; the programs simulate their own.
     """
     if (started_by := launcher()) and started_by.process:
         return
-    faults = FAULTS[engine]()
-    fault, states = faults[seed % len(faults)], list[str]()
+    faults, figures = FAULTS[engine](), list[dict[str, str]]()
+    fault = faults[seed % len(faults)]
 
     def law() -> Iterator[str]:
         (alone, _), (here, why) = printed(fault.alone), printed(fault.corrected)
-        states.append("present" if here != 1 else "gone" if alone == 1 else "corrected")
+        state = "present" if here != 1 else "gone" if alone == 1 else "corrected"
+        figures.append({"fault": fault.title, "state": state})
         if here != 1:
             yield why
 
-    outcome = tried("a known fault of the engine is corrected", law)
-    outcome = replace(outcome, figures=[{"fault": fault.title, "state": state} for state in states])
+    outcome = tried("a known fault of the engine is corrected", law, figures)
     yield outcome, fault.corrected if outcome.is_suspicious else ""

@@ -38,7 +38,7 @@ _SECONDS = 120.0
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS")
 
 
-def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[Outcome]:
+def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Kill a program that saves, and load what it leaves on the devices; yields the outcome. All processes do so.
 
     Args:
@@ -46,10 +46,9 @@ def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterat
         seed: Draws a mesh, and the moment of the kill.
         devices: The devices that there are.
     """
-    yield tried(
-        "a save that is killed leaves the steps before it, for any mesh",
-        lambda: _lost(engine, Choices.of_seed(seed).weighted(devices.meshes), random.Random(seed)),
-    )
+    dims = Choices.of_seed(seed).weighted(devices.meshes)
+    law = "a save that is killed leaves the steps before it, for any mesh"
+    yield tried(law, lambda: _lost(engine, dims, random.Random(seed))), ""
 
 
 def _lost(engine: str, dims: str, rng: random.Random) -> Iterator[str]:

@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +28,10 @@ _ROUNDS, _TIMES = 5, 2
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[Outcome]:  # why: decisions/0167
-    """Measure the devices of an engine; yields outcomes with figures.
+def try_speeds(
+    engine: str, seed: int, devices: Devices = EIGHT
+) -> Iterator[tuple[Outcome, str]]:  # why: decisions/0167
+    """Measure the devices of an engine; yields outcomes with figures, and no programs.
 
     All processes of a program must do so together.
 
@@ -42,7 +43,7 @@ def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[Out
     dims = Choices.of_seed(seed).weighted(devices.meshes)
     for law, measure in _LAWS.items():
         figures: list[dict[str, Any]] = []
-        yield replace(tried(law, partial(_added, figures, measure(engine, dims))), figures=figures)
+        yield tried(law, partial(_added, figures, measure(engine, dims)), figures), ""
 
 
 def _added(figures: list[dict[str, Any]], measured: Iterator[dict[str, Any]]) -> Iterable[str]:

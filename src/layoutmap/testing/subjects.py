@@ -65,21 +65,15 @@ SUBJECTS = {
 """All subjects with models, by the names that commands take."""
 
 _TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
-ARRAYS = {f"arrays-{name}": Subject(f"arrays of {title}", "", name) for name, title in _TITLES.items()}
-"""Subjects without a model library."""
-
-SAVES = {f"saves-{name}": Subject(f"killed saves on {title}", "", name) for name, title in _TITLES.items()}
-"""Subjects whose saves are killed."""
-
-FAULTS = {f"faults-{name}": Subject(f"faults of {title}", "", name) for name, title in _TITLES.items()}
-"""Subjects with known faults."""
-
-SPEEDS = {f"speeds-{name}": Subject(f"speeds of {title}", "", name) for name, title in _TITLES.items()}
-"""Subjects of which is measured how fast they are."""
-
-WITHOUT_MODELS = SPEEDS | ARRAYS | SAVES | FAULTS
+_KINDS = {"speeds": "speeds of", "arrays": "arrays of", "saves": "killed saves on", "faults": "faults of"}
+WITHOUT_MODELS = {
+    f"{kind}-{name}": Subject(f"{words} {title}", "", name)
+    for kind, words in _KINDS.items()
+    for name, title in _TITLES.items()
+}
+"""Subjects without a model library: how fast they are, arrays, saves that are killed, and known faults."""
 
 
 def subject_named(name: str) -> Subject:
-    """Return the subject of a name of `SUBJECTS`, or of one of those without models."""
+    """Return the subject of a name of `SUBJECTS` or `WITHOUT_MODELS`."""
     return (SUBJECTS | WITHOUT_MODELS)[name]

@@ -30,8 +30,9 @@ from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
 from layoutmap.testing.products import product_facts
 from layoutmap.testing.speeds import host_facts, try_speeds
-from layoutmap.testing.subjects import ARRAYS, FAULTS, SPEEDS, WITHOUT_MODELS, subject_named
+from layoutmap.testing.subjects import WITHOUT_MODELS, subject_named
 
+_TRIES = {"speeds": try_speeds, "arrays": try_arrays, "saves": try_killed_saves, "faults": try_faults}
 OWN_OPTIMIZER = 4
 """One in so many cases keeps the optimizer that was drawn for it; the others have SGD, which hides no wrong scale."""
 
@@ -53,13 +54,8 @@ def try_seed(
         laws: Names of laws of models; none: all.
         there: The devices that there are.
     """
-    engine = subject_named(subject).engine
-    if subject in ARRAYS or subject in FAULTS:
-        yield from try_arrays(engine, seed, there) if subject in ARRAYS else try_faults(engine, seed)
-        return
     if subject in WITHOUT_MODELS:
-        measure = try_speeds if subject in SPEEDS else try_killed_saves
-        yield from ((outcome, "") for outcome in measure(engine, seed, there))
+        yield from _TRIES[subject.partition("-")[0]](subject_named(subject).engine, seed, there)
         return
     try:
         with quiet():

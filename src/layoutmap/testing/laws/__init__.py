@@ -11,12 +11,12 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from layoutmap.testing.laws import inspecting, keeping, planning, training
-from layoutmap.testing.laws.trial import NotTried, Refused, Trial, quiet
+from layoutmap.testing.laws.trial import NotTried, Trial, quiet
 from layoutmap.testing.models.cases import EPSILONS, Case
 
 __all__ = ["LAWS", "PRECISIONS", "Outcome", "quiet", "tried", "try_case"]
@@ -87,24 +87,26 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
         only: Names of `LAWS`; none: all.
     """
     with quiet():
-        trial = Trial(case)
-        for name, law in LAWS.items():
-            if only and name not in only:
-                continue
-            outcome = tried(name, partial(_unless_refused, law, trial))
-            yield outcome
-            if outcome.what == "refused":
-                return
+        trial, names = Trial(case), [name for name in LAWS if not only or name in only]
+        refusal = tried(names[0], lambda trial=trial: map(str, trial.plan.errors[:1]))
+        if refusal.what == "wrong":
+            yield replace(refusal, what="refused")
+            return
+        for name in names:
+            yield tried(name, partial(LAWS[name], trial))
         del trial
     gc.collect()  # models have cycles, and the next one needs their room
 
 
-def tried(law: str, differences: Callable[[], Iterable[str]]) -> Outcome:
+def tried(
+    law: str, differences: Callable[[], Iterable[str]], figures: Sequence[Mapping[str, Any]] = ()
+) -> Outcome:
     """Return the outcome of a law.
 
     Args:
         law: Its name.
         differences: Returns the differences that it finds.
+        figures: Has what it measures, when they are known.
     """
     begun = time.perf_counter()
     try:
@@ -112,13 +114,7 @@ def tried(law: str, differences: Callable[[], Iterable[str]]) -> Outcome:
             found = list(differences())
         what, why = ("wrong", "\n".join(found)) if found else ("held", "")
     except NotTried as reason:
-        what, why = reason.what, str(reason)
+        what, why = "not tried", str(reason)
     except (Exception, SystemExit):
         what, why = "failed", traceback.format_exc(limit=-4)
-    return Outcome(law, what, why, time.perf_counter() - begun)
-
-
-def _unless_refused(law: Law, trial: Trial) -> Iterable[str]:
-    if trial.plan.errors:
-        raise Refused(str(trial.plan.errors[0]))
-    return law(trial)
+    return Outcome(law, what, why, time.perf_counter() - begun, figures)

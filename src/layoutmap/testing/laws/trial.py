@@ -35,14 +35,6 @@ TOLERANCE = 1e-5
 class NotTried(Exception):
     """A law has nothing to say of a case."""
 
-    what = "not tried"
-
-
-class Refused(NotTried):
-    """The plan of a case has an error."""
-
-    what = "refused"
-
 
 class Trial:
     """A case, and the models that were made of it.
