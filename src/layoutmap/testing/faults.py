@@ -51,9 +51,8 @@ class Fault:
 
 def _of_xla() -> list[Fault]:
     found = _SECTION.findall(XLA_FAULTS.read_text(encoding="utf-8"))
-    return [
-        Fault(title, text, text.replace("import numpy as np\n", _IN_A_LAYOUT, 1)) for title, text in found
-    ]
+    changed = ("import numpy as np\n", _IN_A_LAYOUT, 1)
+    return [Fault(title, text, text.replace(*changed)) for title, text in found]
 
 
 def _of_torch() -> list[Fault]:
@@ -90,9 +89,8 @@ def printed(program: str) -> tuple[float, str]:
     return float(number[1] if number else "nan"), wrote
 
 
-def try_faults(
-    engine: str, seed: int, devices: Devices = EIGHT
-) -> Iterator[tuple[Outcome, str]]:  # why: decisions/0146
+# why: decisions/0146
+def try_faults(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Yield whether a known fault is corrected, and the program where it is not; nothing but in the first process.
 
     Args:

@@ -28,9 +28,8 @@ _ROUNDS, _TIMES = 5, 2
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def try_speeds(
-    engine: str, seed: int, devices: Devices = EIGHT
-) -> Iterator[tuple[Outcome, str]]:  # why: decisions/0167
+# why: decisions/0167
+def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Measure the devices of an engine; yields outcomes with figures, and no programs.
 
     All processes of a program must do so together.

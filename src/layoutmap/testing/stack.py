@@ -63,11 +63,8 @@ def _on_tensorflow(width: int) -> Any:
     return keras.Sequential([keras.Input((width,)), *layers])
 
 
-_MAKES: dict[str, Callable[[int], Any]] = {
-    "jax": _on_jax,
-    "torch": _on_torch,
-    "tensorflow": _on_tensorflow,
-}
+_MAKES: dict[str, Callable[[int], Any]]
+_MAKES = {"jax": _on_jax, "torch": _on_torch, "tensorflow": _on_tensorflow}
 
 
 class Stack:
