@@ -347,6 +347,17 @@ def test_processes_try_one_model_together(run_together):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(HERE not in STARTED, reason="TensorFlow's processes are started by hand")
+def test_the_first_process_starts_others_alone(run_together):
+    """What runs beside a launcher's processes, saves that are killed and known faults, is none of them."""
+    kinds = [f"saves-{HERE}", f"faults-{HERE}"]
+    code, said, found = run_together("--count", "1", *(word for kind in kinds for word in ("--only", kind)))
+
+    assert 0 == code, said
+    assert ["corrected"] == [each["state"] for each in found["faults"]]
+
+
+@pytest.mark.long
 @pytest.mark.skipif(HERE != "torch", reason="where a replica is changed by hand, in the engine of torch")
 def test_a_replica_that_one_process_has_changed_is_found(run_together, tmp_path):
     """One process adds 1 to weights after a step: the law names the variable and the device, in the first's report."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from layoutmap.engines.launchers import launcher
 from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.models.maps import EIGHT, Devices
+from layoutmap.testing.subjects import alone_on_cpus
 
 XLA_FAULTS, DTENSOR_FAULTS = (Path(__file__).with_name(f"{name}-faults.md") for name in ("xla", "dtensor"))
 """The pages of faults of XLA and of torch's DTensor, whose programs are tried."""
@@ -81,9 +81,8 @@ FAULTS: Mapping[str, Callable[[], list[Fault]]] = {
 
 def printed(program: str) -> tuple[float, str]:
     """Run a program; returns the number that it prints, NaN if it prints none, and all that it wrote."""
-    settings = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    own = {name: value for name, value in os.environ.items() if not name.startswith("DTENSOR_")}
-    done = subprocess.run([sys.executable, "-c", program], env=own | settings, capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=alone_on_cpus(), capture_output=True, text=True)
     number = re.fullmatch(r"(?:times|right:) ([\d.]+)\n", done.stdout)
     wrote = f"status {done.returncode}: {done.stdout}{done.stderr[-2000:]}"
     return float(number[1] if number else "nan"), wrote

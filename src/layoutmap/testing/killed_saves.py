@@ -32,10 +32,10 @@ from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.stack import Stack
+from layoutmap.testing.subjects import alone_on_cpus
 
 _WIDTH = 120  # of the stack of layers; most numbers of devices divide it
 _SECONDS = 120.0
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS")
 
 
 def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
@@ -85,9 +85,8 @@ def started(command: Sequence[str], folder: Path, count: int = 1) -> list[subpro
         folder: Where it saves.
         count: How many processes it has.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    environment |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"}
-    environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1"}
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"}
+    environment = alone_on_cpus() | flags | {"MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         environment["MASTER_PORT"] = str(probe.getsockname()[1])

@@ -18,6 +18,13 @@ is found so is tried again without them.
 """
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """The environment in which torch takes a device of the machine where no launcher has started several processes."""
+_OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "DTENSOR_")
+
+
+def alone_on_cpus() -> dict[str, str]:
+    """Return the environment of a program on CPU devices that no launcher has started, whatever this process has."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
+    return own | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from layoutmap.scope.progress import Waiting
 from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.selftest.measured import Speeds
 from layoutmap.testing.selftest.report import Report
-from layoutmap.testing.subjects import SUBJECTS, WITHOUT_MODELS
+from layoutmap.testing.subjects import SUBJECTS, WITHOUT_MODELS, alone_on_cpus
 
 _LIBRARIES = {"keras": "keras", "nnx": "flax"}
 """The package of a kind of models, besides that of the engine."""
@@ -115,8 +115,7 @@ def _counted(speeds: Speeds, on: str | None) -> dict[str, float]:
         file.flush()
         step = [speeds.engine, speeds.step["mesh"], str(speeds.step["width"]), on or file.name]
         command = [sys.executable, "-m", "layoutmap.testing.stack", *step]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True).stdout)
+        return json.loads(subprocess.run(command, env=alone_on_cpus(), capture_output=True, text=True).stdout)
     return {}
 
 
