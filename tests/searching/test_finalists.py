@@ -81,13 +81,19 @@ def test_a_map_that_does_not_fit_as_compiled_is_not_the_best():
     assert "map 2" == found.best.name
 
 
+def test_maps_that_are_counted_as_slower_are_not_compiled_where_counts_are_right():
+    """The first is compiled as it is counted, and the others take twice as long."""
+    found = best_compiled(outcome(10, 11, 12), compiled((1.02, 10), AssertionError(), AssertionError()))
+    assert ("map 1", 1.02) == (found.best.name, found.best.figures.seconds)
+
+
 def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
     """Of the maps before that, the best is taken."""
     counted = outcome(10, 11, 12)
     failing = EngineError("no compiler", why="it is not there", fix="install it")
     assert counted == best_compiled(counted, compiled(failing, failing, failing))
     assert "map 2" == best_compiled(counted, compiled(failing, (2.0, 9), failing)).best.name
-    stopped = best_compiled(counted, compiled((1.0, 9), KeyboardInterrupt(), (0.1, 9)))
+    stopped = best_compiled(counted, compiled((1.9, 9), KeyboardInterrupt(), (0.1, 9)))
     assert ("map 1", False) == (stopped.best.name, stopped.is_complete)
     assert not best_compiled(counted, compiled(KeyboardInterrupt(), (1.0, 9), (1.0, 9))).is_complete
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,9 +12,8 @@ from layoutmap.core.text_table import size
 from layoutmap.cost.verified import TooLargeError, Verified
 from layoutmap.searching.loop import Figures, Outcome, Tried, least
 
-_EXPERTS = 6  # whose maps are compiled, of those that are counted as nearly as fast as the best
-_FACTOR = 2.0  # in the time of a step, by which a count may be wrong
-_OTHERS = 2
+_EXPERTS, _OTHERS = 8, 2  # the most that are compiled, of those that are counted as fastest
+_ERROR = 0.05  # of the time, by which a count may be wrong where others were exact
 
 
 def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Outcome:
@@ -27,17 +27,19 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
         The same with the best of them first; experts' maps that were compiled are before those that were only counted.
         What was found by counting, if an interrupt came before any was compiled or the compiler fails.
     """
-    best = outcome.best
-    most = _FACTOR * (best.figures.seconds if best.figures else 0)
-    near = [t for t in outcome.experts if t.figures and t.figures.seconds <= most][:_EXPERTS]
-    made: dict[object, Tried] = {}
+    made = dict[object, Tried]()
+    error, fastest = _ERROR, math.inf
     is_complete = outcome.is_complete
     try:
-        for each in (best, *outcome.others[:_OTHERS], *near):
-            if each.cost not in made:
-                with suppress(LayoutMapError):
-                    figures = compiled(each)
-                    made[each.cost] = replace(each, figures=figures, compiled_bytes=figures.peak_bytes)
+        for each in (outcome.best, *outcome.others[:_OTHERS], *outcome.experts[:_EXPERTS]):
+            # One that is slower than the best even if its count is wrong by twice as much as others were is left out.
+            if each.figures is None or each.cost in made or each.figures.seconds * (1 - 2 * error) > fastest:
+                continue
+            with suppress(LayoutMapError):
+                figures = compiled(each)
+                made[each.cost] = new = replace(each, figures=figures, compiled_bytes=figures.peak_bytes)
+                error = max(error, abs(figures.seconds / each.figures.seconds - 1))
+                fastest = fastest if new.missing_bytes else min(fastest, figures.seconds)
     except KeyboardInterrupt:
         is_complete = False
     chosen = least(list(made.values()))
