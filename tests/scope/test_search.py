@@ -215,9 +215,11 @@ def test_it_starts_from_rules_and_keeps_some(found):
 
 
 @pytest.mark.long
-def test_a_file_keeps_figures(tmp_path):
-    """A search with a file of figures finds the same a second time."""
-    first, second = (find(10, cache=tmp_path / "figures.json", mesh="model=8") for _ in range(2))
+@pytest.mark.parametrize("verify", [False, None])
+def test_a_file_keeps_figures(tmp_path, verify):
+    """A search with a file of figures finds the same a second time; by XLA's compiler too, if it is installed."""
+    options = {"cache": tmp_path / "figures.json", "mesh": "model=8", "verify": verify}
+    first, second = (find(10, **options) for _ in range(2))
     assert str(first) == str(second)
 
 

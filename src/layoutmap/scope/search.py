@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from typing import Any, Literal
 
 from layoutmap.core.arguments import as_int, kind_of
@@ -249,7 +250,7 @@ def search(
     over = sorted({str(grid.data) for grid in meshes})  # what shards the batch, which no rule says
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
-    def kept_figures(of: _Evaluation, more: str = "") -> Evaluate:
+    def kept_figures(of: Evaluate, more: str = "") -> Evaluate:
         return known.around(of, fingerprint + more) if known else of
 
     with _Progress(progress) as shown:
@@ -273,9 +274,18 @@ def search(
 
     compiled, for_gpu = None, compiler_at_hand(verify, machine)
     if for_gpu and outcome.is_complete:
-        outcome = best_compiled(
-            outcome, lambda tried: evaluation(tried).compiled(tried.layout_map, for_gpu, progress)
-        )
+
+        def as_compiled(tried: Tried) -> Figures:
+            of = evaluation(tried)
+            more = f"{' remat' * tried.recomputes} {for_gpu} {version('jaxlib')}"
+            compiled = kept_figures(lambda rules: of.figures(of.counted(rules, for_gpu, progress)), more)
+            return compiled(tried.layout_map)
+
+        try:
+            outcome = best_compiled(outcome, as_compiled)
+        finally:
+            if known is not None:
+                known.write()
     if target and outcome.is_complete:
         outcome, compiled = first_that_fits(
             outcome, lambda tried: evaluation(tried).verify(tried, target, progress), limit
@@ -283,8 +293,9 @@ def search(
     best = outcome.best
     layers = " and ".join(merge_paths(blocks.paths) for blocks in model.blocks)
     recompute = recompute_text(outcome, layers, lowered.step.how_to_recompute)
-    plan, batch_dim = evaluation(best).plan(best.layout_map, compiled), evaluate.batch_dim(best.layout_map)
-    return SearchResult(outcome, plan, batch_dim, target, recompute)
+    counted_for = for_gpu if best.compiled_bytes is not None else None
+    plan = evaluation(best).plan(best.layout_map, compiled, counted_for, progress)
+    return SearchResult(outcome, plan, evaluate.batch_dim(best.layout_map), target, recompute)
 
 
 _WIDEST = 32
@@ -385,7 +396,6 @@ class _Evaluation:
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
         self._weights = frozenset(map(starred, paths))  # as a plan's cost has them
-        self._compiled: dict[str, StepCost] = {}
 
     def batch_dim(self, layout_map: RuleSet) -> str | None:
         """The dim over which batches are sharded with a map."""
@@ -397,27 +407,25 @@ class _Evaluation:
         found, batch_dim = tried.layout_map, self.batch_dim(tried.layout_map)
         return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
 
-    def plan(self, layout_map: RuleSet, compiled: Verified | None) -> Plan:
+    def plan(
+        self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: bool | None
+    ) -> Plan:
         """The plan of a map, with its cost."""
         plan, batch_dim = self._lowered.plan(layout_map), self.batch_dim(layout_map)
-        counted = self._compiled.get(layout_map.to_yaml()) or self._counted(layout_map)
-        return plan.with_cost(counted, self._machine, batch_dim, compiled)
+        return plan.with_cost(self.counted(layout_map, target, progress), self._machine, batch_dim, verified)
 
-    def compiled(self, layout_map: RuleSet, target: str, progress: bool | None) -> Figures:
-        """The figures of a step with a map, as XLA compiles it."""
-        cost = self._lowered.count(
-            layout_map, batch_dim=self.batch_dim(layout_map), target=target, progress=progress
-        )
-        self._compiled[layout_map.to_yaml()] = cost
-        return self._figures(cost)
-
-    def _counted(self, layout_map: RuleSet) -> StepCost:
-        return self._lowered.count(layout_map, batch_dim=self.batch_dim(layout_map))
+    def counted(
+        self, layout_map: RuleSet, target: str | None = None, progress: bool | None = None
+    ) -> StepCost:
+        """The cost of a step with a map; `target`: as XLA compiles it."""
+        batch_dim = self.batch_dim(layout_map)
+        return self._lowered.count(layout_map, batch_dim=batch_dim, target=target, progress=progress)
 
     def __call__(self, layout_map: RuleSet) -> Figures:
-        return self._figures(self._counted(layout_map))
+        return self.figures(self.counted(layout_map))
 
-    def _figures(self, counted: StepCost) -> Figures:
+    def figures(self, counted: StepCost) -> Figures:
+        """The figures of a cost that a search compares."""
         cost = Cost(counted, self._machine, self._weights)
         return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
