@@ -7,5 +7,5 @@ partitioned that text, read as the operations and values of graph, of the shapes
 rewrites    what XLA does to collectives after that
 memory      the peak of what a device holds
 counting    all of them in turn
-compiled    the same figures from XLA's compiler; hlo reads what it made
+compiled    what XLA's compiler makes of it for devices: read by partitioned for the count, by hlo to verify it
 """

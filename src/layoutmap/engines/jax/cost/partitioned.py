@@ -1,10 +1,12 @@
-"""The text of what XLA's partitioner made of a step, read as operations and the values between them.
+"""The text of what XLA made of a step, read as operations and the values between them.
 
 %dot.174 = bf16[8,2048,4096]{2,1,0} dot(%convert.349, %param.140), lhs_contracting_dims={2}, .., metadata={op_name=".."}
 %all-reduce.1 = bf16[8,2048,4096]{2,1,0} all-reduce(%dot.181), channel_id=6, replica_groups=[8,8]<=[64], ..
 
-Tuples are lists of values here, calls are inlined, and a slice whose place depends on the device says along which mesh
-dims it does: the place is computed for all devices from the partitioner's tables of small whole numbers.
+It is that of the partitioner, or that of the compiler for CPUs or GPUs: collectives that start and end apart are one
+operation here, and those that were combined are several. Tuples are lists of values, calls and fusions are inlined, and
+a slice whose place depends on the device says along which mesh dims it does: the place is computed for all devices from
+the partitioner's tables of small whole numbers.
 """
 
 from __future__ import annotations
