@@ -25,6 +25,7 @@ Law = Callable[[Trial], Iterable[str]]
 _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in the order of a model's life
     planning.a_plan_is_the_same_each_time,
     planning.each_variable_has_the_layout_of_its_first_rule,
+    planning.an_axis_shrinks_to_what_divides_it,
     planning.the_memory_is_the_sum_of_shards,
     planning.a_misspelt_rule_is_noticed,
     planning.a_rule_matches_from_the_start_of_a_path,

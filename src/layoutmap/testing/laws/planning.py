@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from layoutmap.cli.main import main
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import itemsize
+from layoutmap.core.variables import Assignment, itemsize
 from layoutmap.engines import get_engine
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
@@ -60,25 +60,42 @@ def each_variable_has_the_layout_of_its_first_rule(trial: Trial) -> Iterator[str
     Of several dims along one axis, an engine that has none so takes the largest.
     """
     drawn = trial.case.map
-    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     for a in trial.ruled:
         paths = (a.variable.path, *a.variable.aliases)
         specs = next(
             (specs for pattern, specs in drawn.rules if any(re.match(pattern, p) for p in paths)), ()
         )
-        expected = [_as_dims(spec) for spec in specs] or [()] * len(a.variable.shape)
-        for axis, dims in enumerate(expected):
-            if a.variable.shape[axis] % math.prod(sizes[dim] for dim in dims):
-                options = [()] if drawn.uneven == "replicate" else _subsets(dims)
-                right = [
-                    each for each in options if not a.variable.shape[axis] % math.prod(sizes[d] for d in each)
-                ]
-                expected[axis] = max(right, key=lambda each: math.prod(sizes[dim] for dim in each))
-        if not get_engine(trial.adapter.engine_name).several_dims:
-            expected = [dims and (max(dims, key=sizes.__getitem__),) for dims in expected]
-        found = [a.layout.mesh_dims_of(axis) for axis in range(a.layout.rank)]
-        if [_of_size(dims, sizes) for dims in expected] != [_of_size(dims, sizes) for dims in found]:
-            yield f"{a.variable.path}: its first rule says {expected}, and it has {a.layout}"
+        yield from _unlike(trial, a, [_as_dims(spec) for spec in specs], drawn.uneven)
+
+
+def an_axis_shrinks_to_what_divides_it(trial: Trial) -> Iterator[str]:
+    """An axis over all dims of the mesh is sharded over those that split it evenly into the most shards."""
+    candidates = [a.variable for a in trial.ruled if a.variable.shape]
+    if not candidates:
+        raise NotTried("no variable has an axis")
+    chosen = trial.choices.one_of(*candidates)
+    place, mesh = trial.choices.one_of(*range(len(chosen.shape))), trial.case.map.mesh
+    dims = [trial.plan.mesh.dim_names if axis == place else () for axis in range(len(chosen.shape))]
+    rules = {f"{re.escape(chosen.path)}$": dims}
+    plan = trial.case.plan(LayoutMap(mesh, rules, uneven="shrink", rest="replicated"))
+    yield from _unlike(trial, plan[chosen.path], dims, "shrink")
+
+
+def _unlike(trial: Trial, found: Assignment, specs: Sequence[tuple[str, ...]], uneven: str) -> Iterator[str]:
+    """Yield how a layout differs from specs, but for axes that do not divide."""
+    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
+    shape = found.variable.shape
+    expected = list(specs) or [()] * len(shape)
+    for axis, dims in enumerate(expected):
+        if shape[axis] % math.prod(sizes[dim] for dim in dims):
+            options = [()] if uneven == "replicate" else _subsets(dims)
+            right = [each for each in options if not shape[axis] % math.prod(sizes[d] for d in each)]
+            expected[axis] = max(right, key=lambda each: math.prod(sizes[dim] for dim in each))
+    if not get_engine(trial.adapter.engine_name).several_dims:
+        expected = [dims and (max(dims, key=sizes.__getitem__),) for dims in expected]
+    there = [found.layout.mesh_dims_of(axis) for axis in range(found.layout.rank)]
+    if [_of_size(dims, sizes) for dims in expected] != [_of_size(dims, sizes) for dims in there]:
+        yield f"{found.variable.path}: its rule says {expected}, and it has {found.layout}"
 
 
 def the_memory_is_the_sum_of_shards(trial: Trial) -> Iterator[str]:
