@@ -3,7 +3,9 @@
 import pytest
 
 from layoutmap.core.mesh import Mesh
+from layoutmap.cost.table import Collective
 from layoutmap.engines.jax.cost.counting import collectives_of
+from layoutmap.engines.jax.cost.lowered import _settled
 from layoutmap.engines.jax.cost.partitioned import read
 from layoutmap.engines.jax.cost.rewrites import rewrite, separate
 
@@ -66,6 +68,19 @@ def test_collectives_that_the_compiler_combines_are_counted_one_by_one():
     """
     gathers = [("all_gather", ("model",), 128), ("all_gather", ("model",), 1024)]
     assert [*gathers, ("all_reduce", ("data",), 32), ("all_reduce", ("data",), 256)] == found(lines, separate)
+
+
+def test_causes_that_differ_between_two_and_three_blocks_leave_the_sums_right():
+    """A gather that has one cause in two blocks and another one in three is counted as often as both say in all."""
+    gathers = {
+        Collective("all_gather", ("data",), 1, 64, cause): n for cause, n in (("a", 9), ("", -3), ("b", 2))
+    }
+    others = {
+        Collective("all_gather", ("data",), 1, 32, "c"): 4,
+        Collective("all_reduce", ("data",), 1, 64, "d"): 0,
+    }
+    settled = {(each.cause, number) for each, number in _settled(gathers | others)}
+    assert {("a", 8), ("c", 4)} == settled
 
 
 def test_a_group_of_a_part_of_a_dim_is_that_part():

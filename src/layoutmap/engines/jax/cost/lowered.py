@@ -103,9 +103,7 @@ class LoweredStep:  # why: decisions/0090
             for each in self._step.batch
         ]
         arguments = sum(a.shard_bytes for a in (*assignments, *batch))
-        collectives = [
-            replace(each, calls=number) for each, number in counts.collectives.items() if number > 0
-        ]
+        collectives = [replace(each, calls=number) for each, number in _settled(counts.collectives)]
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
@@ -542,6 +540,24 @@ def _marked(array: Any) -> Any:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
     return jax.lax.with_sharding_constraint(array, NamedSharding(_MARKED, open_axes))
+
+
+def _settled(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
+    """Yield how often each collective is called, those of one kind and size as often in all as was counted.
+
+    What two and three blocks say of more may be below zero for one cause, where the compiler orders them differently,
+    and is too much for others then.
+    """
+    same: dict[Any, list[tuple[Collective, int]]] = {}
+    for each, number in numbers.items():
+        same.setdefault((each.kind, each.dims, each.group, each.tensor_bytes), []).append((each, number))
+    for group in same.values():
+        short = -sum(number for _, number in group if number < 0)
+        for each, number in sorted(group, key=lambda pair: pair[1]):
+            taken = min(max(number, 0), short)
+            short -= taken
+            if number > taken:
+                yield each, number - taken
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:
