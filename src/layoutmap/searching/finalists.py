@@ -12,8 +12,9 @@ from layoutmap.core.text_table import size
 from layoutmap.cost.verified import TooLargeError, Verified
 from layoutmap.searching.loop import Figures, Outcome, Tried, least
 
-_EXPERTS, _OTHERS = 8, 2  # the most that are compiled, of those that are counted as fastest
+_OTHERS = 2  # of the maps that were found, beside the best
 _ERROR = 0.05  # of the time, by which a count may be wrong where others were exact
+_SMALL = 1e-3  # seconds of a step; collectives of small arrays are those that XLA changes most, and compile quickly
 
 
 def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Outcome:
@@ -28,10 +29,11 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
         What was found by counting, if an interrupt came before any was compiled or the compiler fails.
     """
     made = dict[object, Tried]()
-    error, fastest = _ERROR, math.inf
+    is_small = outcome.best.figures is not None and outcome.best.figures.seconds < _SMALL
+    error, fastest = 1.0 if is_small else _ERROR, math.inf
     is_complete = outcome.is_complete
     try:
-        for each in (outcome.best, *outcome.others[:_OTHERS], *outcome.experts[:_EXPERTS]):
+        for each in (outcome.best, *outcome.others[:_OTHERS], *outcome.experts):
             # One that is slower than the best even if its count is wrong by twice as much as others were is left out.
             if each.figures is None or each.cost in made or each.figures.seconds * (1 - 2 * error) > fastest:
                 continue
