@@ -34,7 +34,7 @@ def test_nine_methods_are_enough_to_build():
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        (protocol.Training, "forward, gradients, train_step, with_optimizer"),
+        (protocol.Training, "forward, gradients, on_one_device, train_step, with_optimizer"),
         (protocol.Keeping, "restore_settings, restored, settings, stored"),
         (protocol.Inspecting, "context_of, described"),
     ],

@@ -319,7 +319,7 @@ options:
     ("diff", "--help"): """\
 usage: layoutmap diff [-h] [--rules FILE] [--preset NAME] [--model-dim DIM] [--fsdp-dim DIM]
                       [--dtype POLICY] [--mesh DIMS] [--inputs SPEC [SPEC ...]] [--partial]
-                      [--wide] [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]]
+                      [--wide] [--optimizer NAME] [--on MACHINE] [--verify [DEVICE]] [--no-verify]
                       [--remat LAYERS] [--fuse-attention] [--batch-dim DIM]
                       [--backend {jax,tensorflow,torch}] [--library {keras,torch,jax}]
                       FILE|MODULE:FUNCTION FILE|MODULE:FUNCTION
@@ -355,6 +355,8 @@ options:
   --verify [DEVICE]     with --on: have XLA's own compiler compile the step for those devices,
                         which need not be present, or for DEVICE, as in "cpu", and print its
                         figures beside the counted ones
+  --no-verify           with --on: count without XLA's compiler for those devices, although it is
+                        installed
   --remat LAYERS        with --on: recompute the activations inside of these layers in the
                         backward pass (rematerialization): a regex for their paths, or "blocks",
                         the repeated blocks of the model
