@@ -2,7 +2,7 @@
 
 import pytest
 
-from layoutmap.core.errors import EngineError, PlanError
+from layoutmap.core.errors import EngineError, LayoutMapWarning, PlanError
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import TooLargeError, Verified
@@ -91,7 +91,8 @@ def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
     """Of the maps before that, the best is taken."""
     counted = outcome(10, 11, 12)
     failing = EngineError("no compiler", why="it is not there", fix="install it")
-    assert counted == best_compiled(counted, compiled(failing, failing, failing))
+    with pytest.warns(LayoutMapWarning, match=r"(?s)XLA compiles no map.*no compiler.*verify=False"):
+        assert counted == best_compiled(counted, compiled(failing, failing, failing))
     assert "map 2" == best_compiled(counted, compiled(failing, (2.0, 9), failing)).best.name
     stopped = best_compiled(counted, compiled((1.9, 9), KeyboardInterrupt(), (0.1, 9)))
     assert ("map 1", False) == (stopped.best.name, stopped.is_complete)

@@ -77,7 +77,7 @@ class Group:
     nodes: int
 
     def part(self, size: int) -> Group:
-        """So many of them, of as few nodes as they may be of; 0: all."""
+        """Return a part of the group, of `size` devices in as few nodes as they can be in; 0: the group itself."""
         return replace(self, size=size, nodes=-(-size // self.near)) if size else self
 
     @property

@@ -181,9 +181,11 @@ def _as_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -
             )
     except EngineError as error:
         warnings.warn(
-            f"plan: XLA's compiler for {target!r} is installed, and failed, so that the cost is an estimate: "
-            f"{error.what}. verify=False does without it",
-            LayoutMapWarning,
+            LayoutMapWarning(
+                f"plan: XLA's compiler for {target!r} is installed, and failed: the cost is an estimate",
+                why=error.what,
+                fix="pass verify=False to do without it, or verify=True to see its whole error",
+            ),
             stacklevel=2,
         )
         return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
-from layoutmap.core.errors import LayoutMapError, PlanError
+from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.core.text_table import size
 from layoutmap.cost.verified import TooLargeError, Verified
 from layoutmap.searching.loop import Figures, Outcome, Tried, least
@@ -28,7 +28,7 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
         The same with the best of them first; experts' maps that were compiled are before those that were only counted.
         What was found by counting, if an interrupt came before any was compiled or the compiler fails.
     """
-    made = dict[object, Tried]()
+    made, failed = dict[object, Tried](), list[str]()
     is_small = outcome.best.figures is not None and outcome.best.figures.seconds < _SMALL
     error, fastest = 1.0 if is_small else _ERROR, math.inf
     is_complete = outcome.is_complete
@@ -37,13 +37,23 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
             # One that is slower than the best even if its count is wrong by twice as much as others were is left out.
             if each.figures is None or each.cost in made or each.figures.seconds * (1 - 2 * error) > fastest:
                 continue
-            with suppress(LayoutMapError):
+            try:
                 figures = compiled(each)
-                made[each.cost] = new = replace(each, figures=figures, compiled_bytes=figures.peak_bytes)
-                error = max(error, abs(figures.seconds / each.figures.seconds - 1))
-                fastest = fastest if new.missing_bytes else min(fastest, figures.seconds)
+            except LayoutMapError as problem:
+                failed.append(problem.what)
+                continue
+            made[each.cost] = new = replace(each, figures=figures, compiled_bytes=figures.peak_bytes)
+            error = max(error, abs(figures.seconds / each.figures.seconds - 1))
+            fastest = fastest if new.missing_bytes else min(fastest, figures.seconds)
     except KeyboardInterrupt:
         is_complete = False
+    if failed and not made:
+        warning = LayoutMapWarning(
+            "search: XLA compiles no map that was found: the result is chosen by estimates",
+            why=failed[0],
+            fix="pass verify=False to do without the compiler, or verify=True to see its whole error",
+        )
+        warnings.warn(warning, stacklevel=2)
     chosen = least(list(made.values()))
     if chosen is None or chosen.missing_bytes:
         return replace(outcome, is_complete=is_complete)

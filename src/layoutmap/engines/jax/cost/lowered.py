@@ -414,9 +414,7 @@ def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if (
-            tracer.unequal
-        ):  # the library may have made another exception of it: Keras one with a text of its own
+        if tracer.unequal:  # Keras makes an exception of its own of that which was raised
             raise _Unequal(tracer.unequal) from None
         if isinstance(error, LayoutMapError | _Unequal):
             raise
@@ -545,8 +543,8 @@ def _marked(array: Any) -> Any:
 def _settled(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
     """Yield how often each collective is called, those of one kind and size as often in all as was counted.
 
-    What two and three blocks say of more may be below zero for one cause, where the compiler orders them differently,
-    and is too much for others then.
+    The count that two and three blocks give for many may be negative for one cause, where a collective has another
+    cause in three blocks than in two. Then it is too high for the others, and is taken off these.
     """
     same: dict[Any, list[tuple[Collective, int]]] = {}
     for each, number in numbers.items():

@@ -67,10 +67,12 @@ def _add_before_reducing(block: Block) -> None:
 
 
 def _reduce_once(block: Block) -> None:
-    """An all-reduce of an all-reduce is one over the dims of both."""
+    """Make one all-reduce, over the dims of both, of an all-reduce of an all-reduce."""
     for op in block.ops:
         first = op.operands[0].maker if op.name == "all_reduce" and len(op.operands) == 1 else None
         if first is None or first.name != op.name or first.group or op.group or first.results[0].uses != [op]:
+            continue
+        if {*first.dims} & {*op.dims}:
             continue
         op.dims = (*first.dims, *op.dims)
         replace(first.results[0], first.operands[0])
@@ -78,7 +80,7 @@ def _reduce_once(block: Block) -> None:
 
 
 def separate(block: Block) -> None:
-    """An all-reduce of small arrays in one, which XLA's compiler makes of several, is one of each of them."""
+    """Split each all-reduce of concatenated arrays, which XLA's compiler makes of small ones, into one of each."""
     for op in list(block.ops):
         for inner in op.blocks:
             separate(inner)
