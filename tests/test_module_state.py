@@ -49,7 +49,7 @@ STATE = {
     "engines.torch.dtensor_ops.memories.copied": "memories in use that are copies of others; weakly held",
     "engines.torch.dtensor_ops.memories.outdated": "those of them with former values; weakly held",
     "engines.torch.dtensor_ops.guard.asked": "whether DTensor is asked how it would compute, on each thread",
-    "engines.torch.private._of_meshes": "the caches of what is known of meshes, emptied as DTensor's are",
+    "engines.torch.specs._of_meshes": "the caches of what is known of meshes, emptied as DTensor's are",
     "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",
     "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",
     "engines.torch.malloc._malloc_trim": "the C library's function",

@@ -162,7 +162,7 @@ elif ON_TORCH:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from layoutmap.engines.torch.private import dispatch_modes
+    from layoutmap.engines.torch.modes import dispatch_modes
 
     def num_arrays():
         """How many tensors are alive, but for those in which torch keeps the ranks of a mesh once it has made it."""

@@ -13,7 +13,7 @@ from torch_models import RULES, Transformer
 
 import layoutmap as lm
 from layoutmap.adapters.torch.structure import Structure
-from layoutmap.engines.torch.private import is_before
+from layoutmap.engines.tested import is_before
 
 PROCESSES = ("torch",)
 pytestmark = pytest.mark.every_case
@@ -42,7 +42,9 @@ REASONS = {
     "counts its calls": "its forward changes calls",
     "reads a value": "recording it failed",
     # From torch 2.14 on it is part of the graph.
-    "has a checkpoint": "an activation checkpoint in it computes once more" if is_before("2.14") else "",
+    "has a checkpoint": "an activation checkpoint in it computes once more"
+    if is_before("torch", "2.14")
+    else "",
 }
 REASONS_LONG = {
     "keeps a tensor": "its forward changes kept",

@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 import warnings
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from layoutmap.core.errors import EngineError, LayoutMapError, LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
@@ -74,6 +74,56 @@ def unsupported(package: str, missing: object, kind: type[LayoutMapError] = Engi
         why=f"layoutmap needs names of {package} that this release does not have",
         fix=f'pip install "{_requirement(package)}"',
     )
+
+
+class Needed:  # why: decisions/0149
+    """A block in which names of a framework are imported that it may lack: then the error is `unsupported`.
+
+    Args:
+        package: One of `TESTED`.
+        kind: The class of the error.
+    """
+
+    def __init__(self, package: str, kind: type[LayoutMapError] = EngineError) -> None:
+        self._package, self._kind = package, kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, (ImportError, AttributeError)):
+            raise unsupported(self._package, error, self._kind) from error
+
+
+def check_names(package: str, *needed: tuple[object, str]) -> None:
+    """Refuse a release of which an object lacks a private name, before anything uses it.
+
+    Args:
+        package: One of `TESTED`.
+        needed: Objects, and names of each with spaces between them; those of a class's instances, too.
+
+    Raises:
+        EngineError: It lacks one.
+    """
+    missing = [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for owner, names in needed
+        for name in names.split()
+        if not _has(owner, name)
+    ]
+    if missing:
+        raise unsupported(package, ", ".join(missing))
+
+
+def _has(owner: object, name: str) -> bool:
+    """Whether an object has an attribute, or methods of a class give it one."""
+    methods = (each for each in vars(owner).values() if isinstance(each, FunctionType))
+    return hasattr(owner, name) or any(name in each.__code__.co_names for each in methods)
+
+
+def is_before(package: str, release: str) -> bool:
+    """Whether a framework is older than a release, as "2.14": from it on it is right where it was corrected."""
+    return _numbers(_version(package)) < _numbers(release)
 
 
 def import_for(package: str, module: str) -> ModuleType:

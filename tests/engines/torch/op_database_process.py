@@ -24,8 +24,9 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
+from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import full_tensor
-from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.scope.devices import simulate_devices
 
 MESH = Mesh(None, "rows=5,columns=2")

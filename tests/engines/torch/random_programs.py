@@ -25,8 +25,8 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.placing import placed, replicated
-from layoutmap.engines.torch.private import local_of
 from layoutmap.engines.torch.simulation import pieces_of
+from layoutmap.engines.torch.specs import local_of
 
 __all__ = ["Program", "shrunk", "verdict"]
 

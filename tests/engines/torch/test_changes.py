@@ -14,8 +14,8 @@ from engines.several_processes import free_ports
 from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
+from layoutmap.engines.tested import is_before
 from layoutmap.engines.torch import changes, simulation
-from layoutmap.engines.torch.private import is_before
 
 PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("changes_process.py")
@@ -31,7 +31,7 @@ def listed(num_processes):
         name.strip(" `"): during.partition(",")[0].strip()
         for name, during in rows
         if (num_processes == 1 or "one process" not in during)
-        and not (is_before("2.14") and "from torch 2.14 on" in during)
+        and not (is_before("torch", "2.14") and "from torch 2.14 on" in during)
     }
 
 

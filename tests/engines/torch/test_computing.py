@@ -24,7 +24,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.private import function_modes
+from layoutmap.engines.torch.modes import function_modes
 
 PROCESSES = ("torch",)
 

@@ -1,4 +1,4 @@
-"""Private names of torch are in one file."""
+"""A private name of torch is in one file, beside what uses it, and that file looks for it."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,6 @@ import layoutmap
 PROCESSES = ("core",)
 
 SOURCE = Path(layoutmap.__file__).parent
-PRIVATE = "engines/torch/private.py"
 OWN = ("self", "cls")
 NOT_OF_TORCH = {
     "_alone",
@@ -23,46 +22,57 @@ NOT_OF_TORCH = {
     "_compared",
 }  # of tuples, of sys, of our own classes
 NOT_OF_TORCH |= {"_to_copy"}  # an operation of torch's dispatcher, as others print its name
+NOT_OF_TORCH |= {"_C"}  # a module: its names are
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
 
 
 def private_names(tree):
-    """The names that begin with one underscore and are imported from torch, or read from something else than self."""
+    """The names that begin with one underscore and are imported from torch, or read from something else than self.
+
+    What is imported from a private module has that module's name in front.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            inside = any(map(is_private, node.module.split(".")))
+            for alias in node.names:
+                if inside or is_private(alias.name):
+                    yield f"{node.module}.{alias.name}" if inside else alias.name
         elif isinstance(node, ast.Import):
-            names = [
-                name
-                for alias in node.names
-                for name in alias.name.split(".")
-                if alias.name.startswith("torch.")
-            ]
-        elif isinstance(node, ast.Attribute) and not (
-            isinstance(node.value, ast.Name) and node.value.id in OWN
-        ):
-            names = [node.attr]
-        else:
-            continue
-        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+            for alias in node.names:
+                if alias.name.startswith("torch.") and any(map(is_private, alias.name.split("."))):
+                    yield alias.name
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) not in OWN:
+            yield from filter(is_private, [node.attr])
 
 
-def found_in(path):
-    return set(private_names(ast.parse(path.read_text()))) - NOT_OF_TORCH
+def tree_of(path):
+    return ast.parse(path.read_text())
 
 
-def test_private_names_of_torch_are_in_one_file():
-    """No other file of what knows torch imports or reads a private name of it."""
+def private_names_by_file():
     files = [path for room in ("engines", "adapters") for path in (SOURCE / room / "torch").rglob("*.py")]
-    found = {path.relative_to(SOURCE).as_posix(): found_in(path) for path in files}
+    found = {path: set(private_names(tree_of(path))) - NOT_OF_TORCH for path in files}
+    return {path: names for path, names in found.items() if names}
 
-    assert {"_local_tensor", "_rank_map", "_is_view"} <= found.pop(PRIVATE)
-    assert {} == {path: names for path, names in found.items() if names}
+
+def test_each_private_name_of_torch_is_in_one_file():
+    """No two files of what knows torch import or read the same one."""
+    files = {}
+    for path, names in private_names_by_file().items():
+        for name in names:
+            files.setdefault(name, []).append(path.relative_to(SOURCE).as_posix())
+
+    assert {"_local_tensor", "_rank_map", "_is_view"} <= files.keys()
+    assert {} == {name: paths for name, paths in files.items() if len(paths) > 1}
 
 
 def looked_for_in(tree):
-    """The private names that a file imports or looks for when it is imported, or has in a string."""
+    """The private names that a file imports, reads when it is imported, or has in a string."""
     for node in tree.body:
-        if isinstance(node, (ast.Try, ast.AnnAssign, ast.Import, ast.ImportFrom)):
+        if isinstance(node, (ast.With, ast.Expr, ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)):
             yield from private_names(node)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -71,6 +81,22 @@ def looked_for_in(tree):
 
 def test_each_private_name_of_torch_is_looked_for():
     """A release of torch that lacks one of the names is refused: the file has each in a list, or imports it."""
-    path = SOURCE / PRIVATE
+    found = {
+        path.name: names - set(looked_for_in(tree_of(path)))
+        for path, names in private_names_by_file().items()
+    }
 
-    assert set() == found_in(path) - set(looked_for_in(ast.parse(path.read_text())))
+    assert {} == {name: names for name, names in found.items() if names}
+
+
+def test_imports_of_private_names_are_in_a_block_that_says_what_is_missing():
+    """No file imports a private name of torch outside of `with Needed("torch")`."""
+    outside = {
+        path.name: set(private_names(ast.Module(imports, [])))
+        for path in private_names_by_file()
+        if (
+            imports := [each for each in tree_of(path).body if isinstance(each, (ast.Import, ast.ImportFrom))]
+        )
+    }
+
+    assert {} == {name: names for name, names in outside.items() if names}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import few
 
-from layoutmap.engines.torch.private import is_before
+from layoutmap.engines.tested import is_before
 from layoutmap.testing.faults import FAULTS
 
 PROCESSES = ("torch",)

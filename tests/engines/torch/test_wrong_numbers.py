@@ -14,7 +14,7 @@ from engines.torch.masked import drawn_on
 from torch import nn
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.private import is_before
+from layoutmap.engines.tested import is_before
 
 PROCESSES = ("torch",)
 pytestmark = [
@@ -312,7 +312,7 @@ def test_real_processes(tmp_path):
 
     for told, _ in results:
         assert [] == [name for name, (right, _) in told["compared"].items() if not right]
-        right_alone = [] if is_before("2.14") else ["cross_entropy"]
+        right_alone = [] if is_before("torch", "2.14") else ["cross_entropy"]
         assert right_alone == [name for name, (_, fixed) in told["compared"].items() if fixed], MENDED
         assert [28.0] * 5 == told["read"]
         assert 28.0 != told["read alone"], MENDED

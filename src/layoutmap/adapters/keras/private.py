@@ -42,9 +42,9 @@ import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.engines.patches import Closing
-from layoutmap.engines.tested import unsupported, warn_if_untested
+from layoutmap.engines.tested import Needed, unsupported, warn_if_untested
 
-try:
+with Needed("keras", ScopeError):
     from keras.src.backend.common import global_state as keras_state
     from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -59,8 +59,6 @@ try:
     from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
     from keras.src.utils.naming import to_snake_case, uniquify
     from keras.src.utils.python_utils import is_default
-except ImportError as error:
-    raise unsupported("keras", error, ScopeError) from error
 
 CommonVariable: Any = KerasVariable
 BaseOptimizer: Any = KerasOptimizer

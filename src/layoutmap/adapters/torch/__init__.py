@@ -19,7 +19,7 @@ from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoints import restore_settings, restored, settings_of, slots_of, stored
 from layoutmap.adapters.torch.forward import forward_of, is_planned
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import find_tensors, is_of_keras
+from layoutmap.adapters.torch.paths import find_tensors, is_of_keras, uncompiled
 from layoutmap.adapters.torch.session import TorchSession, entries_of
 from layoutmap.adapters.torch.training import (
     arrays_of,
@@ -32,8 +32,9 @@ from layoutmap.adapters.torch.training import (
 )
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode
 from layoutmap.engines.torch.devices import torch_type
-from layoutmap.engines.torch.private import FakeTensorMode, dispatch_modes, uncompiled
+from layoutmap.engines.torch.modes import dispatch_modes
 
 __all__ = ["TorchAdapter", "adapter", "train_with"]
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import everywhere, full_tensor, placed, reduced
-from layoutmap.engines.torch.private import plainly, tree_leaves, tree_map
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
 def tensors_in(values: Any, kind: type = torch.Tensor) -> list[Any]:

@@ -18,13 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.adapters.torch.optimizer_hooks import layout_of_slot
-from layoutmap.adapters.torch.paths import Found, find_tensors
+from layoutmap.adapters.torch.paths import Found, find_tensors, uncompiled
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch, torch_dtype
-from layoutmap.engines.torch.private import left_out_of_state_dicts, tree_leaves, tree_map, uncompiled
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
+
+check_names("torch", (torch.nn.Module, "_non_persistent_buffers_set"))
 
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Entries of a group about the tensors of this process and the way to compute with them, which are kept as they are."""
@@ -233,7 +236,7 @@ def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
 
 def _kept(model: torch.nn.Module) -> Iterator[Found]:
     for each in find_tensors(uncompiled(model)):
-        if not all(place.name in left_out_of_state_dicts(place.module) for place in each.places):
+        if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):
             yield each
 
 

@@ -21,27 +21,23 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.dynamo import (
+    call_compiled,
+    has_dynamic_shapes,
+    makes_one_graph,
+    nonstrict_trace,
+)
 from layoutmap.adapters.torch.fsdp_units import Gathering
 from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
 from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.modes import plainly, without_function_modes
 from layoutmap.engines.torch.placing import summed_placements
-from layoutmap.engines.torch.private import (
-    call_compiled,
-    dtensor,
-    has_dynamic_shapes,
-    is_view_of_another,
-    local_of,
-    makes_one_graph,
-    nonstrict_trace,
-    placed_as,
-    plainly,
-    spec_of,
-    tree_leaves,
-    without_function_modes,
-)
+from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, spec_of
+from layoutmap.engines.torch.storages import is_view_of_another
+from layoutmap.engines.torch.trees import tree_leaves
 
 
 def check_compilable(*, is_dynamic: bool) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summed_up, tensors_in
 from layoutmap.adapters.torch.compiled import Compiled, as_called, by_options
+from layoutmap.adapters.torch.dynamo import go_on_compiling, not_compiled, stop_compiling
 from layoutmap.adapters.torch.fsdp_own import Order
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
@@ -31,17 +32,15 @@ from layoutmap.core.errors import EngineError, PlanError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import check_batch, check_program, check_values
 from layoutmap.engines.patches import temporarily
+from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import keep
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
-from layoutmap.engines.torch.private import (
-    go_on_compiling,
-    is_traced_by_jit,
-    not_compiled,
-    plainly,
-    stop_compiling,
-    transform_of_functions,
-)
+from layoutmap.engines.torch.modes import plainly
+
+with Needed("torch"):
+    from torch._C._functorch import peek_interpreter_stack as transform_of_functions
+    from torch.jit._trace import is_tracing as is_traced_by_jit
 
 _ATTRIBUTE = "forward"
 _ALONE = "a module in layouts is a graph of its own: call torch.compile(module) or module.compile()"

@@ -28,7 +28,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.engines.torch.fsdp import can_gather
 from layoutmap.engines.torch.fully_shard import Unit
-from layoutmap.engines.torch.private import local_of
+from layoutmap.engines.torch.specs import local_of
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.optimizer_hooks import look_after_optimizers
 from layoutmap.engines.torch.gradients import Gradients
-from layoutmap.engines.torch.private import members_of_module, plainly
+from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modules import members_of_module
 
 _WATCHED = "_layoutmap_watched"  # on a parameter: its id, which a copy of it has not
 

@@ -14,11 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.engines.patches import Patches, temporarily
+from layoutmap.engines.patches import Attribute, Patches, temporarily
+from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
-from layoutmap.engines.torch.private import checkpoints
+
+check_names("torch", (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction"))
 
 
 class _Here(threading.local):
@@ -101,4 +104,26 @@ def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_mesh
 
 
-_CHECKPOINTS = Patches(checkpoints(_on_mesh_later))
+def _generating(generator: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(generator)
+    def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return generator(_on_mesh_later(function), *args, **kwargs)
+
+    return wrapped
+
+
+def _reentrant(own: Any) -> Any:
+    class Wrapped:
+        @staticmethod
+        def apply(function: Any, *args: Any) -> Any:
+            return own.apply(_on_mesh_later(function), *args)
+
+    return Wrapped
+
+
+_CHECKPOINTS = Patches(
+    [
+        Attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", _generating),
+        Attribute(torch_checkpoint, "CheckpointFunction", _reentrant),
+    ]
+)

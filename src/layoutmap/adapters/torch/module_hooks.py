@@ -14,12 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules import module as _of_modules
 
 from layoutmap.adapters.current import current, warn_if_elsewhere
 from layoutmap.adapters.torch.paths import has_forward, is_of_keras
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute, Closing, Item, Patches
-from layoutmap.engines.torch.private import registration_hooks
+from layoutmap.engines.tested import check_names
+
+check_names(
+    "torch",
+    (_of_modules, "_global_module_registration_hooks _global_parameter_registration_hooks"),
+    (_of_modules, "_global_buffer_registration_hooks"),
+)
 
 
 def installed() -> Closing:
@@ -67,12 +74,11 @@ def _adding_group(plain: Callable[..., None]) -> Callable[..., None]:
     return add_param_group
 
 
-_modules, _parameters, _buffers = registration_hooks()
 _PATCHES = Patches(
     [
-        Item(_modules, "layoutmap", _registered),
-        Item(_parameters, "layoutmap", _parameter_registered),
-        Item(_buffers, "layoutmap", _registered),
+        Item(_of_modules._global_module_registration_hooks, "layoutmap", _registered),
+        Item(_of_modules._global_parameter_registration_hooks, "layoutmap", _parameter_registered),
+        Item(_of_modules._global_buffer_registration_hooks, "layoutmap", _registered),
         Attribute(torch.nn.Module, "__setstate__", _setting_state),
         Attribute(torch.optim.Optimizer, "add_param_group", _adding_group),
     ]

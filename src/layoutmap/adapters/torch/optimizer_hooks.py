@@ -22,8 +22,11 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 from layoutmap.engines.patches import Item
+from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import change
-from layoutmap.engines.torch.private import optimizer_hooks
+
+with Needed("torch"):
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
 
 # Those that the processes have compared, before their first steps.
 _compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from layoutmap.core.variables import distinct
-from layoutmap.engines.torch.private import members_of_module
+from layoutmap.engines.torch.modules import members_of_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ class Found:
 def has_forward(module: torch.nn.Module) -> bool:
     """Whether a module can be called: a list of modules cannot."""
     return type(module).forward is not torch.nn.Module.forward
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that was passed to `torch.compile`, of what that returned; any other as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 def is_of_keras(module: torch.nn.Module) -> bool:

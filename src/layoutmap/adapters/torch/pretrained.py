@@ -27,7 +27,8 @@ from layoutmap.core.folders import hidden_folder, hidden_path
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import agreed, gather_texts
-from layoutmap.engines.torch.private import local_of, storage_key
+from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.storages import storage_key
 
 _INDEX = ".safetensors.index.json"
 _files: ContextVar[list[tuple[str, dict[str, Any]]] | None] = ContextVar("files", default=None)

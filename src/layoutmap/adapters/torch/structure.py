@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.private import hooks_of_module, members_of_module
+from layoutmap.engines.torch.modules import hooks_of_module, members_of_module
 
 OF_TORCH = frozenset(vars(torch.nn.Module()))
 """The attributes that each module has."""

@@ -12,14 +12,23 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.private import hooks_of_tensor, members_of_module, own_attributes
+from layoutmap.engines.torch.modules import hooks_of_tensor, members_of_module
 
 Swap = Callable[[Any], Any]
 
 
+_NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
+
+
+def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a program has set on a tensor."""
+    ours = set(vars(tensor)) - _NO_ATTRIBUTES
+    return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
+
+
 def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give a tensor the attributes and gradient hooks that a program has set on the one it takes the place of."""
-    for name, value in own_attributes(old).items():
+    for name, value in _own_attributes(old).items():
         if name not in vars(new):
             setattr(new, name, value)
     on_gradient, after_accumulation = hooks_of_tensor(old)

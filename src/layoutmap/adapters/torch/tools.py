@@ -32,7 +32,8 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
-from layoutmap.engines.torch.private import local_of, storage_key
+from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.storages import storage_key
 
 
 def look_after_tools() -> None:

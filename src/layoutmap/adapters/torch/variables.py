@@ -10,8 +10,8 @@ import torch
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
+from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor
 from layoutmap.engines.torch.element_types import to_torch
-from layoutmap.engines.torch.private import FakeTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,13 +40,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from layoutmap.engines.jax import far_products
 from layoutmap.engines.patches import Closing, Patches
-from layoutmap.engines.tested import unsupported
+from layoutmap.engines.tested import Needed
 
-try:
+with Needed("jax"):
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
     from jaxlib.mlir.dialects import sdy as _sdy
-except ImportError as _error:
-    raise unsupported("jax", _error) from _error
 
 _MOST_PRODUCTS = 256
 """Of a larger result a convolution would be too many products for one program."""

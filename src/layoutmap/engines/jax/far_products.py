@@ -34,17 +34,15 @@ import jax
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.jax.shardy import propagate
 from layoutmap.engines.patches import Attribute
-from layoutmap.engines.tested import unsupported
+from layoutmap.engines.tested import Needed
 
-try:
+with Needed("jax"):
     from jax._src.interpreters import mlir as _mlir
     from jaxlib.mlir import ir as _ir
     from jaxlib.mlir.dialects import sdy as _sdy
     from jaxlib.mlir.dialects import stablehlo as _hlo
 
     _mlir.lower_jaxpr_to_module  # noqa: B018
-except (ImportError, AttributeError) as _error:
-    raise unsupported("jax", _error) from _error
 
 _NUMBER = "layoutmap.number"
 """The attribute by which a product is found again after Shardy's passes, which copy functions."""

@@ -1,8 +1,9 @@
 """The torch engine: `DTensor`s of `torch.distributed.tensor`, and what it shares with torch's adapters.
 
 engine, arrays, devices, processes   the engine
-private         every private name of torch that this package touches, probed
-simulation      several devices in one process
+specs, storages, modes, operators, modules, backward, trees
+                private names of torch that several files use, wrapped once
+simulation      several devices in one process; `local_tensors` has torch's part of it
 deferred_init   how tensors get their values: recorded without making them, and made again in parts, bit for bit
 dtensor_ops     what DTensor computes wrongly or not at all, computed right
 fsdp            weights sharded over the batch's dim, gathered for a forward pass; `fsdp_saved` for the backward pass

@@ -29,7 +29,7 @@ from layoutmap.engines.torch.devices import (
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.private import dtensor, local_of, placed_as, spec_of, spec_of_tensor
+from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, spec_of, spec_of_tensor
 
 _LAYOUT = "_layoutmap_layout"
 

@@ -29,21 +29,16 @@ from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Ph
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import mark, native_of
+from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode
 from layoutmap.engines.torch.devices import forget_process_group
 from layoutmap.engines.torch.element_types import dtype_name, torch_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
-from layoutmap.engines.torch.private import (
-    FakeStore,
-    FakeTensorMode,
-    TorchDispatchMode,
-    clear_sharding_caches,
-    dtensor,
-    is_view,
-    local_of,
-    spec_of_tensor,
-    storage_key,
-    tree_leaves,
-)
+from layoutmap.engines.torch.modes import TorchDispatchMode
+from layoutmap.engines.torch.operators import is_view
+from layoutmap.engines.torch.simulation import FakeStore
+from layoutmap.engines.torch.specs import clear_sharding_caches, dtensor, local_of, spec_of_tensor
+from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.trees import tree_leaves
 
 _KINDS: Mapping[str, CollectiveKind] = {
     "all_gather_into_tensor": "all_gather",

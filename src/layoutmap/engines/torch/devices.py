@@ -24,15 +24,18 @@ from layoutmap.core.errors import EngineError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
+from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import at_end
 from layoutmap.engines.torch.dtensor_ops.outside import look_after
-from layoutmap.engines.torch.private import (
-    ShardOrderEntry,
-    cached_by_mesh,
-    default_group,
-    order_of_placements,
-    placements_of_order,
+from layoutmap.engines.torch.simulation import default_group
+from layoutmap.engines.torch.specs import DTensorSpec, cached_by_mesh
+
+with Needed("torch"):
+    from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
+
+check_names(
+    "torch", (DTensorSpec, "_convert_shard_order_to_StridedShard _maybe_convert_StridedShard_to_shard_order")
 )
 
 _TYPES = {"CPU": "cpu", "GPU": "cuda"}
@@ -204,7 +207,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
         for axis, numbers in enumerate(axes)
         if numbers
     )
-    return placements_of_order(order, tuple(placements), native)
+    return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)
 
 
 def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: int) -> Layout | None:
@@ -215,7 +218,7 @@ def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: in
     mesh = mesh_of(native)
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
-    order = order_of_placements(tuple(placements), native)
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)
     if order is None:
         return None
     axes: list[tuple[str, ...]] = [()] * rank

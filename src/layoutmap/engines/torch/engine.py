@@ -1,7 +1,7 @@
 """The torch engine: `DTensor`s of `torch.distributed.tensor`.
 
 A layout is `(DeviceMesh, placements)`. A process started by `torchrun` is one device; a program started as one process
-has eight simulated ones. Tested with torch 2.13; private names of torch are in `layoutmap.engines.torch.private`.
+has eight simulated ones.
 
 References:
     https://docs.pytorch.org/docs/stable/distributed.tensor.html
@@ -58,13 +58,15 @@ from layoutmap.engines.torch.devices import bound_mesh, check_order, device_name
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
 from layoutmap.engines.torch.malloc import give_back
-from layoutmap.engines.torch.private import is_view_of_another, plainly, tree_leaves, tree_map
+from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.processes import (
     across,
     common_seeds,
     gathered,
     random_state,
 )
+from layoutmap.engines.torch.storages import is_view_of_another
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 _LARGE = 1 << 20  # bytes: the least variable after which memory is given back to the system
 

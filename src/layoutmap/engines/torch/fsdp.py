@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
+from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.private import dtensor, local_of, placed_as, placed_over, plainly, spec_of
+from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, placed_over, spec_of
 
 
 def can_gather(tensor: Any, mesh_dim: int) -> bool:

@@ -16,7 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import dtensor, local_of, plainly, saver, spec_of, storage_key
+from layoutmap.engines.torch.backward import saver
+from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.specs import dtensor, local_of, spec_of
+from layoutmap.engines.torch.storages import storage_key
 
 
 # why: decisions/0062

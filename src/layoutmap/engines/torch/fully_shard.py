@@ -19,23 +19,18 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layoutmap.core.errors import format_message
+from layoutmap.engines.tested import Needed
+from layoutmap.engines.torch.backward import backward_pass, is_checkpoint, saver
 from layoutmap.engines.torch.fsdp import as_sum, changed_too_early
 from layoutmap.engines.torch.fsdp_saved import is_of_graph
-from layoutmap.engines.torch.private import (
-    DTensorSpec,
-    FullySharded,
-    backward_pass,
-    dtensor,
-    hooks_of_tensor,
-    is_checkpoint,
-    local_of,
-    plainly,
-    saver,
-    spec_of,
-    storage_key,
-    version_of,
-    will_be_reached,
-)
+from layoutmap.engines.torch.fully_sharded import FullySharded
+from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modules import hooks_of_tensor
+from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, spec_of
+from layoutmap.engines.torch.storages import storage_key, version_of
+
+with Needed("torch"):
+    from torch._C import _will_engine_execute_node as will_be_reached
 
 
 @dataclass(slots=True)

@@ -16,17 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import unserializable_hook
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.private import (
-    at_end_of_backward,
-    backward_pass,
-    dtensor,
-    local_of,
-    placed_over,
-    plainly,
-    spec_of,
-    summed_over,
-)
+from layoutmap.engines.torch.backward import at_end_of_backward, backward_pass
+from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.placing import redistributed, summed_over
+from layoutmap.engines.torch.specs import dtensor, local_of, placed_over, spec_of
 
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 

@@ -13,18 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation, unseen
-from layoutmap.engines.torch.private import (
-    dtensor,
-    is_of_view,
-    local_of,
-    placed_as,
-    plainly,
-    spec_of,
-    spec_of_shards,
-    summed_over,
+from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.specs import dtensor, is_of_view, local_of, placed_as, spec_of, spec_of_shards
+
+check_names(
+    "torch", (torch._C, "_AutoDispatchBelowAutograd"), (torch.ops._c10d_functional, "all_reduce wait_tensor")
 )
 
 
@@ -54,6 +52,14 @@ def largest_of_devices(local: torch.Tensor, mesh: Any, dims: Collection[int]) ->
     for dim in dims:
         local = summed_over(local.detach(), mesh, dim, "max")
     return local
+
+
+def summed_over(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
+    """The shards of the devices along a mesh dim, summed up or reduced in another way, on each of them."""
+    operators: Any = torch.ops._c10d_functional
+    with torch._C._AutoDispatchBelowAutograd():  # which is Python for these, and has nothing to do
+        made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
+        return operators.wait_tensor.default(made)
 
 
 def replicated(mesh: Any) -> list[Any]:

@@ -29,25 +29,27 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.engines.checks import check_simulated
 from layoutmap.engines.launchers import launcher
+from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import at_end, change
-from layoutmap.engines.torch.private import (
-    COLLECTIVES,
-    FakeStore,
+from layoutmap.engines.torch.local_tensors import (
     LocalIntNode,
     LocalTensor,
     LocalTensorMode,
     SimulationMode,
-    clear_sharding_caches,
-    default_group,
-    dispatch_modes,
     enabled_local_tensor_mode,
-    local_of,
     pieces_by_rank,
     ranks_around,
     ranks_of_local,
     simulated,
-    tree_leaves,
 )
+from layoutmap.engines.torch.modes import dispatch_modes
+from layoutmap.engines.torch.operators import COLLECTIVES
+from layoutmap.engines.torch.specs import clear_sharding_caches, local_of
+from layoutmap.engines.torch.trees import tree_leaves
+
+with Needed("torch"):
+    from torch.distributed.distributed_c10d import GroupMember
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _num_devices = 8
 _lock = threading.RLock()
@@ -117,6 +119,17 @@ def _begin(number: int) -> None:
     change(*simulated(simulation, _group, _coordinate, lambda own: functools.partialmethod(_reduced, own)))
     at_end(_end)
     _simulation = simulation
+
+
+@contextmanager
+def default_group(group: Any) -> Generator[None]:
+    """While open, a process group is the default one of this process."""
+    before = GroupMember.WORLD
+    GroupMember.WORLD = group
+    try:
+        yield
+    finally:
+        GroupMember.WORLD = before
 
 
 def _end() -> None:

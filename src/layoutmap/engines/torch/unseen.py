@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import base_of, gradient_of, local_of
+from layoutmap.engines.torch.backward import gradient_of
+from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.storages import base_of
 
 _IS_UNSEEN = "_layoutmap_unseen"  # of a tensor: autograd does not see its changes
 _NUMBER = "_layoutmap_number"  # of a memory: how many such changes there were, in a list of one

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.private import tree_leaves, written_arguments
+from layoutmap.engines.torch.operators import written_arguments
+from layoutmap.engines.torch.trees import tree_leaves
 
 
 def changed_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -17,17 +17,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.patches import Closing, Patches
-from layoutmap.engines.torch.private import (
-    TorchDispatchMode,
-    apply_to_module,
-    dispatch_modes,
-    function_modes,
-    leave_mode,
-    members_of_module,
-    module_apply,
-    storage_key,
-)
+from layoutmap.engines.patches import Attribute, Closing, Patches
+from layoutmap.engines.tested import check_names
+from layoutmap.engines.torch.modes import TorchDispatchMode, dispatch_modes, function_modes
+from layoutmap.engines.torch.modules import members_of_module
+from layoutmap.engines.torch.storages import storage_key
+
+check_names("torch", (torch.nn.Module, "_apply"))
 
 
 @contextmanager
@@ -54,14 +50,24 @@ class _Modes(Closing):
         # A recording that another thread has ended, as it can a generator, could not leave its modes on this one.
         for mode in (*function_modes(), *dispatch_modes()):
             if isinstance(mode, (_Reads, _Operations)) and not mode.tape.is_recording:
-                leave_mode(mode)
+                _leave(mode)
         for mode in self._modes:
             mode.__enter__()
 
     def close(self) -> None:
         if threading.get_ident() == self._thread:
             for mode in (self._inner, *reversed(self._modes)):
-                leave_mode(mode)
+                _leave(mode)
+
+
+def _leave(mode: Any) -> None:
+    """Leave a mode on this thread, and just this one: torch leaves the innermost, whichever that is."""
+    for modes in (function_modes(), dispatch_modes()):
+        places = [place for place, each in enumerate(modes) if each is mode]
+        for each in reversed(modes[places[-1] :] if places else []):
+            each.__exit__(None, None, None)
+        for each in modes[places[-1] + 1 :] if places else []:
+            each.__enter__()
 
 
 class _Operations(TorchDispatchMode):
@@ -161,7 +167,7 @@ def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
         }
         if recurse and tapes:
             for child in module.children():
-                apply_to_module(child, fn)
+                child._apply(fn)
         if not held:
             return original(module, fn, recurse and not tapes)
         for key, parameter in held.items():
@@ -187,4 +193,4 @@ def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
     return _apply
 
 
-_APPLY = Patches([module_apply(_apply_of)])
+_APPLY = Patches([Attribute(torch.nn.Module, "_apply", _apply_of)])

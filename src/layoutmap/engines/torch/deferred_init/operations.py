@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from layoutmap.engines.torch.deferred_init.steps import Step
-from layoutmap.engines.torch.private import overload_name
+from layoutmap.engines.torch.operators import overload_name
 
 aten = torch.ops.aten
 

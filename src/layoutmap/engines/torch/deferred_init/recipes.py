@@ -15,7 +15,7 @@ from layoutmap.engines.torch.deferred_init.replay import needed, replay
 from layoutmap.engines.torch.deferred_init.runs import ApartError
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE
-from layoutmap.engines.torch.private import tree_map
+from layoutmap.engines.torch.trees import tree_map
 
 _SAMPLE = 1024  # elements of a file's tensor that processes compare: they would read all of it otherwise
 

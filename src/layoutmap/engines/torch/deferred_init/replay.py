@@ -17,7 +17,7 @@ from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
 from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_generator
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
-from layoutmap.engines.torch.private import tree_leaves, tree_map
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
 def _overwrites(step: Step, memory: Memory) -> bool:

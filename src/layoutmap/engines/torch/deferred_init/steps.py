@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.private import tree_leaves
+from layoutmap.engines.torch.trees import tree_leaves
 
 
 @dataclass(slots=True, eq=False)

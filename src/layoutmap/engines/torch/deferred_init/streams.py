@@ -21,7 +21,7 @@ from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Step, View
-from layoutmap.engines.torch.private import argument_names, overload_name
+from layoutmap.engines.torch.operators import argument_names, overload_name
 
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""

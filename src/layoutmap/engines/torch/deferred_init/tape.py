@@ -23,22 +23,16 @@ import torch
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.deferred_init.calls import asked_by, can_wait, changed_by, generator_of, size_of
+from layoutmap.engines.torch.deferred_init.fake_tensors import UNFORESEEN, FakeTensor, FakeTensorMode
 from layoutmap.engines.torch.deferred_init.interception import intercepted
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call, replay
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of, with_generator
-from layoutmap.engines.torch.private import (
-    UNFORESEEN,
-    FakeTensor,
-    FakeTensorMode,
-    argument_names,
-    is_view,
-    storage_key,
-    tree_leaves,
-    tree_map,
-)
+from layoutmap.engines.torch.operators import argument_names, is_view
+from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 SMALLEST = 4096
 _SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them

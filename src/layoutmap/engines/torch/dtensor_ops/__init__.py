@@ -4,7 +4,7 @@ guard          DTensor computes in its own way what `proven` names; any other op
 mode           looks each function up in the tables below; `unwrap_python` opens functions so that their calls are seen
 shards         functions that each device computes on its own shards
 gathered       functions that are called on gathered tensors, and the warning
-upstream       what each of them corrects, and where torch's developers know of it
+dispatch       DTensor's dispatcher, which asks `guard`; `memories` and `slices`: views that are copies
 sums           when sums over the mesh are made, for a batch that does not divide
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """

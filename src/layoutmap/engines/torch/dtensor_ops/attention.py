@@ -23,7 +23,7 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
     shard_placements,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
-from layoutmap.engines.torch.private import local_of
+from layoutmap.engines.torch.specs import local_of
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 

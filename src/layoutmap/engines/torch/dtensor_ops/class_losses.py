@@ -20,8 +20,15 @@ from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers,
 from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 from layoutmap.engines.torch.dtensor_ops.softmax import log_softmax_of_shards
-from layoutmap.engines.torch.placing import OwnGradient, on_mesh, redistributed, replicated, shard_of
-from layoutmap.engines.torch.private import dtensor, spec_of_shards, summed_over
+from layoutmap.engines.torch.placing import (
+    OwnGradient,
+    on_mesh,
+    redistributed,
+    replicated,
+    shard_of,
+    summed_over,
+)
+from layoutmap.engines.torch.specs import dtensor, spec_of_shards
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),

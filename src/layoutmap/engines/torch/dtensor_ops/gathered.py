@@ -16,14 +16,9 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch.dtensor_ops.shards import mesh_of
+from layoutmap.engines.torch.operators import OPERATORS, operator_of, written_arguments
 from layoutmap.engines.torch.placing import everywhere, full_tensor, is_everywhere, like, with_gradient
-from layoutmap.engines.torch.private import (
-    OPERATORS,
-    operator_of,
-    tree_leaves,
-    tree_map,
-    written_arguments,
-)
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import check, numbers_of
 
 

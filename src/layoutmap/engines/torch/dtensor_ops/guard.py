@@ -18,7 +18,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
+from layoutmap.engines.tested import is_before
+from layoutmap.engines.torch.backward import gradient_of
 from layoutmap.engines.torch.changes import change, meshes
+from layoutmap.engines.torch.dtensor_ops.dispatch import (
+    OperatorsGuarded,
+    decomposed,
+    specs_of_answer,
+    specs_of_arguments,
+    take_shape,
+)
 from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
 from layoutmap.engines.torch.dtensor_ops.memories import copied, count_unseen, note_redistributed, spread
@@ -30,6 +39,8 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     REDUCTIONS,
     SUMS_PASS,
 )
+from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.operators import argument_names, only_views, overload_name, written_arguments
 from layoutmap.engines.torch.placing import (
     everywhere,
     full_tensor,
@@ -39,34 +50,18 @@ from layoutmap.engines.torch.placing import (
     replicated,
     summed_placements,
 )
-from layoutmap.engines.torch.private import (
-    OperatorsGuarded,
-    argument_names,
-    decomposed,
-    dtensor,
-    gradient_of,
-    is_before,
-    local_of,
-    only_views,
-    overload_name,
-    plainly,
-    specs_of_answer,
-    specs_of_arguments,
-    take_shape,
-    tree_leaves,
-    tree_map,
-    written_arguments,
-)
+from layoutmap.engines.torch.specs import dtensor, local_of
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import memory_of
 
 _FROM_THE_START = (
     {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
-    if is_before("2.14")
+    if is_before("torch", "2.14")
     else {}
 )
 """Operators whose axis DTensor takes for another one if it is negative, or fails for: its place among the arguments."""
 
-_ADDS_BOOLEANS = is_before("2.14")
+_ADDS_BOOLEANS = is_before("torch", "2.14")
 """Whether DTensor adds up a partial `or` of booleans as a sum where it is multiplied with numbers."""
 
 _RESHAPING = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.private import is_before
+from layoutmap.engines.tested import is_before
 
-JOINS = frozenset({torch.cat, torch.concat, torch.concatenate}) if is_before("2.14") else frozenset[Any]()
+JOINS = (
+    frozenset({torch.cat, torch.concat, torch.concatenate})
+    if is_before("torch", "2.14")
+    else frozenset[Any]()
+)
 
 
 def without_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,13 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.placing import on_mesh, redistributed, reduced, summed_placements
-from layoutmap.engines.torch.private import (
-    cached_by_mesh,
-    dtensor,
-    local_of,
-    spec_of,
-    spec_of_tensor,
-)
+from layoutmap.engines.torch.specs import cached_by_mesh, dtensor, local_of, spec_of, spec_of_tensor
 
 
 def _linear(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why: decisions/0101

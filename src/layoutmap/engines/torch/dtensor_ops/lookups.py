@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
+from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import kept_axes, local_shard, shard_placements
 from layoutmap.engines.torch.placing import from_shards, reduced
-from layoutmap.engines.torch.private import assert_async, local_of, spec_of
+from layoutmap.engines.torch.specs import local_of, spec_of
+
+check_names("torch", (torch.ops.aten, "_assert_async"))
 
 
 def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -143,7 +146,8 @@ def check_numbers(numbers: Any, size: int, name: str, axis: int = 0) -> None:
     local = local_of(numbers) if isinstance(numbers, DTensor) else numbers
     what = f"{name}: index out of range: axis {axis} has size {size}"
     try:
-        assert_async(((local >= 0) & (local < size)).all(), what)
+        # On an accelerator it raises later: nothing waits for the values.
+        torch.ops.aten._assert_async.msg(((local >= 0) & (local < size)).all(), what)
     except RuntimeError as error:
         raise IndexError(what) from error
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.private import cached_by_mesh, dtensor, spec_of_tensor
+from layoutmap.engines.torch.specs import cached_by_mesh, dtensor, spec_of_tensor
 
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # one more changes bits that decide nothing
 _PIECE = 1 << 16  # elements that are mixed at once, on a CPU in its cache

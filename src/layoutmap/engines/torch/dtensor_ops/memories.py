@@ -9,28 +9,27 @@ one changes the other, with their gradients. Here the gathered memory knows of w
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
+from types import MethodWrapperType
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
+from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, warn_of_gathering
+from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import attainable_placements, placed
-from layoutmap.engines.torch.private import (
-    base_of,
-    dtensor,
-    local_of,
-    plainly,
-    spec_of,
-    stop_watching_functions,
-    tree_leaves,
-    watch_functions,
-)
+from layoutmap.engines.torch.specs import dtensor, local_of, spec_of
+from layoutmap.engines.torch.storages import base_of
+from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, is_unseen, memory_of
+
+check_names("torch", (torch._C, "_disabled_torch_function_impl"))
 
 _ORIGIN = "_layoutmap_origin"  # of a memory that is a copy: of what
 _COPIES = "_layoutmap_copies"  # of a memory: those that are copies of it
@@ -171,7 +170,7 @@ def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_seen: bool) -> 
 
 def _mark(memory: torch.UntypedStorage, *, is_seen: bool) -> None:
     if not outdated:
-        watch_functions(_before_function, _shown)
+        _watch_functions()
     outdated.add(memory)
     base = getattr(memory, _ORIGIN).base()
     if not is_seen and base is not None and not base.is_inference():
@@ -183,7 +182,7 @@ def _before_function(function: Callable[..., Any], values: Any) -> None:
     if function not in QUESTIONS:
         refuse_outdated(name_of(function), values)
     if not outdated:
-        stop_watching_functions()
+        _stop_watching_functions()
 
 
 _METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__")
@@ -191,8 +190,8 @@ QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in (*_METHODS, "stora
 """Methods that ask for something else than values."""
 
 
-def _shown(own: Callable[[Any], str], tensor: Any) -> str:
-    return f"{own(tensor)} (outdated: take it again)" if memory_of(tensor) in outdated else own(tensor)
+def _shown(tensor: Any) -> str:
+    return _SHOW(tensor) + (" (outdated: take it again)" if memory_of(tensor) in outdated else "")
 
 
 def refuse_outdated(name: str, values: Any) -> None:
@@ -209,3 +208,41 @@ def refuse_outdated(name: str, values: Any) -> None:
                 why="along a sharded axis a slice is a copy, and does not change with its tensor",
                 fix="take the slice where it is used, x[...], or clone it before the change: x[...].clone()",
             )
+
+
+# For these torch calls no function that can be watched.
+_CONVERSIONS: dict[str, Any] = {name: getattr(DTensor, name) for name in ("to_local", "redistribute")}
+_SHOW = DTensor.__repr__
+
+
+def _watch_functions() -> None:
+    """Have slices looked at before each of torch's functions that is called with a DTensor, properties aside."""
+    owner: Any = DTensor
+    owner.__torch_function__ = classmethod(_torch_function)
+    for name, own in _CONVERSIONS.items():
+        setattr(owner, name, _watched(own))
+    owner.__repr__ = functools.wraps(_SHOW)(_shown)
+
+
+def _torch_function(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if type(func) is not MethodWrapperType:
+        _before_function(func, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def watched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        _before_function(own, tensor)
+        return own(tensor, *args, **kwargs)
+
+    return watched
+
+
+def _stop_watching_functions() -> None:
+    """Have the functions of torch called as they are."""
+    owner: Any = DTensor
+    owner.__torch_function__ = torch._C._disabled_torch_function_impl
+    for name, own in (*_CONVERSIONS.items(), ("__repr__", _SHOW)):
+        setattr(owner, name, own)

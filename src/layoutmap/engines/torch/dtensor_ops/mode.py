@@ -33,10 +33,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import keep
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
+from layoutmap.engines.torch.dtensor_ops.dispatch import is_custom
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
@@ -59,18 +61,15 @@ from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import assign, keep_gradient
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
+from layoutmap.engines.torch.modes import outside_of_modes, plainly, without_function_modes
+from layoutmap.engines.torch.operators import OPERATORS
 from layoutmap.engines.torch.placing import everywhere, reduced
-from layoutmap.engines.torch.private import (
-    OPERATORS,
-    base_of,
-    is_custom,
-    outside_of_modes,
-    plainly,
-    replicates_plain_tensors,
-    set_replicates_plain_tensors,
-    tree_leaves,
-    without_function_modes,
-)
+from layoutmap.engines.torch.storages import base_of
+from layoutmap.engines.torch.trees import tree_leaves
+
+with Needed("torch"):
+    from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
+    from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
 
 Handler = Callable[[Callable[..., Any], Any, Any], Any]
 

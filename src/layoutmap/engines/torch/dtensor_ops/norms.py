@@ -20,7 +20,7 @@ from layoutmap.engines.torch.placing import (
     shard_of,
     sum_of_devices,
 )
-from layoutmap.engines.torch.private import local_of
+from layoutmap.engines.torch.specs import local_of
 
 
 def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

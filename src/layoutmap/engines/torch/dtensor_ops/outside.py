@@ -27,24 +27,24 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.patches import Attribute
+from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
 from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
-from layoutmap.engines.torch.dtensor_ops.mode import computing
+from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors
+from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed, summed_placements
-from layoutmap.engines.torch.private import (
-    FlopCounting,
-    PlainTensorsReplicated,
-    local_of,
-    orthogonal_updates,
-    plainly,
-    set_pieces,
-    spec_of,
-    tree_leaves,
-)
+from layoutmap.engines.torch.specs import local_of, set_pieces, spec_of
+from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, hide, memory_of
+
+with Needed("torch"):
+    from torch.optim import _muon as _of_muon
+    from torch.utils.flop_counter import _FlopCounterMode as FlopCounting
+
+check_names("torch", (_of_muon, "_zeropower_via_newtonschulz"))
 
 
 def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
@@ -180,6 +180,18 @@ def _method(name: str, instead: Callable[..., Any], of: Any = DTensor) -> Attrib
     return Attribute(of, name, make)
 
 
+class _PlainTensorsReplicated:
+    """The patch that has plain tensors count as replicated among DTensors, on the thread that installs it."""
+
+    def install(self) -> None:
+        """Have them count."""
+        set_replicates_plain_tensors(True)
+
+    def remove(self) -> None:
+        """Have torch refuse them again."""
+        set_replicates_plain_tensors(False)
+
+
 _CHANGES = (
     Attribute(
         DTensor,
@@ -198,6 +210,6 @@ _CHANGES = (
     _method("__format__", _formatted),
     _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),
     _method("__torch_dispatch__", _counted, FlopCounting),
-    orthogonal_updates(_orthogonal),
-    PlainTensorsReplicated(),
+    _method("_zeropower_via_newtonschulz", _orthogonal, _of_muon),
+    _PlainTensorsReplicated(),
 )

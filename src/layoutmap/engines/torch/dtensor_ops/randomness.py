@@ -24,7 +24,7 @@ from layoutmap.engines.agreement import Gather, check_alike
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
 from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed, reduced
-from layoutmap.engines.torch.private import tree_map
+from layoutmap.engines.torch.trees import tree_map
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
-from layoutmap.engines.torch.private import tree_leaves
+from layoutmap.engines.torch.trees import tree_leaves
 
 
 def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

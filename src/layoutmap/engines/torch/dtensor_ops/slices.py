@@ -22,9 +22,7 @@ from layoutmap.engines.torch.placing import (
     placed,
     reduced,
 )
-from layoutmap.engines.torch.private import (
-    base_of,
-)
+from layoutmap.engines.torch.storages import base_of
 
 
 def keep_gradient(changed: Any) -> None:

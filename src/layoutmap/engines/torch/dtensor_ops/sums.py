@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.torch.placing import reduced, with_gradient
-from layoutmap.engines.torch.private import tree_map
+from layoutmap.engines.torch.trees import tree_map
 
 _PRODUCTS = (
     *(torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.tensordot, functional.linear),

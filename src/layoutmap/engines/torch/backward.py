@@ -1,0 +1,45 @@
+"""The backward pass that runs on this thread, and what decides which tensors autograd saves for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from layoutmap.engines.tested import Needed, check_names
+
+with Needed("torch"):
+    from torch._C import _current_graph_task_id
+
+    _ENGINE: Any = torch.autograd.Variable._execution_engine
+    _SAVING: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+
+check_names("torch", (torch._C, "_current_autograd_node"), (_SAVING, "_top_saved_tensors_default_hooks"))
+check_names("torch", (checkpoint, "_checkpoint_hook"))
+
+backward_pass = _current_graph_task_id
+"""The number of the backward pass that runs on this thread; -1 outside of one."""
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now ends; to be called by a hook of that pass."""
+    _ENGINE.queue_callback(function)
+
+
+def gradient_of() -> str:
+    """The name of what the gradient is computed of now, on this thread; empty outside of backward passes."""
+    node: Any = torch._C._current_autograd_node()
+    return node.name() if node is not None else ""
+
+
+def saver() -> Any:
+    """The hooks that decide which tensors autograd saves: an object with these methods, a function, or `None`."""
+    hooks = _SAVING._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
+
+
+def is_checkpoint(saver: Any) -> bool:
+    """Whether an activation checkpoint decides: it keeps nothing, and computes once more."""
+    return getattr(saver, "__qualname__", "").startswith("_checkpoint_hook.")

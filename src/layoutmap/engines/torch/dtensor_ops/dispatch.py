@@ -1,0 +1,194 @@
+"""DTensor's dispatcher: what it would do about an operator, and who decides instead.
+
+`guard` decides. The dispatcher asks about each operator once for some shapes and placements, and remembers the answer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.torch.operators import COLLECTIVES, OPERATORS, only_views, written_arguments
+from layoutmap.engines.torch.specs import DTensorSpec, local_of, set_pieces, spec_of
+from layoutmap.engines.torch.trees import tree_leaves
+
+with Needed("torch"):
+    from torch.distributed.tensor import _dispatch as _of_dispatch
+    from torch.distributed.tensor._op_schema import OutputSharding
+    from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    _DISPATCHER: Any = DTensor._op_dispatcher
+
+_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # asked about operators that are not known yet
+_TAIL = "_dispatch_fast_path_python_tail"  # makes what operators return that change tensors
+_RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on arguments that it redistributes
+
+check_names(
+    "torch",
+    (_DISPATCHER, f"{_PROPAGATE} {_TAIL} {_RESULTS} _custom_op_handlers sharding_propagator"),
+    (_DISPATCHER.sharding_propagator, "op_strategy_funcs propagate_op_sharding"),
+    (_Planner, "get_next_state"),
+    (torch._C, "_clear_DTensor_sharding_propagator_cache _dispatch_has_kernel_for_dispatch_key"),
+)
+
+_OWN_OPERATORS = ("aten", "prims", *COLLECTIVES)
+
+
+def is_custom(function: Any) -> bool:
+    """Whether a function is an operator that is not torch's own, and no `register_sharding` says how it is sharded."""
+    if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _OWN_OPERATORS:
+        return False
+    packet: Any = getattr(function, "overloadpacket", function)
+    return any(
+        getattr(packet, name) not in _DISPATCHER.sharding_propagator.op_strategy_funcs
+        for name in packet.overloads()
+    )
+
+
+def take_shape(op: Any, args: Any, kwargs: Any, view: Any) -> Any:
+    """Have a `DTensor`, the first argument of an operator that changes its shape in place, be as a view of it is."""
+    set_pieces(args[0], local_of(view), spec_of(view))
+    return return_and_correct_aliasing(op, args, kwargs, args[0])
+
+
+def specs_of_answer(answer: Any) -> list[Any]:
+    """The specs of arguments and results in what `DTensor` would do about an operator."""
+    if not isinstance(answer, OutputSharding):
+        return []
+    found = [each for each in tree_leaves(answer.output_spec) if isinstance(each, DTensorSpec)]
+    return found + specs_of_arguments(answer)
+
+
+def specs_of_arguments(answer: Any) -> list[Any]:
+    """The specs that `DTensor` would give the arguments of an operator first; none if they stay as they are."""
+    schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
+    found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
+    return [each for each in found if isinstance(each, DTensorSpec)]
+
+
+def decomposed(op: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator that torch composes of others, computed by these; `NotImplemented` for any other."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return NotImplemented
+    return op.decompose(*args, **kwargs)
+
+
+_HANDLED = (
+    *("convolution.default", "convolution_backward.default", "as_strided.default"),
+    *("argmax.default", "argmin.default"),
+)
+
+
+class OperatorsGuarded:
+    """The patch that has `answer` decide what `DTensor` does about operators; what it has decided is forgotten.
+
+    Args:
+        answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
+            and by name, and their mesh. It returns that, which is then kept, or the operator's result.
+        changed: Called with an operator and the tensors that `DTensor` has changed by it.
+        moved: Called with a DTensor that was redistributed for a view of it, its local tensor there, and
+            the spec of that.
+    """
+
+    def __init__(self, answer: Callable[..., Any], changed: Callable[..., Any], moved: Callable[..., Any]):
+        own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
+
+        def propagate(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+            return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
+
+        self._answer = answer
+        self._methods = {
+            _PROPAGATE: propagate,
+            "layoutmap_tail": functools.partial(_tail, changed),
+            "layoutmap_results": functools.partial(_results, moved),
+        }
+
+    def install(self) -> None:
+        """Have it decide, where it does not."""
+        if _PROPAGATE in vars(_DISPATCHER):
+            return
+        vars(_DISPATCHER).update(self._methods)
+        for name, instead in _INSTEAD.items():
+            getattr(type(_DISPATCHER), name).__code__ = instead.__code__
+        for name in _HANDLED:  # decided in Python, and not by rules
+            op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
+            handler = functools.partial(_answered, self._answer, _HANDLERS_OF_DTENSOR[op])
+            _DISPATCHER._custom_op_handlers[op] = handler
+        setattr(_Planner, "get_next_state", _next_layouts)  # noqa: B010
+        _forget_answers()
+
+    def remove(self) -> None:
+        """Have `DTensor` decide for itself again."""
+        for name in self._methods:
+            vars(_DISPATCHER).pop(name, None)
+        for name, code in _OF_TORCH.items():
+            getattr(type(_DISPATCHER), name).__code__ = code
+        _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
+        setattr(_Planner, "get_next_state", _NEXT_LAYOUTS)  # noqa: B010
+        _forget_answers()
+
+
+def _forget_answers() -> None:
+    """Empty the caches of what `DTensor` does about operators, on this thread."""
+    _DISPATCHER.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+_NEXT_LAYOUTS = _Planner.get_next_state
+
+
+def _next_layouts(planner: Any, placements: Any, order: Any) -> Any:
+    """The layouts that are one collective away from one, and what each costs, counted once for each kind of tensor.
+
+    `DTensor` searches the cheapest way from each tensor to each layout that an operator could take it in, and counted
+    these anew in every search: the first step of a small model on three mesh dims took a minute.
+    """
+    wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]
+    known, key = vars(planner).setdefault("layoutmap_known", {}), (placements, order, *wanted)
+    if key not in known:
+        known[key] = _NEXT_LAYOUTS(planner, placements, order)
+    return known[key]
+
+
+_HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
+# Torch's C++ keeps these methods as it finds them first, be it before we are imported: their code is replaced.
+_OF_TORCH = {name: getattr(type(_DISPATCHER), name).__code__ for name in (_TAIL, _RESULTS)}
+_OWN = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _OF_TORCH.items()}
+_INSTEAD: dict[str, Any] = {
+    _TAIL: lambda self, *args: self.layoutmap_tail(*args),
+    _RESULTS: lambda self, *args: self.layoutmap_results(*args),
+}
+
+
+def _results(moved: Callable[..., Any], op: Any, args: Any, info: Any) -> Any:
+    """The local tensors that an operator returns."""
+    results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
+    if only_views(op) and (schema := info.output_sharding.redistribute_schema) is not None:
+        moved(args[0], info.local_args[0], schema.args_schema[0])
+    return results
+
+
+def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+    """The return value of `DTensor` for an operator that changes tensors, of which some may be plain."""
+    is_inplace, is_out = others[-2:]
+    if is_inplace or is_out:
+        changed = args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)]
+        leaves = [changed] if isinstance(changed, torch.Tensor) else tree_leaves(changed)
+        then(op, leaves)
+        if op is torch.ops.aten.copy_.default and not isinstance(changed, DTensor):
+            return changed
+    return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
+
+
+def _answered(
+    answer: Callable[..., Any], handler: Callable[..., Any], op: Any, args: Any, kwargs: Any
+) -> Any:
+    mesh = next(each.device_mesh for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
+    return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)

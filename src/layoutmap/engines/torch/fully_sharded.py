@@ -1,0 +1,115 @@
+"""The state that torch's `fully_shard` keeps of a module, and its steps, to be taken without its hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from layoutmap.engines.tested import unsupported
+from layoutmap.engines.torch.modes import plainly
+
+_OF_STATE = (
+    *("_lazy_init", "_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
+    *("_reset_iter_state", "_training_state", "_state_ctx", "_comm_ctx", "_fsdp_param_groups"),
+)
+_OF_GROUP = (
+    *("fsdp_params", "is_unsharded", "wait_for_unshard", "post_backward", "_to_sharded"),
+    *("_training_state", "_all_gather_result", "_post_forward_indices"),
+)
+
+
+class FullySharded:
+    """The parts of `fully_shard` that work on the weights of a module, without its hooks.
+
+    Args:
+        module: The module.
+        is_asynchronous: Whether gathers are waited for when they are needed.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self._module = module
+        self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+        self._group: Any = next(iter(self._state._fsdp_param_groups), None)
+        if self._group is not None:
+            self._group.unshard_async_op = is_asynchronous
+        missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
+        missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
+        if missing:
+            raise unsupported("torch", f"fully_shard: {', '.join(missing)}")
+        self._state._root_post_backward_final_callback = plainly(
+            self._state._root_post_backward_final_callback
+        )
+
+    def begin(self) -> None:
+        """Get ready for the first call: all modules below it are known."""
+        self._state._lazy_init()
+
+    @property
+    def gathered(self) -> list[Any]:
+        """The gathered parameters; there are some from the first call on."""
+        return [each.unsharded_param for each in self._group.fsdp_params] if self._group else []
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of it, or of a module above it, is open."""
+        return self._state._state_ctx.iter_forward_root is not None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered parameters have values."""
+        return self._group is not None and self._group.is_unsharded
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward pass has begun with it, and not ended."""
+        both = (self._state, self._group)
+        return all(each._training_state.name == "PRE_BACKWARD" for each in both if each is not None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward pass has begun that did not end."""
+        return self._state._state_ctx.post_backward_final_callback_queued
+
+    def start_anew(self) -> None:
+        """Drop what a pass has left that failed, for all modules."""
+        states = self._state._state_ctx.all_states
+        states[0]._reset_iter_state()
+        for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each.unsharded_param.grad = None
+
+    def before_forward(self) -> None:
+        """Gather the parameters."""
+        self._state._pre_forward(self._module, (), {})
+
+    def after_forward(self) -> None:
+        """Free what was gathered, if it is not kept for the backward pass."""
+        self._state._post_forward(self._module, (), None)
+
+    def free(self) -> None:
+        """Free what was gathered, also what is on its way."""
+        if self._group is not None and (
+            self._group.is_unsharded or self._group._all_gather_result is not None
+        ):
+            self._group.wait_for_unshard()
+            self._group._to_sharded()
+
+    def forget_order(self) -> None:
+        """Forget in what order modules were called: no backward pass follows, which would."""
+        for state in self._state._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group._post_forward_indices.clear()
+        self._state._comm_ctx.post_forward_order.clear()
+
+    def before_backward(self) -> None:
+        """Gather the parameters; to be called in a backward pass, at whose end gradients are reduced at the latest."""
+        self._state._pre_backward(None)
+
+    def after_backward(self) -> None:
+        """Reduce the gradients and free what was gathered."""
+        if self._group is not None:
+            self._group.post_backward()

@@ -1,0 +1,204 @@
+"""Torch's own simulation of ranks: a `LocalTensor` has the tensors of several, and is computed with for each in turn.
+
+`SimulationMode` is for one thread, and `simulated` makes the patches for all of them; `simulation` uses both.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
+from typing import Any, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from layoutmap.engines.patches import Attribute
+from layoutmap.engines.tested import Needed, check_names
+from layoutmap.engines.torch.modes import dispatch_modes, plainly
+from layoutmap.engines.torch.trees import tree_leaves
+
+with Needed("torch"):
+    import torch.distributed._local_tensor as local_tensors
+    from torch.distributed._local_tensor import (
+        LocalIntNode,
+        LocalTensor,
+        LocalTensorMode,
+        enabled_local_tensor_mode,
+    )
+    from torch.distributed._local_tensor import _c10d as _of_collectives
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+    from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+    from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+check_names(
+    "torch",
+    (DeviceMesh, "_rank_map"),
+    (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
+    (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
+    (_of_collectives, "_get_default_group"),
+    (LocalTensor, "_local_tensors _ranks"),
+    (LocalIntNode, "_local_ints"),
+    (StridedShard, "_to_replicate_tensor"),
+    (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
+    (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
+)
+
+ranks_of_local = attrgetter("_ranks")
+"""The simulated ranks that have a local tensor."""
+
+
+def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
+    """The local tensor of each simulated rank."""
+    return dict(local._local_tensors)
+
+
+def ranks_around(mesh: DeviceMesh) -> list[int]:
+    """All ranks of the mesh that a mesh was taken from."""
+    return mesh._rank_map.tolist()
+
+
+@contextmanager
+def _without_modes_above(is_found: Callable[[Any], bool]) -> Generator[None]:
+    """While open, this thread is in no dispatch mode of the program above the one that is found."""
+    above: list[Any] = []
+    for mode in reversed(dispatch_modes()):
+        if (
+            is_found(mode) or getattr(mode, "_mode_key", None) is not None
+        ):  # torch's own lie below the program's
+            break
+        above.append(_pop_dispatch_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            _push_dispatch_mode(mode)
+
+
+class SimulationMode(LocalTensorMode):
+    """A `LocalTensorMode` that leaves random numbers to torch, and is entered below the modes of the program.
+
+    So these see what they would see of real devices, such as collectives.
+    """
+
+    @plainly
+    def __enter__(self) -> Self:
+        with _without_modes_above(lambda mode: isinstance(mode, LocalTensorMode)):
+            super().__enter__()
+        self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with _without_modes_above(lambda mode: mode is self):
+            super().__exit__(*error)
+
+    def _patch_random_functions(self) -> None:
+        """Leave `torch.manual_seed` as it is."""
+
+    def _unpatch_random_functions(self) -> None:
+        """See above."""
+
+
+class _Modes(threading.local):
+    """The simulations that are active on a thread; each begins with that of all threads.
+
+    Torch has one list for all threads: one that leaves its own simulation would end that of another thread.
+    """
+
+    def __init__(self, first: Any) -> None:
+        self.value = [first]
+
+
+def simulated(
+    mode: Any, group: Any, coordinate: Callable[..., Any], pickled: Callable[..., Any]
+) -> Sequence[Attribute]:
+    """The patches by which ranks are simulated for DTensors that have a `LocalTensor`, on all threads.
+
+    Args:
+        mode: The simulation of all ranks, which is not entered: what computes with a `LocalTensor` enters one.
+        group: The process group of all ranks.
+        coordinate: Returns the coordinates of the simulated ranks in a mesh: called with what torch does, and the mesh.
+        pickled: Returns `DTensor.__reduce_ex__`, of what that is.
+    """
+    mode._disable = False
+    of_mesh = vars(local_tensors._LocalDeviceMesh)
+    methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
+    methods["get_coordinate"] = functools.partial(coordinate, methods["get_coordinate"])
+    return (
+        # Meshes answer by the simulation of the thread: modes need not patch them each time. And torch's own functions,
+        # as get_rank from 2.14 on, are left as they are for the rest of the program.
+        *(
+            Attribute(LocalTensorMode, name, lambda _: lambda _: None)
+            for name in ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_dist", "_unpatch_dist")
+            if hasattr(LocalTensorMode, name)
+        ),
+        *(Attribute(DeviceMesh, name, functools.partial(_either, local)) for name, local in methods.items()),
+        Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
+        Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),
+        Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),
+        Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gathered_by_size, type(mode))),
+        Attribute(local_tensors, "_for_each_rank_run_func", _for_ranks_of_arguments),
+        Attribute(DTensor, "__reduce_ex__", pickled),
+    )
+
+
+def _either(local: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a mesh where ranks are simulated on this thread, and where they are not, as in parts of torch."""
+
+    @functools.wraps(plain)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
+
+    return method
+
+
+def _for_ranks_of_arguments(for_ranks: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that runs for each simulated rank, for those that its arguments have, if these are fewer.
+
+    That is so in a backward pass of tensors on a mesh of some of the ranks: it runs outside of their simulation.
+    """
+
+    @functools.wraps(for_ranks)
+    def for_common_ranks(func: Any, ranks: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
+            if isinstance(leaf, LocalTensor):
+                ranks = ranks & leaf._ranks
+            elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):
+                ranks = ranks & leaf.node._local_ints.keys()
+        return for_ranks(func, ranks, args, kwargs, **options)
+
+    return for_common_ranks
+
+
+def _gathered_by_size(
+    simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Any
+) -> Any:
+    """How strided shards are gathered: for those simulated ranks together that have the same sizes.
+
+    Torch makes a range of the size, which it cannot where another mesh dim has left some ranks more than others.
+    """
+
+    @functools.wraps(gather)
+    def by_size(placement: Any, local: Any, mesh: Any, mesh_dim: int, shape: Sequence[Any]) -> Any:
+        nodes = [getattr(size, "node", None) for size in shape]
+        if not any(isinstance(node, LocalIntNode) for node in nodes):
+            return gather(placement, local, mesh, mesh_dim, shape)
+        pieces, ranks_of_shape = pieces_by_rank(local), dict[tuple[int, ...], list[int]]()
+        for rank in pieces:
+            sizes = [
+                node._local_ints[rank] if isinstance(node, LocalIntNode) else int(size)
+                for node, size in zip(nodes, shape, strict=True)
+            ]
+            ranks_of_shape.setdefault(tuple(sizes), []).append(rank)
+        gathered: dict[int, torch.Tensor] = {}
+        for sizes, ranks in ranks_of_shape.items():
+            with simulation(frozenset(ranks)):
+                some = LocalTensor({rank: pieces[rank] for rank in ranks})
+                gathered |= pieces_by_rank(gather(placement, some, mesh, mesh_dim, sizes))
+        return LocalTensor(gathered)
+
+    return by_size

@@ -1,0 +1,53 @@
+"""Modes of torch that functions and operators are called in: seen, and left for a while."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from layoutmap.engines.tested import Needed
+
+with Needed("torch"):
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+function_modes = _get_current_function_mode_stack
+"""The modes that functions are called in on this thread, the innermost last."""
+
+dispatch_modes = _get_current_dispatch_mode_stack
+"""The modes that operators are called in on this thread, the innermost last."""
+
+outside_of_modes = torch._C.DisableTorchFunction
+"""Opens a block in which no function mode sees what is called."""
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """A function inside of which no function mode sees what is called."""
+
+    @functools.wraps(function)
+    def without_modes(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return without_modes
+
+
+@contextmanager
+def without_function_modes() -> Generator[None]:
+    """While open, this thread is in no function mode, and may enter others."""
+    modes = function_modes()
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
