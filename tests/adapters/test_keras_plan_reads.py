@@ -29,7 +29,7 @@ class Positions(L.Layer):
         self.source = self.add_weight(shape=(1, 9, 8), initializer="normal", trainable=False, name="source")
         self.table = self.add_weight(shape=(1, 4, 8), initializer="zeros", name="table")
         source = ops.convert_to_tensor(self.source)
-        grid = ops.image.resize(ops.reshape(source[:, 1:], (1, 4, 2, 8)), (3, 1))
+        grid = ops.image.resize(ops.reshape(source[:, 1:], (1, 4, 2, 8)), (3, 1), interpolation="bicubic")
         self.table.assign(ops.concatenate([source[:, :1], ops.reshape(grid, (1, 3, 8))], axis=1))
 
     def call(self, x):

@@ -192,9 +192,18 @@ def test_what_a_scope_keeps_of_a_layer_is_not_searched():
     assert [] == [name for name, value in attributes(layer) if value is session_of(layer)]
 
 
+def with_lora(layer):
+    layer.enable_lora(2)
+
+
+def in_four_bits(layer):
+    layer.quantize("int4", config=keras.quantizers.Int4QuantizationConfig(block_size=-1))
+
+
 @pytest.mark.every_backend
-@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5"])
-def test_a_kernel_that_is_computed_is_saved(file, tmp_path):
+@pytest.mark.parametrize("change", [with_lora, in_four_bits])
+@pytest.mark.parametrize("file", ["model.h5", "model.keras", "model.weights.h5"])
+def test_a_kernel_that_is_computed_is_saved(file, change, tmp_path):
     """Keras saves a kernel together with its LoRA factors: a plain model has the values then, and so has this one."""
 
     def make_model():
@@ -205,24 +214,34 @@ def test_a_kernel_that_is_computed_is_saved(file, tmp_path):
         ]
         model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
         for layer in layers:
-            layer.enable_lora(2)
-        model.compile(keras.optimizers.SGD(0.5), "mse")
+            change(layer)
+        model.compile(keras.optimizers.SGD(0.5), keras.losses.MeanSquaredError())
+        return model
+
+    def load(path):
+        if ".weights." not in file:
+            return keras.models.load_model(path)
+        model = make_model()
+        model.load_weights(path)
         return model
 
     rules = {r".*\.(kernel|embeddings)$": (None, "model")}
-    model = lm.LayoutMap("batch=2,model=4", rules, rest="replicated").build(make_model, batch_dim="batch")
+    layout_map = lm.LayoutMap("batch=2,model=4", rules, rest="replicated")
+    model = layout_map.build(make_model, batch_dim="batch")
     x, y = np.arange(16, dtype="int32").reshape(8, 2) % 8, np.ones((8, 2, 4), "float32")
     model.fit(x, y, epochs=2, verbose=0)
-    expected, path = model.predict(x, verbose=0), tmp_path / file
-    kernel = model.get_layer("d").kernel
-    as_numpy = keras.ops.convert_to_numpy
-    (model.save if file.endswith(".keras") else model.save_weights)(path)
-    plain = keras.models.load_model(path) if file.endswith(".keras") else make_model()
-    for each in (plain, model):
-        each.load_weights(path)
-        np.testing.assert_allclose(expected, each.predict(x, verbose=0), atol=1e-6)
+    expected, kernel = model.predict(x, verbose=0), model.get_layer("d").kernel
+    for number in range(2):  # a plain model saves what it has loaded
+        path = tmp_path / f"{number}{file}"
+        (model.save_weights if ".weights." in file else model.save)(path)
+        read = [load(path), layout_map.build(lambda path=path: load(path), batch_dim="batch")]
+        model.load_weights(path)
+        for each in (*read, model):
+            np.testing.assert_allclose(expected, each.predict(x, verbose=0), atol=1e-6)
+        model = read[0]
     if keras.backend.backend() != "tensorflow":  # whose tensors on a mesh are no arrays for numpy
-        np.testing.assert_allclose(as_numpy(plain.get_layer("d").kernel), as_numpy(kernel), atol=1e-6)
+        kernels = map(keras.ops.convert_to_numpy, (model.get_layer("d").kernel, kernel))
+        np.testing.assert_allclose(*kernels, atol=1e-6)
 
 
 def test_a_loaded_model_trains_on(tmp_path):

@@ -153,6 +153,13 @@ def summed(total, row):
     return total + row, total * row
 
 
+def listed(x):
+    rows = tf.TensorArray("float32", size=4)
+    for number in range(4):
+        rows = rows.write(number, x[:, number] * (number + 1))
+    return tf.transpose(rows.stack(), (1, 0, 2))
+
+
 class Calling(L.Layer):
     """Returns what a function makes of its inputs."""
 
@@ -185,6 +192,9 @@ class Calling(L.Layer):
             SERIES,
         ),
         (lambda: Calling(lambda x: keras.ops.scan(summed, x[0], x, reverse=True)[1]), SERIES),
+        (lambda: Calling(listed), SERIES),
+        (lambda: Calling(lambda x: x @ (keras.ops.eye(8) + keras.ops.eye(8, k=1))), SERIES),
+        (lambda: Calling(lambda x: tf.linalg.diag(keras.ops.diagonal(x, 0, 1, 2))), SERIES),
     ],
     ids=[
         "DepthwiseConv2D",
@@ -200,6 +210,9 @@ class Calling(L.Layer):
         "concatenate",
         "map",
         "scan",
+        "TensorArray",
+        "eye",
+        "diagonals",
     ],
 )
 def test_what_dtensor_has_no_gradient_of_trains(layer, shape):

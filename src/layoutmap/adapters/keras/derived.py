@@ -96,8 +96,8 @@ _Derived = Iterator[tuple[Any, Derivation]]  # variables, or `None` where the la
 
 
 def _get(layer: Any, name: str) -> Any:
-    """A variable of a layer by its attribute; `None` if it has none of this name."""
-    value = getattr(layer, name, None)
+    """A variable of a layer by its attribute; `None` if it has none of this name, or computes it."""
+    value = vars(layer).get(name)
     return value if isinstance(value, keras.Variable) else None
 
 

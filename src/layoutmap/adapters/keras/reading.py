@@ -19,6 +19,11 @@ def is_in_a_call() -> bool:
     return bool(methods) and "build" not in methods
 
 
+def is_in_a_build() -> bool:
+    """Whether a layer is being built."""
+    return any(method == "build" for method, _ in _layers_running())
+
+
 def read_by() -> str:  # why: decisions/0027
     """The layer whose `build` or `call` runs, for messages; empty if none does."""
     for method, layer in _layers_running():

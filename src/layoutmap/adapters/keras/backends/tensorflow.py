@@ -25,6 +25,7 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
     as_read,
     calling,
     exporting,
+    is_read_by_a_build,
     placed,
     reading_in_layout,
     replicated,
@@ -80,7 +81,7 @@ class TensorFlowBackend(Backend):
 
     def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value; a `DVariable` keeps its layout by itself."""
-        if not assignment.layout.is_fully_replicated():
+        if not assignment.layout.is_fully_replicated() or is_read_by_a_build():
             held.value = reading_in_layout(held, assignment.layout, session)
         tag = object()
         variable._layout = tag

@@ -22,6 +22,7 @@ from layoutmap.adapters.keras.backends.tensorflow_gathering import (
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, reading_layout
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.reading import is_in_a_build
 from layoutmap.adapters.keras.training import check_same_batch, place_batch
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.errors import LayoutMapWarning
@@ -103,7 +104,7 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
     def value() -> Any:
         read = plain()
         if not session.on_thread.call_depth:
-            return read
+            return tf.constant(session.engine.to_numpy(read)) if is_read_by_a_build() else read
         reading = session.on_thread.reading
         wanted = reading(usual) if reading else usual
         if session.on_thread.gathering >= Gathering.WEIGHTS:
@@ -116,6 +117,11 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
         return read if wanted == layout else session.engine.relayout(read, wanted)
 
     return value
+
+
+def is_read_by_a_build() -> bool:
+    """Whether a layer that is being built computes with its weights, off the mesh: DTensor lacks some operations."""
+    return tf.executing_eagerly() and is_in_a_build()
 
 
 def is_plain(value: Any) -> bool:

@@ -7,7 +7,8 @@ traffic.
 A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
 NaNs in the divisor, to give NaN there, and DTensor cannot lay out how many it finds.
 
-A loop over an axis is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's collects results.
+A loop over an axis is unrolled: DTensor has no rule for the list of tensors in which TensorFlow's collects results. A
+`TensorArray` is one of Python's, as outside of compiled functions.
 
 Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
 join sharded ones along a sharded axis, and does so wrongly if the axis is negative. What `tensorflow_products` and
@@ -20,7 +21,7 @@ Private names of Keras that are replaced while such a call runs, and put back af
     keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
     keras.src.backend                           rnn, lstm, gru, convert_to_numpy
     keras.src.backend.tensorflow.core           map, scan
-    tensorflow                                  concat, einsum, repeat, split, reverse, roll
+    tensorflow                                  concat, einsum, repeat, split, reverse, roll, TensorArray
     tensorflow.nn                               pool
 """
 
@@ -59,7 +60,7 @@ REPLACED = [
     (keras_nn, _OF_WINDOWS),
     (keras_backend, (*_OF_TIME, "convert_to_numpy")),
     (keras_core, ("map", "scan")),
-    (tf, ("concat", "einsum", "split", *_OF_ARRAYS)),
+    (tf, ("concat", "einsum", "split", "TensorArray", *_OF_ARRAYS)),
     (tf.nn, ("pool",)),
 ]
 """The modules and names above."""
@@ -130,6 +131,11 @@ def _split(
     return plain(value, num_or_size_splits, axis, **kwargs)
 
 
+def _listed(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+    with tf.init_scope():
+        return plain(*args, **kwargs)
+
+
 def _unrolled(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
     return plain(*args, **{**kwargs, "unroll": True})
 
@@ -178,6 +184,7 @@ _PATCHES = Patches(
         _replaced(tf, "concat", _concat),
         _replaced(tf, "einsum", lambda plain, replicate, *args, **kwargs: einsum(plain, *args, **kwargs)),
         _replaced(tf, "split", _split),
+        _replaced(tf, "TensorArray", _listed),
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
         *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
         *(_replaced(keras_backend, name, _unrolled) for name in _OF_TIME),
