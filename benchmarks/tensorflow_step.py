@@ -3,6 +3,7 @@
     python benchmarks/tensorflow_step.py                          all models, 3 rounds: some minutes
     python benchmarks/tensorflow_step.py --model mlp --rounds 5
     python benchmarks/tensorflow_step.py --model blocks-1 --model blocks-2 --jit-compile no
+    python benchmarks/tensorflow_step.py --drawn 10 --seed 36     models and maps that a seed draws
 
 Two ways, each in a fresh process, taken in turns: plain Keras, and this library on 8 simulated devices in a 2x4 mesh,
 which share the cores that plain Keras has for itself. The same model, weights, batch and optimizer; the losses are
@@ -10,7 +11,7 @@ compared. `mlp` is two dense layers, `blocks-N` a decoder of N blocks, width 64,
 
 "create" runs from the first line of the model to its weights being there; imports are not counted. "first step" is the
 first `train_on_batch`, which traces and compiles; "step" is the median over epochs of `fit`, by its 20 steps, after an
-epoch that is not counted.
+epoch that is not counted. Drawn models take both ways in one process, an epoch of each in turns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import time
 
 from create import MESH, measure, preload
+from drawn_sizes import spread
 
 METHODS = ("plain Keras", "layoutmap")
 MODEL_NAMES = ("mlp", "blocks-1", "blocks-2", "blocks-4")
@@ -82,6 +84,45 @@ def child(method: str, model_name: str, jit_compile: str) -> None:
     )
 
 
+def drawn_child(seed: int) -> None:
+    """One drawn model in its drawn map, beside the plain one in this process; prints the seconds of steps as JSON."""
+    import tensorflow as tf
+
+    tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
+    import keras
+    import numpy as np
+
+    from layoutmap.testing import models
+
+    case = models.draw(seed).with_sgd
+    keras.utils.set_random_seed(0)
+    plain = case.make_model()
+    keras.utils.set_random_seed(0)
+    mapped = case.layout_map.build(case.make_model, inputs=case.batch[0], batch_dim=case.map.batch_dim)
+    rows = len(keras.tree.flatten(case.batch)[0])
+    batch = keras.tree.map_structure(lambda part: np.concatenate([part] * STEPS), case.batch)
+    times: list[list[float]] = [[], []]
+    losses: list[list[float]] = [[], []]
+    for _ in range(1 + EPOCHS):
+        for number, model in enumerate((plain, mapped)):
+            start = time.perf_counter()
+            fitted = model.fit(*batch, batch_size=rows, shuffle=False, verbose=0)
+            times[number].append((time.perf_counter() - start) / STEPS)
+            losses[number] += fitted.history["loss"]
+    print(json.dumps({"steps": [statistics.median(each[1:]) for each in times], "losses": losses}))
+
+
+def drawn(count: int, seed: int) -> None:
+    """Drawn models, and the median and the worst of their ratios."""
+    ratios: list[float] = []
+    for number in range(seed, seed + count):
+        told = measure(str(number), "mlp", "--drawn-child", __file__, "tensorflow")
+        own, ours = told["steps"]
+        ratios.append(ours / own)
+        print(f"{number}: {1000 * ours:.1f} / {1000 * own:.1f} ms = {ratios[-1]:.1f}", flush=True)
+    print(spread("a step", ratios))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -91,8 +132,17 @@ def main() -> None:
     parser.add_argument(
         "--jit-compile", choices=JIT_COMPILE, default="auto", help="passed to Keras's compile (auto)"
     )
+    parser.add_argument("--drawn", type=int, help="how many models to draw, in place of --model")
+    parser.add_argument("--seed", type=int, default=0, help="the first model to be drawn")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--drawn-child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.drawn_child is not None:
+        drawn_child(args.drawn_child)
+        return
+    if args.drawn:
+        drawn(args.drawn, args.seed)
+        return
     if args.child:
         child(args.child, args.model[0], args.jit_compile)
         return

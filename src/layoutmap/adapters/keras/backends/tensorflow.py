@@ -36,6 +36,7 @@ from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, as
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_steps import training_wraps
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
+    ERRORS,
     explained,
     generating,
     unsupported_of,
@@ -67,7 +68,7 @@ class TensorFlowBackend(Backend):
 
     def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
         """Private names of TensorFlow and Keras from the list at the top of this file, with the class of each."""
-        return [(keras.Optimizer, ("_var_key",)), (keras.Model, ("_symbolic_build",)), *REPLACED]
+        return [(keras.Optimizer, ("_var_key",)), (keras.Model, ("_symbolic_build",)), ERRORS, *REPLACED]
 
     @contextmanager
     def outside(self) -> Generator[None]:

@@ -17,11 +17,13 @@ join sharded ones along a sharded axis, and does so wrongly if the axis is negat
 Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
 
     keras.src.backend.tensorflow.random         dropout, uniform, normal, truncated_normal, randint
-    keras.src.backend.tensorflow.numpy          divide
+    keras.src.backend.tensorflow.numpy          divide, eye
     keras.src.backend.tensorflow.nn             conv, depthwise_conv, separable_conv, average_pool
     keras.src.backend                           rnn, lstm, gru, convert_to_numpy
     keras.src.backend.tensorflow.core           map, scan
     tensorflow                                  concat, einsum, repeat, split, reverse, roll, TensorArray
+    tensorflow.linalg                           diag, diag_part
+    tensorflow.python.ops.array_ops             strided_slice
     tensorflow.nn                               pool
 """
 
@@ -42,6 +44,7 @@ from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.backend.tensorflow import random as keras_random
+from tensorflow.python.ops import array_ops
 
 from layoutmap.adapters.keras.backends import tensorflow_windows
 from layoutmap.adapters.keras.backends.tensorflow_products import einsum
@@ -52,15 +55,18 @@ Replicate = Callable[[Any], Any]
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
 _OF_ARRAYS = ("repeat", "reverse", "roll")
+_OF_DIAGONALS = ("diag", "diag_part")
 _OF_TIME = ("rnn", "lstm", "gru")
 _OF_WINDOWS = ("conv", "depthwise_conv", "separable_conv", "average_pool")
 REPLACED = [
     (keras_random, (*_RANDOM, "dropout")),
-    (keras_numpy, ("divide",)),
+    (keras_numpy, ("divide", "eye")),
     (keras_nn, _OF_WINDOWS),
     (keras_backend, (*_OF_TIME, "convert_to_numpy")),
     (keras_core, ("map", "scan")),
     (tf, ("concat", "einsum", "split", "TensorArray", *_OF_ARRAYS)),
+    (tf.linalg, _OF_DIAGONALS),
+    (array_ops, ("strided_slice",)),
     (tf.nn, ("pool",)),
 ]
 """The modules and names above."""
@@ -181,11 +187,14 @@ _PATCHES = Patches(
         *(_replaced(keras_random, name, _random) for name in _RANDOM),
         _replaced(keras_random, "dropout", _dropout),
         _replaced(keras_numpy, "divide", _divide),
+        _replaced(keras_numpy, "eye", _composed("eye")),
         _replaced(tf, "concat", _concat),
         _replaced(tf, "einsum", lambda plain, replicate, *args, **kwargs: einsum(plain, *args, **kwargs)),
         _replaced(tf, "split", _split),
         _replaced(tf, "TensorArray", _listed),
         *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
+        _replaced(array_ops, "strided_slice", _composed("strided_slice")),
+        *(_replaced(tf.linalg, name, _composed(name)) for name in _OF_DIAGONALS),
         *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
         *(_replaced(keras_backend, name, _unrolled) for name in _OF_TIME),
         _replaced(keras_core, "map", _map),

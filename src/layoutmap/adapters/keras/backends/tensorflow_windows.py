@@ -1,4 +1,4 @@
-"""Pooling, convolutions, flips and rolls by operations that DTensor has rules for, and their gradients too.
+"""Pooling, convolutions, flips, diagonals and slices by operations that DTensor has rules for, and their gradients too.
 
 A window's places are slices of the array: their mean is average pooling, and the sum of their products with a filter's
 places is a depthwise convolution. A filter that is dilated has zeros between its places (why: decisions/0145).
@@ -104,6 +104,56 @@ def roll(plain: Plain, given: Any) -> Any:
         if last:
             values = tf.concat(tf.split(values, [size - last, last], axis)[::-1], axis)
     return values
+
+
+def eye(plain: Plain, given: Any) -> Any:
+    """Return a constant."""
+    if not all(isinstance(each, int | None) for each in (given.N, given.M, given.k)):
+        return plain(**vars(given))
+    return tf.constant(np.eye(given.N, given.M, given.k), given.dtype or keras.config.floatx())
+
+
+def diag(plain: Plain, given: Any) -> Any:
+    """Return each value beside zeros, chosen by a constant."""
+    values = tf.convert_to_tensor(given.diagonal)
+    if (given.k, given.num_rows, given.num_cols, given.padding_value) != (0, -1, -1, 0) or not values.shape[
+        -1
+    ]:
+        return plain(**vars(given))
+    is_on = np.eye(values.shape[-1], dtype=bool)
+    return tf.where(is_on, tf.expand_dims(values, -1), tf.zeros((), values.dtype))
+
+
+def diag_part(plain: Plain, given: Any) -> Any:
+    """Return the sums over columns of what is on the diagonal, beside zeros."""
+    values = tf.convert_to_tensor(given.input)
+    if given.k != 0 or None in values.shape[-2:] or values.dtype == tf.bool:
+        return plain(**vars(given))
+    rows, columns = values.shape[-2:]
+    is_on = np.eye(rows, columns, dtype=bool)
+    return tf.reduce_sum(tf.where(is_on, values, tf.zeros((), values.dtype)), -1)[..., : min(rows, columns)]
+
+
+def strided_slice(plain: Plain, given: Any) -> Any:
+    """Return a slice that names each axis: DTensor reads past a layout's end where unnamed ones follow a new axis."""
+    ends, rank = (
+        [tf.get_static_value(each) for each in (given.begin, given.end, given.strides)],
+        given.input_.shape.rank,
+    )
+    if not given.new_axis_mask or rank is None or any(each is None for each in ends):
+        return plain(**vars(given))
+    count, dots = len(ends[0]), given.ellipsis_mask.bit_length()
+    first = dots - 1 if dots else count
+    unnamed = rank - (count - given.new_axis_mask.bit_count() - bool(dots))
+    order = [*range(first), *[-1] * unnamed, *range(first + bool(dots), count)]
+
+    def bits(mask: int, of_unnamed: bool) -> int:
+        return sum(1 << at for at, i in enumerate(order) if (of_unnamed if i < 0 else mask >> i & 1))
+
+    named: list[Any] = [[1 if i < 0 else each[i] for i in order] for each in ends]
+    masks = bits(given.begin_mask, True), bits(given.end_mask, True), 0
+    masks += bits(given.new_axis_mask, False), bits(given.shrink_axis_mask, False)
+    return plain(given.input_, *named, *masks, given.var, given.name)
 
 
 def _averages(values: Any, size: Any, steps: Any, padding: str) -> Any:
