@@ -135,7 +135,7 @@ def place_of(error: tf.errors.OpError, graph: Any, layers: Mapping[str, str]) ->
 
 
 def _parse_message(message: str) -> tuple[str, list[Any], list[Any]]:
-    """What TensorFlow's own returns: a message without tags of functions, those tags, and the tags of nodes."""
+    """A message without its tags of functions, those tags, and the tags of nodes, as TensorFlow's own returns them."""
     parts, functions, nodes, end = list[str](), list[Any](), list[Any](), 0
     for found in re.finditer(error_interpolation._TAG_REGEX, message):
         tag = error_interpolation._ParseTag(found["type"], found["name"])
