@@ -115,31 +115,28 @@ def eye(plain: Plain, given: Any) -> Any:
 
 def diag(plain: Plain, given: Any) -> Any:
     """Return each value beside zeros, chosen by a constant."""
-    values = tf.convert_to_tensor(given.diagonal)
-    if (given.k, given.num_rows, given.num_cols, given.padding_value) != (0, -1, -1, 0) or not values.shape[
-        -1
-    ]:
+    values: Any = tf.convert_to_tensor(given.diagonal)
+    size, other = values.shape[-1], (given.k, given.num_rows, given.num_cols, given.padding_value)
+    if not size or other != (0, -1, -1, 0):
         return plain(**vars(given))
-    is_on = np.eye(values.shape[-1], dtype=bool)
+    is_on = np.eye(size, dtype=bool)
     return tf.where(is_on, tf.expand_dims(values, -1), tf.zeros((), values.dtype))
 
 
 def diag_part(plain: Plain, given: Any) -> Any:
     """Return the sums over columns of what is on the diagonal, beside zeros."""
-    values = tf.convert_to_tensor(given.input)
-    if given.k != 0 or None in values.shape[-2:] or values.dtype == tf.bool:
-        return plain(**vars(given))
+    values: Any = tf.convert_to_tensor(given.input)
     rows, columns = values.shape[-2:]
+    if given.k != 0 or rows is None or columns is None or values.dtype == tf.bool:
+        return plain(**vars(given))
     is_on = np.eye(rows, columns, dtype=bool)
     return tf.reduce_sum(tf.where(is_on, values, tf.zeros((), values.dtype)), -1)[..., : min(rows, columns)]
 
 
 def strided_slice(plain: Plain, given: Any) -> Any:
     """Return a slice that names each axis: DTensor reads past a layout's end where unnamed ones follow a new axis."""
-    ends, rank = (
-        [tf.get_static_value(each) for each in (given.begin, given.end, given.strides)],
-        given.input_.shape.rank,
-    )
+    ends = [tf.get_static_value(each) for each in (given.begin, given.end, given.strides)]
+    rank = given.input_.shape.rank
     if not given.new_axis_mask or rank is None or any(each is None for each in ends):
         return plain(**vars(given))
     count, dots = len(ends[0]), given.ellipsis_mask.bit_length()
