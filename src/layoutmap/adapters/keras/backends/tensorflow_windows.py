@@ -130,7 +130,8 @@ def diag_part(plain: Plain, given: Any) -> Any:
     if given.k != 0 or rows is None or columns is None or values.dtype == tf.bool:
         return plain(**vars(given))
     is_on = np.eye(rows, columns, dtype=bool)
-    return tf.reduce_sum(tf.where(is_on, values, tf.zeros((), values.dtype)), -1)[..., : min(rows, columns)]
+    sums: Any = tf.reduce_sum(tf.where(is_on, values, tf.zeros((), values.dtype)), -1)
+    return sums[..., : min(rows, columns)]
 
 
 def strided_slice(plain: Plain, given: Any) -> Any:
