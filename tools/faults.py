@@ -89,7 +89,7 @@ FAULTS = (
     ),
     Fault(
         "gradients of the shards of a batch are averaged, not summed up",
-        "engines/torch/gradients.py",
+        "engines/torch/gather/gradients.py",
         "parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)",
         "parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)\n"
         "    parts = parts / parameters[0].device_mesh.size(dim)",
@@ -104,7 +104,7 @@ FAULTS = (
     ),
     Fault(
         "a gradient is not redistributed to its parameter's layout",
-        "engines/torch/gradients.py",
+        "engines/torch/gather/gradients.py",
         "_redistribute(parameter)\n        parameters",
         "pass\n        parameters",
         "torch",

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.layout import Layout
 
 NumpyArray = npt.NDArray[Any]
 Index = tuple[slice, ...]
@@ -31,6 +32,37 @@ def full_index(shape: Sequence[int]) -> Index:
         (slice(0, 2, None), slice(0, 3, None))
     """
     return tuple(slice(0, operator.index(n)) for n in shape)
+
+
+def held_shards(
+    layout: Layout, shape: Sequence[int], devices: Iterable[int]
+) -> dict[Ends, tuple[Index, list[int]]]:
+    """The different shards of a tensor on some devices: the index of each, and which of them hold it.
+
+    Args:
+        layout: The tensor's layout.
+        shape: Its global shape.
+        devices: The devices' places in the order of the mesh.
+
+    Raises:
+        LayoutError: The rank differs, or an axis cannot be split evenly.
+        MeshError: There is no such device.
+
+    Example:
+        >>> from layoutmap.core.mesh import Mesh
+        >>> layout = Layout(["y"], Mesh(None, "x=2,y=2"))
+        >>> list(held_shards(layout, (6,), range(4)).values())
+        [((slice(0, 3, None),), [0, 2]), ((slice(3, 6, None),), [1, 3])]
+    """
+    sizes = layout.shard_shape(shape)
+    found: dict[Ends, tuple[Index, list[int]]] = {}
+    for device in devices:
+        offsets = layout.shard_offset(device)
+        ends = tuple((i * n, (i + 1) * n) for i, n in zip(offsets, sizes, strict=True))
+        if ends not in found:
+            found[ends] = tuple(slice(*both) for both in ends), []
+        found[ends][1].append(device)
+    return found
 
 
 def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:

@@ -14,7 +14,7 @@ from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.reader import Step
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray, ends_of, full_index
+from layoutmap.core.blocks import Index, NumpyArray, full_index, held_shards
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -388,8 +388,7 @@ class _Loading:  # why: decisions/0138
                 self._values.source.check(saved.path)
             else:
                 ids = self._engine.bind(layout.mesh).local_device_ids
-                indices = [layout.shard_slices(saved.shape, i) for i in ids]
-                for index in {ends_of(index): index for index in indices}.values():
+                for index, _ in held_shards(layout, saved.shape, ids).values():
                     self._values.source.check(saved.path, index)
             progress(variable.path)
 

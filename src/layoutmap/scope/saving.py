@@ -21,7 +21,7 @@ from layoutmap.checkpoint.step_writer import StepWriter, begin_step
 from layoutmap.checkpoint.storage import MOST_STEP, new_token
 from layoutmap.checkpoint.writer import ToWrite
 from layoutmap.core.arguments import as_int
-from layoutmap.core.blocks import Ends, Index, ends_of, full_index
+from layoutmap.core.blocks import Index, full_index, held_shards
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
@@ -229,16 +229,11 @@ def _shards(
     if layout is None:
         yield [0], full_index(variable.shape), variable.global_bytes
         return
-    found: dict[Ends, tuple[list[int], Index]] = {}
-    for process, devices in enumerate(group.devices):
-        for device in devices:
-            index = layout.shard_slices(variable.shape, device)
-            holders = found.setdefault(ends_of(index), ([], index))[0]
-            if process not in holders:
-                holders.append(process)
+    process_of = {device: process for process, devices in enumerate(group.devices) for device in devices}
+    found = held_shards(layout, variable.shape, process_of)
     size = variable.global_bytes // max(1, len(found))
-    for holders, index in found.values():
-        yield holders, index, size
+    for index, devices in found.values():
+        yield list(dict.fromkeys(process_of[each] for each in devices)), index, size
 
 
 def group_of(model: Any) -> Group:

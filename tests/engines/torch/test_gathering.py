@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate
 import layoutmap as lm
 from layoutmap.dtensor import relayout
 from layoutmap.engines import get_engine
-from layoutmap.engines.torch.fsdp import Gather, can_gather
+from layoutmap.engines.torch.gather.fsdp import Gather, can_gather
 from layoutmap.testing.engine_contract import all_specs
 
 MESH = lm.Mesh(None, "batch=2,model=4")

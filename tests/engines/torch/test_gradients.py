@@ -8,7 +8,7 @@ from engines.torch.dtensors import MESH, place, run_on, whole
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from layoutmap.engines.torch.gradients import Gradients
+from layoutmap.engines.torch.gather.gradients import Gradients
 
 PROCESSES = ("torch",)
 

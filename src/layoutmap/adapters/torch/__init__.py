@@ -32,7 +32,7 @@ from layoutmap.adapters.torch.training import (
 )
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode
+from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import torch_type
 from layoutmap.engines.torch.modes import dispatch_modes
 

@@ -34,8 +34,7 @@ from layoutmap.engines.agreement import check_batch, check_program, check_values
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import keep
-from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
-from layoutmap.engines.torch.dtensor_ops.sums import batch_divides
+from layoutmap.engines.torch.dtensor_ops import batch_divides, same_draws
 from layoutmap.engines.torch.modes import plainly
 
 with Needed("torch"):

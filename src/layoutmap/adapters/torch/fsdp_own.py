@@ -20,9 +20,8 @@ from layoutmap.adapters.torch.paths import Place
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.backward import at_end_of_backward, backward_pass, is_checkpoint, saver
-from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed
-from layoutmap.engines.torch.fsdp import Cast, Gather, can_gather, changed_too_early
-from layoutmap.engines.torch.fsdp_saved import regathered
+from layoutmap.engines.torch.dtensor_ops import note_redistributed
+from layoutmap.engines.torch.gather import Cast, Gather, can_gather, changed_too_early, regathered
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.storages import version_of
 from layoutmap.engines.torch.unseen import memory_of

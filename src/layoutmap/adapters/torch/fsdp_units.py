@@ -26,8 +26,7 @@ from layoutmap.adapters.torch.paths import Place, layer_paths
 from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, path_shape
-from layoutmap.engines.torch.fsdp import can_gather
-from layoutmap.engines.torch.fully_shard import Unit
+from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.specs import local_of
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.optimizer_hooks import look_after_optimizers
-from layoutmap.engines.torch.gradients import Gradients
+from layoutmap.engines.torch.gather import Gradients
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.modules import members_of_module
 

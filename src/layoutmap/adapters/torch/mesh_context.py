@@ -19,7 +19,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 from layoutmap.engines.tested import check_names
-from layoutmap.engines.torch.dtensor_ops.sums import SummingUp
+from layoutmap.engines.torch.dtensor_ops import SummingUp
 
 check_names("torch", (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction"))
 

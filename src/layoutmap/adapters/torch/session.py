@@ -52,8 +52,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.patches import Closing
-from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor
-from layoutmap.engines.torch.deferred_init.tape import Tape
+from layoutmap.engines.torch.deferred_init import FakeTensor, Tape
 from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.modules import members_of_module
 

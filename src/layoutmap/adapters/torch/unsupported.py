@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.paths import Found
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor
+from layoutmap.engines.torch.deferred_init import FakeTensor
 from layoutmap.engines.torch.storages import storage_key
 
 _KNOWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, DTensor)

@@ -10,7 +10,7 @@ import torch
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
-from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor
+from layoutmap.engines.torch.deferred_init import FakeTensor
 from layoutmap.engines.torch.element_types import to_torch
 
 

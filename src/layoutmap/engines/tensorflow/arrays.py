@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, assemble, ends_of, full_index
+from layoutmap.core.blocks import Index, NumpyArray, assemble, full_index, held_shards
 from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -148,12 +148,9 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
         yield full_index(shape), tensor.numpy()
         return
     places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
-    seen: set[Ends] = set()
-    for place, component in zip(places, dtensor.unpack(tensor), strict=True):
-        index = layout.shard_slices(shape, place)
-        if ends_of(index) not in seen:
-            seen.add(ends_of(index))
-            yield index, component.numpy()
+    components = dict(zip(places, dtensor.unpack(tensor), strict=True))
+    for index, holders in held_shards(layout, shape, places).values():
+        yield index, components[holders[0]].numpy()
 
 
 def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
@@ -181,15 +178,14 @@ def from_blocks(
         copy: Whether what is read may change later: TensorFlow may share the memory of a numpy array.
     """
     native = native_of(layout)
-    devices = native.mesh.local_devices()
-    held: dict[Ends, NumpyArray] = {}
-    components: list[Any] = []
-    for place, device in zip(native.mesh.local_device_ids(), devices, strict=True):
-        index = layout.shard_slices(shape, place)
-        if ends_of(index) not in held:
-            held[ends_of(index)] = np.array(read(index), copy=copy or None, order="C")
-        with tf.device(device):
-            components.append(tf.constant(held[ends_of(index)]))
+    device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
+    made: dict[int, Any] = {}
+    for index, holders in held_shards(layout, shape, device_of).values():
+        values = np.array(read(index), copy=copy or None, order="C")
+        for place in holders:
+            with tf.device(device_of[place]):
+                made[place] = tf.constant(values)
+    components = [made[place] for place in device_of]
     return note(dtensor.pack(components, native), layout)
 
 

@@ -6,8 +6,6 @@ specs, storages, modes, operators, modules, backward, trees
 simulation      several devices in one process; `local_tensors` has torch's part of it
 deferred_init   how tensors get their values: recorded without making them, and made again in parts, bit for bit
 dtensor_ops     what DTensor computes wrongly or not at all, computed right
-fsdp            weights sharded over the batch's dim, gathered for a forward pass; `fsdp_saved` for the backward pass
-fully_shard     the same by torch's own fully_shard, ahead of time
-gradients       gradients summed up over the mesh once, at the end of a backward pass
+gather          weights sharded over the batch's dim, gathered for a call; gradients, summed up at the end of a pass
 malloc          freed memory, given back to the system while a model is created
 """

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, intersect, within
+from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, held_shards, intersect, within
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -26,7 +26,7 @@ from layoutmap.engines.torch.devices import (
     layout_of_placements,
     placements_of,
 )
-from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
+from layoutmap.engines.torch.dtensor_ops import refuse_outdated
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.placing import redistributed
 from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, spec_of, spec_of_tensor
@@ -118,18 +118,20 @@ def from_blocks(
     ranks = simulation.ranks_of(native)
     device = device_of(native)
     pieces: dict[int, torch.Tensor] = {}
-    known: dict[Ends, torch.Tensor] = {}
-    for rank in simulation.ranks_here(ranks):
-        index = layout.shard_slices(shape, ranks.index(rank))
-        ends = ends_of(index)
-        if ends in known:  # an update in place is to happen once to each
-            pieces[rank] = known[ends].clone()
-        else:
-            pieces[rank] = known[ends] = read(index).to(device)
+    for index, (first, *others) in held_shards(layout, shape, _places_here(ranks)).values():
+        piece = pieces[ranks[first]] = read(index).to(device)
+        # An update in place is to happen once to each.
+        pieces |= {ranks[other]: piece.clone() for other in others}
     with simulation.on_mesh(native), torch.no_grad():
-        local = simulation.join(pieces, dtype)
+        local = simulation.join(dict(sorted(pieces.items())), dtype)
         made: Any = dtensor(local, spec_of_tensor(native, placements, torch.Size(shape), dtype))
     return mark(made, layout)
+
+
+def _places_here(ranks: Sequence[int]) -> list[int]:
+    """The places, among the ranks of a mesh, of those whose shards this process holds."""
+    here = set(simulation.ranks_here(ranks))
+    return [place for place, rank in enumerate(ranks) if rank in here]
 
 
 def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
@@ -181,14 +183,10 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
         )
     refuse_outdated("values of a tensor", array)
     ranks = simulation.ranks_of(array.device_mesh)
-    seen: set[Ends] = set()
     detached: Any = array.detach()
     held = simulation.pieces_of(local_of(detached))
-    for rank in simulation.ranks_here(ranks):
-        index = layout.shard_slices(tuple(array.shape), ranks.index(rank))
-        if ends_of(index) not in seen:
-            seen.add(ends_of(index))
-            yield index, held[rank]
+    for index, places in held_shards(layout, tuple(array.shape), _places_here(ranks)).values():
+        yield index, held[ranks[places[0]]]
 
 
 def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
@@ -316,8 +314,7 @@ def _moved_by_pieces(array: Any, layout: Layout) -> Any:
 def layout_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
     """The different indices that this process holds in a layout."""
     here = bound_mesh(layout.mesh).local_device_ids
-    indices = (layout.shard_slices(shape, i) for i in here)
-    return {ends_of(index): index for index in indices}
+    return {ends: index for ends, (index, _) in held_shards(layout, shape, here).items()}
 
 
 def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
@@ -328,11 +325,8 @@ def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
     layout = layout_of(array)
     assert layout is not None
     ranks, shape = simulation.ranks_of(array.device_mesh), tuple(array.shape)
-    first: dict[Ends, tuple[Index, int]] = {}
-    for place, rank in enumerate(ranks):
-        index = layout.shard_slices(shape, place)
-        first.setdefault(ends_of(index), (index, rank))
-    for index, owner in first.values():
+    for index, places in held_shards(layout, shape, range(len(ranks))).values():
+        owner = ranks[places[0]]
         if owner == simulation.rank():
             piece = local_of(array.detach()).contiguous()
         else:

@@ -29,7 +29,7 @@ from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Ph
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import mark, native_of
-from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode
+from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import forget_process_group
 from layoutmap.engines.torch.element_types import dtype_name, torch_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine

@@ -26,8 +26,8 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.changes import at_end
-from layoutmap.engines.torch.dtensor_ops.outside import look_after
+from layoutmap.engines.torch.changes import at_end, meshes
+from layoutmap.engines.torch.dtensor_ops import look_after
 from layoutmap.engines.torch.simulation import default_group
 from layoutmap.engines.torch.specs import DTensorSpec, cached_by_mesh
 
@@ -73,7 +73,7 @@ def bound_mesh(mesh: Mesh) -> Mesh:
     """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
     names = device_names_of(mesh, device_names, "torch", _fix_too_few(mesh.size))
     here = set(simulation.ranks_here(map(_rank, names)))
-    return bound(mesh, names, (i for i, name in enumerate(names) if _rank(name) in here))
+    return bound(mesh, names, [i for i, name in enumerate(names) if _rank(name) in here])
 
 
 def _fix_too_few(size: int) -> str:
@@ -113,7 +113,8 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     known = _known.get((mesh, group))
     if known is None:
         known = _known[mesh, group] = _device_mesh(mesh)
-    look_after(known)
+    if known not in meshes:  # or all is looked after
+        look_after(known)
     _mesh_of.setdefault(known, mesh)
     return known
 

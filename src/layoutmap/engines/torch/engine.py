@@ -52,10 +52,9 @@ from layoutmap.engines.torch.arrays import (
     shard,
     shards_of,
 )
-from layoutmap.engines.torch.deferred_init.streams import free_room
-from layoutmap.engines.torch.deferred_init.tape import trace
+from layoutmap.engines.torch.deferred_init import free_room, trace
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
-from layoutmap.engines.torch.dtensor_ops.mode import computing
+from layoutmap.engines.torch.dtensor_ops import computing
 from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
 from layoutmap.engines.torch.malloc import give_back
 from layoutmap.engines.torch.modes import plainly

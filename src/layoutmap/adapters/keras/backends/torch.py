@@ -31,7 +31,7 @@ from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.gradients import Gradients
+from layoutmap.engines.torch.gather import Gradients
 
 _to_numpy = get_engine("torch").to_numpy
 _UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32}

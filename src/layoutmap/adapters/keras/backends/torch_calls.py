@@ -19,9 +19,13 @@ from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed
-from layoutmap.engines.torch.dtensor_ops.mode import computing
-from layoutmap.engines.torch.dtensor_ops.sums import SummingUp, batch_divides, with_summed_gradient
+from layoutmap.engines.torch.dtensor_ops import (
+    SummingUp,
+    batch_divides,
+    computing,
+    note_redistributed,
+    with_summed_gradient,
+)
 from layoutmap.engines.torch.placing import full_tensor, reduced
 
 

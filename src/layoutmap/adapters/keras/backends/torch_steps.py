@@ -19,7 +19,7 @@ from layoutmap.adapters.keras.training import (
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import temporarily
-from layoutmap.engines.torch.dtensor_ops.randomness import same_draws
+from layoutmap.engines.torch.dtensor_ops import same_draws
 
 
 def training_wraps(model: Any, session: KerasSession) -> Wraps:

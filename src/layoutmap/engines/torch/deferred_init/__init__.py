@@ -7,3 +7,9 @@ elementwise    which histories can be made in one pass; `operations` knows what 
 readers, runs  elements from the first to the last, some at a time, in the order that `passes` sets
 streams, tiles random numbers in pieces: of torch's one stream (`jump` moves ahead in it), or by tiles
 """
+
+from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor as FakeTensor
+from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode as FakeTensorMode
+from layoutmap.engines.torch.deferred_init.streams import free_room as free_room
+from layoutmap.engines.torch.deferred_init.tape import Tape as Tape
+from layoutmap.engines.torch.deferred_init.tape import trace as trace

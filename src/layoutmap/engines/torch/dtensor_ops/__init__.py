@@ -8,3 +8,12 @@ dispatch       DTensor's dispatcher, which asks `guard`; `memories` and `slices`
 sums           when sums over the mesh are made, for a batch that does not divide
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """
+
+from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed as note_redistributed
+from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated as refuse_outdated
+from layoutmap.engines.torch.dtensor_ops.mode import computing as computing
+from layoutmap.engines.torch.dtensor_ops.outside import look_after as look_after
+from layoutmap.engines.torch.dtensor_ops.randomness import same_draws as same_draws
+from layoutmap.engines.torch.dtensor_ops.sums import SummingUp as SummingUp
+from layoutmap.engines.torch.dtensor_ops.sums import batch_divides as batch_divides
+from layoutmap.engines.torch.dtensor_ops.sums import with_summed_gradient as with_summed_gradient

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.backward import backward_pass, is_checkpoint, saver
-from layoutmap.engines.torch.fsdp import as_sum, changed_too_early
-from layoutmap.engines.torch.fsdp_saved import is_of_graph
-from layoutmap.engines.torch.fully_sharded import FullySharded
+from layoutmap.engines.torch.gather.fsdp import as_sum, changed_too_early
+from layoutmap.engines.torch.gather.fsdp_saved import is_of_graph
+from layoutmap.engines.torch.gather.fully_sharded import FullySharded
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.modules import hooks_of_tensor
 from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, spec_of
