@@ -63,7 +63,7 @@ class TorchAdapter(Adapter):
                 fix="build the model outside, and call it inside",
             )
 
-    def owns(self, model: Any) -> bool:
+    def owns(self, model: object) -> bool:
         """Whether an object is a torch module, and no Keras layer on torch."""
         return isinstance(model, torch.nn.Module) and not is_of_keras(model)
 
@@ -97,7 +97,7 @@ class TorchAdapter(Adapter):
         random_states.seed_both(seed)
         torch.manual_seed(seed)
 
-    def complete(self, model: Any, batch: Any) -> None:
+    def complete(self, model: torch.nn.Module, batch: object) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
 
     def with_optimizer(self, model: Any, optimizer: Any) -> Any:
@@ -111,7 +111,7 @@ class TorchAdapter(Adapter):
         )
         return model
 
-    def variables(self, model: Any) -> dict[str, Any]:
+    def variables(self, model: torch.nn.Module) -> dict[str, Any]:
         """Parameters, buffers, and slots of the optimizer that `train_with` was called with, by path."""
         has_value = not is_planned(model)
         found = find_tensors(model)
@@ -130,11 +130,11 @@ class TorchAdapter(Adapter):
         found = [Stored(entry.spec, entry.found.tensor) for entry in entries_of([uncompiled(model)])]
         return found + slots_of(found, optimizer or training_of(model).optimizer)
 
-    def on_one_device(self, model: Any, device_type: str) -> Any:
+    def on_one_device(self, model: torch.nn.Module, device_type: str) -> object:
         """Move a plain model, which torch makes on the CPU, to a device of a type; returns it."""
         return model.to(torch_type(device_type))
 
-    def context_of(self, model: Any) -> ScopeContext | None:
+    def context_of(self, model: torch.nn.Module) -> ScopeContext | None:
         """Return the scope that a model, or any module in it, was laid out in."""
         forwards = (forward_of(module) for module in model.modules())
         return next((forward.context for forward in forwards if forward is not None), None)
@@ -143,11 +143,11 @@ class TorchAdapter(Adapter):
         """The global value of a variable, as a numpy array."""
         return variable.read()
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: Any, value: object) -> None:
         """Give a variable a value, of the engine or of numpy; it keeps its layout."""
         variable.write(value)
 
-    def forward(self, model: Any, batch: Any) -> Any:
+    def forward(self, model: torch.nn.Module, batch: object) -> Any:
         """The output of a model for a batch, in inference; nested as the model nests it."""
         was_training = model.training
         model.eval()
@@ -157,7 +157,7 @@ class TorchAdapter(Adapter):
         finally:
             model.train(was_training)
 
-    def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """The loss of a batch, and its gradient for each trainable parameter by path."""
         model.zero_grad()
         with self._drawing(model):
@@ -171,7 +171,7 @@ class TorchAdapter(Adapter):
         model.zero_grad()
         return {"loss": loss.item()}, gradients
 
-    def train_step(self, model: Any, batch: Any) -> dict[str, float]:
+    def train_step(self, model: torch.nn.Module, batch: object) -> dict[str, float]:
         """One step of the optimizer that `train_with` was called with; returns the loss before it."""
         optimizer = optimizer_of(model)
         optimizer.zero_grad()
@@ -188,7 +188,12 @@ class TorchAdapter(Adapter):
             optimizer = optimizer_of(model)  # before its first step there is none to take the saved slots
         return stored(model, optimizer or training.optimizer, saved)
 
-    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+    def restored(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        arrays: Iterable[tuple[str, Any]],
+    ) -> tuple[Any, Any]:
         """Give tensors other values."""
         restored(model, optimizer or training_of(model).optimizer, arrays)
         return model, optimizer
@@ -200,7 +205,9 @@ class TorchAdapter(Adapter):
             random["cuda"] = torch.cuda.get_rng_state().numpy()
         return {"optimizer": settings_of(model, optimizer or training_of(model).optimizer), "random": random}
 
-    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+    def restore_settings(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]
+    ) -> None:
         """Put back what `settings` returned."""
         optimizer = optimizer or training_of(model).optimizer
         if optimizer is not None and settings.get("optimizer"):
@@ -213,7 +220,7 @@ class TorchAdapter(Adapter):
             torch.cuda.set_rng_state(torch.from_numpy(random["cuda"]))
 
     @contextmanager
-    def _drawing(self, model: Any) -> Generator[None]:
+    def _drawing(self, model: torch.nn.Module) -> Generator[None]:
         """Draw from a seed of the model's own: two models that are compared step by step draw the same numbers."""
         training = training_of(model)
         training.num_draws += 1
@@ -222,7 +229,7 @@ class TorchAdapter(Adapter):
             yield
 
 
-def _array(tensor: Any) -> Any:
+def _array(tensor: torch.Tensor) -> object:
     return Variable("", tensor).read()
 
 

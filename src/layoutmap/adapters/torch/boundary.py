@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
@@ -20,7 +21,7 @@ from layoutmap.engines.torch.placing import everywhere, full_tensor, placed, red
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
-def tensors_in(values: Any, kind: type = torch.Tensor) -> list[Any]:
+def tensors_in(values: object, kind: type = torch.Tensor) -> list[Any]:
     """The tensors in nested containers and dataclasses, or what is of another kind, in order."""
     found: list[Any] = []
     for leaf in tree_leaves(values):
@@ -34,7 +35,7 @@ def tensors_in(values: Any, kind: type = torch.Tensor) -> list[Any]:
 def map_tensors(change: Callable[[Any], Any], values: Any, kind: type = torch.Tensor) -> Any:
     """The same containers and dataclasses with each tensor, or what is of another kind, changed; the rest stays."""
 
-    def of_leaf(leaf: Any) -> Any:
+    def of_leaf(leaf: Any) -> object:
         if isinstance(leaf, kind):
             return change(leaf)
         if _is_record(leaf) and tensors_in(leaf, kind):
@@ -62,7 +63,7 @@ def on_mesh(values: Any, context: ScopeContext) -> Any:
     return map_tensors(place, values)
 
 
-def _sharded(tensor: torch.Tensor, mesh: Any, placements: Any) -> Any:
+def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A plain tensor on the mesh, so that its gradient has a gradient, too."""
     return placed(everywhere(tensor, mesh), placements)
 
@@ -77,7 +78,7 @@ def summed_up(values: Any) -> Any:
     return map_tensors(lambda tensor: _on_its_mesh(reduced, tensor), values)
 
 
-def _on_its_mesh(change: Callable[[Any], Any], tensor: Any) -> Any:
+def _on_its_mesh(change: Callable[[Any], Any], tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor as its own mesh has it; a plain tensor stays as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -85,5 +86,5 @@ def _on_its_mesh(change: Callable[[Any], Any], tensor: Any) -> Any:
         return change(tensor)
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -191,7 +191,7 @@ def _equal(one: Any, other: Any) -> bool:
     return len(ones) == len(others) and all(map(_equal_leaves, ones, others))
 
 
-def _equal_leaves(one: Any, other: Any) -> bool:
+def _equal_leaves(one: object, other: object) -> bool:
     arrays = np.asarray(one), np.asarray(other)
     if all(array.dtype.kind == "f" for array in arrays):
         least = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
@@ -342,12 +342,12 @@ def _on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> boo
     return any(group.get("capturable") or group.get("fused") for group in groups)
 
 
-def _packed(value: Any) -> Any:
+def _packed(value: object) -> object:
     """A setting with arrays of numpy in the place of tensors."""
     return tree_map(_array_of, value)
 
 
-def _array_of(value: Any) -> Any:
+def _array_of(value: object) -> object:
     if isinstance(value, DTensor):
         layout = get_engine("torch").layout_of(value)
         if (

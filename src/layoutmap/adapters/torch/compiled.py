@@ -33,9 +33,11 @@ from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.modes import plainly, without_function_modes
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import summed_placements
-from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, spec_of
+from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, placed_as, spec_of
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -75,7 +77,7 @@ class Compiler:
     """
 
     key: Any
-    compile: Callable[[Callable[..., Any]], Callable[..., Any]]
+    compile: Callable[[Function], Function]
     is_strict: bool
     kept: Any
 
@@ -122,7 +124,7 @@ class Compiled:  # why: decisions/0105
         self._forward, self._compiler, self._graphs, self.gather = forward, compiler, graphs, gather
         self._gave_up = False
 
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Compute the module."""
         if self._gave_up:
             return self._forward.compute(args, kwargs)
@@ -194,26 +196,26 @@ def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 class _WithZeros(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: Any) -> Any:
+    def forward(ctx: Ctx, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.forms = [(each.dtype, tuple(local_of(each).shape), spec_of(each)) for each in tensors]
         return tuple(dtensor(local_of(each), spec_of(each)) for each in tensors)
 
     @staticmethod
     @plainly
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
         return tuple(
             _zeros(*form) if each is None else each for each, form in zip(upstream, ctx.forms, strict=True)
         )
 
 
-def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: Any) -> Any:
+def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: DTensorSpec) -> DTensor:
     """The gradient of a tensor that nothing depends on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
     return dtensor(local, placed_as(spec, summed_placements(spec.placements), dtype))
 
 
-def _computed(tensors: list[torch.Tensor]) -> Any:
+def _computed(tensors: list[torch.Tensor]) -> object:
     return _recorded(tensors)
 
 
@@ -340,7 +342,9 @@ def _is_recorded(tensor: torch.Tensor) -> bool:
 class _OnlyRecorded(TorchFunctionMode):
     """Refuses tensors that have values: the graph would have those of now for ever."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not _is_recorded(leaf):
                 raise RuntimeError(

@@ -19,6 +19,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.torch.element_types import dtype_name
+from layoutmap.engines.torch.operators import Function
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
 _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
@@ -42,7 +43,7 @@ def training_step(
     entries: Sequence[Any],
     model: torch.nn.Module,
     inputs: Any,
-    loss: Callable[..., Any] | None,
+    loss: Function | None,
     install: Callable[[Any, Sequence[Any]], object],
 ) -> TrainingStep:
     """Return the training step of a module without values, with the optimizer of `train_with`.
@@ -122,13 +123,13 @@ class _Step:
 def _tell(module: torch.nn.Module, path: str, tracer: Any) -> None:
     """Have the tracer know when a module computes, forward and backward."""
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         tracer.layers.append(path)
 
     def leave(_module: Any, _args: Any, output: Any) -> None:
         tracer.layers.pop()
 
-        def of_gradient(_: Any) -> None:
+        def of_gradient(_: object) -> None:
             tracer.layers[:] = [path]
 
         def watched(tensor: torch.Tensor) -> torch.Tensor:

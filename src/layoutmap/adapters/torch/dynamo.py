@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from layoutmap.engines.tested import Needed
+from layoutmap.engines.torch.operators import Function
 
 with Needed("torch"):
     from torch._C._dynamo.eval_frame import set_eval_frame
@@ -20,12 +21,12 @@ R = TypeVar("R")
 _make_static = make_set_enable_dynamic(False)
 
 
-def not_compiled(function: Any) -> None:
+def not_compiled(function: Function) -> None:
     """Have Dynamo leave a function as it is where it would begin with it."""
     skip_code(inspect.unwrap(function).__code__)
 
 
-def stop_compiling() -> Any:
+def stop_compiling() -> object:
     """Have Dynamo compile nothing on this thread; returns what compiled what is called so far, or `None`."""
     return set_eval_frame(None)
 

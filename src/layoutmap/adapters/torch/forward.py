@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import keep
 from layoutmap.engines.torch.dtensor_ops import batch_divides, same_draws
 from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 with Needed("torch"):
     from torch._C._functorch import peek_interpreter_stack as transform_of_functions
@@ -137,11 +138,11 @@ class Forward:
             self._as_called[key] = compiled
         return self._as_called[key]
 
-    def structure(self) -> Any:
+    def structure(self) -> object:
         """The parts of this forward that decide about the graph that its module is compiled to."""
         return id(self._before), self._output, id(self.context)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module; plain tensors give plain tensors, and `DTensor`s give `DTensor`s.
 
         Raises:
@@ -160,11 +161,11 @@ class Forward:
         return self._compiled_or_called(args, kwargs)
 
     @torch.compiler.disable(recursive=False, reason=_ALONE)
-    def _alone(self, args: Any, kwargs: Any) -> Any:
+    def _alone(self, args: Args, kwargs: Kwargs) -> object:
         """The call that Dynamo finds in the place of the module where it compiles a function that calls it."""
         return self._compiled_or_called(args, kwargs)
 
-    def _compiled_or_called(self, args: Any, kwargs: Any) -> Any:
+    def _compiled_or_called(self, args: Args, kwargs: Kwargs) -> object:
         compiler = stop_compiling()
         if compiler is None:
             return self._called(args, kwargs)
@@ -174,7 +175,7 @@ class Forward:
         finally:
             go_on_compiling(compiler)
 
-    def _called(self, args: Any, kwargs: Any) -> Any:
+    def _called(self, args: Args, kwargs: Kwargs) -> object:
         return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
 
     def _on_mesh(self, args: Any, kwargs: Any) -> Any:
@@ -204,7 +205,7 @@ class Forward:
                 fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
             )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in _OF_EXPORTS:
             raise self._in_a_graph(_OF_EXPORTS[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -237,7 +238,7 @@ class Forward:
         return Watch(module)
 
     @contextmanager
-    def _checked(self, args: Any, kwargs: Any) -> Generator[None]:
+    def _checked(self, args: Args, kwargs: Kwargs) -> Generator[None]:
         """In the first calls, refuse data and random numbers that are not the same in all processes."""
         context = self.context
         if not (context.across and context.options.check_batches) or self._num_checked == _CHECKED_CALLS:
@@ -258,7 +259,7 @@ class Forward:
         with gathered(gather, self.context, tensors_in((args, kwargs))):
             return gather.returned(self._computed(compiled, args, kwargs), self.context)
 
-    def _computed(self, compiled: Compiled | None, args: Any, kwargs: Any) -> Any:
+    def _computed(self, compiled: Compiled | None, args: Args, kwargs: Kwargs) -> object:
         if compiled is not None:
             return compiled(self._the_module(), args, kwargs)
         return self.compute(args, kwargs)
@@ -283,7 +284,7 @@ class Forward:
                 setattr(module, name, self.context.engine.relayout(buffer, layout))
 
     @plainly
-    def _laid_out(self, result: Any, layout: Layout) -> Any:
+    def _laid_out(self, result: object, layout: Layout) -> object:
         """The output of a layer, in the layout that a rule of `LayoutMap.activations` gives."""
         found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
         layouts = self.context.policy.output_layouts(
@@ -309,7 +310,7 @@ class Forward:
         module = self._the_module()
         return inspect.signature(self._before or _plain_forward(module))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> object:
         module = self._the_module()
         made = copy.copy(self)
         made._module = weakref.ref(memo.get(id(module), module))
@@ -325,7 +326,7 @@ class Forward:
         vars(made).update(vars(self))
         return made
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> object:
         return _plain_forward, (self._the_module(),)
 
 
@@ -333,12 +334,12 @@ for _function in (Forward.__call__, Forward._alone, Forward._compiled_or_called)
     not_compiled(_function)
 
 
-def _plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
+def _plain_forward(module: torch.nn.Module) -> Function:
     """The forward of a module's class."""
     return functools.partial(type(module).forward, module)
 
 
-def _compile(forward: Any, **options: Any) -> None:
+def _compile(forward: Any, **options: object) -> None:
     """`Module.compile` of a module in layouts, or of one that was unpickled and is plain code again."""
     if not isinstance(forward, Forward):
         module = forward.args[0]

@@ -17,12 +17,12 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from layoutmap.adapters.current import current
 from layoutmap.core.errors import ScopeError, brief
 from layoutmap.engines.patches import Attribute, Closing, Patches
+from layoutmap.engines.torch.operators import Function
 
 TESTED = "5.23"
 
@@ -69,9 +69,9 @@ def _session() -> Any:
     return session if session is not None and session.library == "torch" else None
 
 
-def _loading(plain: Any) -> Any:
+def _loading(plain: Any) -> object:
     @functools.wraps(plain.__func__)
-    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+    def from_pretrained(cls: Any, *args: object, **options: object) -> object:
         if _session() is None:
             return plain.__get__(None, cls)(*args, **options)
         for name in _REFUSED:
@@ -111,7 +111,7 @@ def _refused(what: str, facts: dict[str, str]) -> ScopeError:
     )
 
 
-def _reading(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(plain: Function) -> Function:
     @functools.wraps(plain)
     def spawn_materialize(
         thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any

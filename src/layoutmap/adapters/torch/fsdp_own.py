@@ -112,7 +112,7 @@ class Order:  # why: decisions/0104
         if last is not None and torch.is_grad_enabled():
 
             @plainly
-            def begin(_: Any) -> None:
+            def begin(_: object) -> None:
                 self._ask(last, context)
 
             for each in results:

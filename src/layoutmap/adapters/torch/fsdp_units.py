@@ -27,6 +27,7 @@ from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.engines.torch.gather import Unit, can_gather
+from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.specs import local_of
 
 
@@ -63,7 +64,7 @@ class Gathering:
             self._own[id(weights)] = Own(weights, self.order, self.policy, is_kept=self.is_kept)
         return self._own[id(weights)]
 
-    def given(self, args: Any, kwargs: Any) -> Any:
+    def given(self, args: Args, kwargs: Kwargs) -> Any:
         """The arguments of a module's call in the element type of its weights, as `fully_shard` converts them."""
         policy = self.policy
         if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
@@ -71,7 +72,7 @@ class Gathering:
         is_inner = not self.is_part and self.order.is_open
         return (args, kwargs) if is_inner else _converted((args, kwargs), policy.param_dtype)
 
-    def returned(self, result: Any, context: ScopeContext) -> Any:
+    def returned(self, result: object, context: ScopeContext) -> object:
         """The output of a module; that of the model in the element type that a policy says."""
         if not self.is_outermost:
             return result
@@ -85,7 +86,7 @@ class Gathering:
         return Gathering(weights, order, self.policy, self.is_kept, self.is_outermost, self.is_part)
 
 
-def _converted(values: Any, dtype: torch.dtype) -> Any:
+def _converted(values: object, dtype: torch.dtype) -> object:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 

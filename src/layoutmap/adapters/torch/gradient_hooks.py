@@ -50,7 +50,7 @@ class Watch:
             Gradients(new, refer_to=lambda parameter: holders[id(parameter)])
 
 
-def _held_by(holder: weakref.ref[torch.nn.Module], name: str) -> Any:
+def _held_by(holder: weakref.ref[torch.nn.Module], name: str) -> object:
     """The parameter that a module holds under a name, if it has one."""
     module = holder()
     return None if module is None else members_of_module(module)[0].get(name)

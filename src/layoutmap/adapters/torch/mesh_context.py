@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.dtensor_ops import SummingUp
+from layoutmap.engines.torch.operators import Function
 
 check_names("torch", (torch_checkpoint, "_checkpoint_without_reentrant_generator CheckpointFunction"))
 
@@ -84,7 +85,7 @@ def _with_versions() -> Generator[None]:
         yield
 
 
-def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_mesh_later(function: Function) -> Function:
     """A function for a checkpoint of activations to keep: it computes on the mesh whenever it is called."""
     if here.is_recording:  # with what modules hold then, which is not what the graph is given
         raise RuntimeError(
@@ -104,18 +105,18 @@ def _on_mesh_later(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_mesh
 
 
-def _generating(generator: Callable[..., Any]) -> Callable[..., Any]:
+def _generating(generator: Function) -> Function:
     @functools.wraps(generator)
-    def wrapped(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(function: Function, *args: object, **kwargs: object) -> object:
         return generator(_on_mesh_later(function), *args, **kwargs)
 
     return wrapped
 
 
-def _reentrant(own: Any) -> Any:
+def _reentrant(own: Function) -> object:
     class Wrapped:
         @staticmethod
-        def apply(function: Any, *args: Any) -> Any:
+        def apply(function: Function, *args: object) -> object:
             return own.apply(_on_mesh_later(function), *args)
 
     return Wrapped

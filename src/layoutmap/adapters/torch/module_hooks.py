@@ -42,7 +42,7 @@ def _registered(module: torch.nn.Module, name: str, registered: Any) -> None:
         watcher.module_created(module)
 
 
-def _parameter_registered(module: torch.nn.Module, name: str, parameter: Any) -> None:
+def _parameter_registered(module: torch.nn.Module, name: str, parameter: object) -> None:
     _registered(module, name, parameter)
     watcher = current()
     if watcher is not None and watcher.library != "torch" and has_forward(module) and not is_of_keras(module):

@@ -51,7 +51,7 @@ def look_after_optimizers() -> None:  # why: decisions/0044
     change(_HOOK)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     state = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,6 +27,7 @@ from layoutmap.core.folders import hidden_folder, hidden_path
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import agreed, gather_texts
+from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import local_of
 from layoutmap.engines.torch.storages import storage_key
 
@@ -34,10 +35,10 @@ _INDEX = ".safetensors.index.json"
 _files: ContextVar[list[tuple[str, dict[str, Any]]] | None] = ContextVar("files", default=None)
 
 
-def noting(own: Any) -> Any:
+def noting(own: Function) -> object:
     """Return a `save_file` of safetensors that notes what is to be saved, where this module asks for that."""
 
-    def save_file(tensors: dict[str, Any], filename: Any, *args: Any, **options: Any) -> Any:
+    def save_file(tensors: dict[str, Any], filename: Any, *args: object, **options: object) -> object:
         files = _files.get()
         if files is None:
             return own(tensors, filename, *args, **options)
@@ -65,9 +66,7 @@ class _Place(NamedTuple):
     start: int
 
 
-def save_shards(
-    save: Callable[..., Any], directory: Any, tensors: Mapping[str, Any]
-) -> bool:  # why: decisions/0164
+def save_shards(save: Function, directory: Any, tensors: Mapping[str, Any]) -> bool:  # why: decisions/0164
     """Save a model from all processes of its mesh, which must all call it.
 
     The files are made in a hidden folder beside the directory, which becomes the directory. Into one that exists they
@@ -119,7 +118,7 @@ def save_shards(
 
 
 def _begin(
-    save: Callable[..., Any],
+    save: Function,
     hidden: Path,
     target: Path,
     tensors: Mapping[str, Any],
@@ -213,7 +212,7 @@ def _write(
             os.close(each)
 
 
-def _own_shards(tensor: Any, layout: Layout, number: int) -> Iterator[tuple[Index, NumpyArray]]:
+def _own_shards(tensor: torch.Tensor, layout: Layout, number: int) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards of a tensor that this process writes: those that several hold are written by these in turn."""
     engine = get_engine("torch")
     holders: dict[Any, list[int]] = {}

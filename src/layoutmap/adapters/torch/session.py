@@ -55,6 +55,7 @@ from layoutmap.engines.patches import Closing
 from layoutmap.engines.torch.deferred_init import FakeTensor, Tape
 from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.modules import members_of_module
+from layoutmap.engines.torch.operators import Function
 
 _ONLY_A_PLAN = "only a plan, it has no values"
 _FAILED = "its scope failed, so it has no values"
@@ -302,13 +303,13 @@ class TorchSession:
         sums = ((path, checksum(self.context.engine.to_numpy(tensor))) for path, tensor in plain)
         check_values(sums, self.context.gather)
 
-    def _initializer(self, tensor: Any) -> Initializer:
+    def _initializer(self, tensor: torch.Tensor) -> Initializer:
         recipe = self._tape.recipe(tensor)
         return Initializer(
             recipe.global_value, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
         )
 
-    def _held(self, entry: Entry, array: Any, layout: Layout) -> Any:
+    def _held(self, entry: Entry, array: torch.Tensor, layout: Layout) -> object:
         """The value that a module holds in the place of its tensor."""
         old = entry.found.tensor
         new = array
@@ -324,7 +325,7 @@ class TorchSession:
     ) -> None:
         kept: dict[int, Any] = {}  # while ids stand for the tensors
 
-        def swap(tensor: Any) -> Any:
+        def swap(tensor: torch.Tensor) -> object:
             if id(tensor) not in replaced and self._tape.holds(tensor):
                 # Neither a parameter nor a buffer: it stays plain, and gets its value too.
                 kept[id(tensor)] = tensor
@@ -332,7 +333,7 @@ class TorchSession:
                 replaced[id(tensor)] = self._tape.recipe(tensor).global_value().requires_grad_(trainable)
             return replaced.get(id(tensor), tensor)
 
-        def slot(parameter: Any, value: Any) -> Any:
+        def slot(parameter: DTensor, value: torch.Tensor) -> object:
             if value.shape == parameter.shape:
                 return self._in_layout(value, layouts[id(parameter)])
             return swap(value)
@@ -343,7 +344,7 @@ class TorchSession:
         for optimizer in _alive(self._optimizers):
             replace_in_optimizer(optimizer, swap, slot)
 
-    def _in_layout(self, tensor: Any, layout: Layout) -> Any:
+    def _in_layout(self, tensor: torch.Tensor, layout: Layout) -> object:
         if not self._tape.holds(tensor):
             return self.context.engine.relayout(tensor, layout)
         spec = VariableSpec("slot", tuple(tensor.shape), dtype_name(tensor.dtype), Kind.SLOT)
@@ -371,7 +372,7 @@ class TorchSession:
 
     # -- models that exist, and models to be
 
-    def build(self, make: Callable[[], Any]) -> Any:
+    def build(self, make: Callable[[], Any]) -> object:
         """Return the model that a function makes, materialized."""
         with self.defer():
             return make()
@@ -382,11 +383,11 @@ class TorchSession:
             self._materialize([model], is_new=False)
         return model
 
-    def complete(self, model: Any, inputs: Any) -> None:
+    def complete(self, model: torch.nn.Module, inputs: Any) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
 
     def step(
-        self, model: torch.nn.Module, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
+        self, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
     ) -> TrainingStep:
         """Return a training step of a module that was made in a dry run; see `Session`."""
 
@@ -422,7 +423,7 @@ def _suspended(outer: Any) -> Generator[None]:
         yield
 
 
-def _into_layouts(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _into_layouts(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Redistribute what `load_state_dict` is given, plain or in any layout, to the layouts of a module's tensors."""
     engine = get_engine("torch")
     for members in members_of_module(module):

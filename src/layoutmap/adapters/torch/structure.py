@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from layoutmap.engines.torch.modules import hooks_of_module, members_of_module
+from layoutmap.engines.torch.operators import Function
 
 OF_TORCH = frozenset(vars(torch.nn.Module()))
 """The attributes that each module has."""
@@ -24,7 +25,7 @@ _SIMPLE = frozenset(_VALUES)
 _BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
 
 
-def is_constant(value: Any) -> bool:
+def is_constant(value: object) -> bool:
     """Whether a value that is no tensor can be part of a graph."""
     if isinstance(value, slice):
         return all(map(is_constant, (value.start, value.stop, value.step)))
@@ -102,7 +103,7 @@ class Structure:
             return own()
         return self._object(value)
 
-    def _object(self, value: Any) -> Any:
+    def _object(self, value: object) -> object:
         """An object by its identity, and by what is in it: a configuration may be changed."""
         self.kept.append(value)
         inner = getattr(value, "__dict__", None)
@@ -113,7 +114,7 @@ class Structure:
 
 
 @functools.cache
-def _globals_of(function: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
+def _globals_of(function: Function) -> tuple[tuple[str, dict[str, Any]], ...]:
     """The numbers and the like that a function reads from its module: the name, and where it is looked up."""
     code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     names = () if code is None else code.co_names

@@ -77,7 +77,7 @@ def replace_in_optimizer(
             vars(optimizer)[name] = _replaced(value, swap)
 
 
-def _replaced(value: Any, swap: Swap) -> Any:
+def _replaced(value: object, swap: Swap) -> object:
     """A value with tensors replaced; lists and mappings are changed in place."""
     if isinstance(value, torch.Tensor):
         return swap(value)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
+from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import local_of
 from layoutmap.engines.torch.storages import storage_key
 
@@ -133,8 +134,8 @@ def _peft() -> Iterator[Attribute]:
 
     yield from _replaced(PeftModel, "save_pretrained", _saving)
 
-    def sizes(own: Any) -> Any:
-        def get_in_out_features(self: Any, module: torch.nn.Module) -> Any:
+    def sizes(own: Function) -> object:
+        def get_in_out_features(self: Any, module: torch.nn.Module) -> object:
             if isinstance(module, torch.nn.Linear) and forward_of(module) is not None:
                 return module.in_features, module.out_features
             return own(self, module)
@@ -147,15 +148,15 @@ def _peft() -> Iterator[Attribute]:
 def _accelerate() -> Iterator[Attribute]:
     from accelerate import Accelerator
 
-    def of_model(own: Any) -> Any:
-        def get_state_dict(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+    def of_model(own: Function) -> object:
+        def get_state_dict(self: Any, model: torch.nn.Module, *args: object, **options: object) -> object:
             found = own(self, model, *args, **options)
             return gathered(found) if found else found
 
         return get_state_dict
 
-    def prepared(own: Any) -> Any:
-        def prepare_model(self: Any, model: Any, *args: Any, **options: Any) -> Any:
+    def prepared(own: Function) -> object:
+        def prepare_model(self: Any, model: torch.nn.Module, *args: object, **options: object) -> object:
             if self.num_processes > 1:
                 _refuse_wrapping("Accelerator.prepare", model)
             return own(self, model, *args, **options)
@@ -169,15 +170,15 @@ def _accelerate() -> Iterator[Attribute]:
 def _safetensors() -> Iterator[Attribute]:
     import safetensors.torch
 
-    def distinct(own: Any) -> Any:
-        def remove_duplicate_names(state_dict: dict[str, Any], **options: Any) -> Any:
+    def distinct(own: Function) -> object:
+        def remove_duplicate_names(state_dict: dict[str, Any], **options: object) -> object:
             state_dict.update(_gathered_here("safetensors", state_dict))
             return own(state_dict, **options)
 
         return remove_duplicate_names
 
-    def flattened(own: Any) -> Any:
-        def flatten_as_ptr(tensors: Any, *args: Any) -> Any:
+    def flattened(own: Function) -> object:
+        def flatten_as_ptr(tensors: Sequence[torch.Tensor], *args: object) -> object:
             is_mapping = isinstance(tensors, Mapping)
             return own(_gathered_here("safetensors", tensors) if is_mapping else tensors, *args)
 
@@ -188,8 +189,8 @@ def _safetensors() -> Iterator[Attribute]:
 
 
 def _data_parallel() -> Iterator[Attribute]:
-    def made(own: Any) -> Any:
-        def __init__(self: Any, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+    def made(own: Function) -> Any:
+        def __init__(self: Any, module: torch.nn.Module, *args: object, **options: object) -> None:
             _refuse_wrapping("DistributedDataParallel", module)
             own(self, module, *args, **options)
 

@@ -152,7 +152,7 @@ def optimizer_named(name: str) -> MakeOptimizer:
     return known[name.lower()]
 
 
-def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:
+def arrays_of(output: Any, read: Callable[[Any], Any]) -> object:
     """The output of a model as numpy arrays, nested as it nests it; without values that are no tensors."""
     if isinstance(output, torch.Tensor):
         return read(output)
@@ -163,7 +163,7 @@ def arrays_of(output: Any, read: Callable[[Any], Any]) -> Any:
     return [read(tensor) for tensor in tensors_in(output)]
 
 
-def _tensors(values: Any, device: torch.device | None) -> Any:
+def _tensors(values: object, device: torch.device | None) -> object:
     """Tensors for arrays, also of those in tuples, lists and mappings, which several outputs have for targets."""
     if isinstance(values, Mapping):
         return {name: _tensors(each, device) for name, each in values.items()}

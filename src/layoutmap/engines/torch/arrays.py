@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, held_shards, intersect, within
 from layoutmap.core.errors import EngineError, MeshError
@@ -19,6 +19,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.devices import (
     bound_mesh,
     device_mesh,
@@ -53,7 +54,7 @@ def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -
     return native_of(layout)
 
 
-def layout_of(array: Any) -> Layout | None:
+def layout_of(array: torch.Tensor) -> Layout | None:
     """The layout of a DTensor, or `None` if it is on no mesh of named dims, or is a sum that is still to be reduced."""
     if not isinstance(array, DTensor):
         return None
@@ -63,7 +64,7 @@ def layout_of(array: Any) -> Layout | None:
     return layout_of_placements(array.device_mesh, array.placements, array.ndim)
 
 
-def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+def found(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
     """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.found`."""
     if not isinstance(array, DTensor):
         return _plain(array)
@@ -83,7 +84,7 @@ def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
     return Unplaced(f"({placements}), which is no order of mesh dims on an axis")
 
 
-def _plain(array: Any) -> Unplaced:
+def _plain(array: torch.Tensor) -> Unplaced:
     """How a tensor is held that is no DTensor; where there are several processes, each has its own."""
     if array.is_meta:
         return Unplaced("a tensor without values, on the meta device", is_copied=True)
@@ -105,7 +106,7 @@ def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def from_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read: Callable[[Index], torch.Tensor]
-) -> Any:
+) -> object:
     """A DTensor from blocks; each different one that this process holds is read once.
 
     Args:
@@ -134,13 +135,13 @@ def _places_here(ranks: Sequence[int]) -> list[int]:
     return [place for place, rank in enumerate(ranks) if rank in here]
 
 
-def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+def shards_of(array: torch.Tensor, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards that this process holds, each index once; see `Engine.to_shards`."""
     for index, piece in _pieces(array):
         yield index, to_numpy(piece) if copy else _shared(piece)
 
 
-def own_memory(array: Any) -> list[tuple[Index, NumpyArray]]:
+def own_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
     """The memory of the shards that this process holds; see `Engine.own_memory`. Simulated replicas have several."""
     pieces = [(index, _own(piece)) for index, piece in _pieces(array)]
     has_all = not (simulation.is_simulated() and isinstance(array, DTensor)) or len(pieces) == len(
@@ -168,7 +169,7 @@ def _own(tensor: torch.Tensor) -> NumpyArray | None:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
 
 
-def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
+def _pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
     """The different pieces that this process holds, without a copy."""
     if not isinstance(array, DTensor):
         yield full_index(array.shape), array.detach()
@@ -189,7 +190,7 @@ def _pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
         yield index, held[ranks[places[0]]]
 
 
-def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
+def by_device(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
     """The values that each rank of this process holds, with the name of its device."""
     if array.is_meta:
         return
@@ -223,11 +224,11 @@ class _ShardTensor(torch.autograd.Function):
     """Sharding a plain tensor: its gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, layout: Layout) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, layout: Layout) -> Any:
         return shard(tensor.detach(), layout)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: DTensor) -> Any:
         return gather(upstream[0]), None
 
 
@@ -284,7 +285,7 @@ _CARRIERS = {
 }
 
 
-def _redistributed(array: Any, placements: Any) -> Any:
+def _redistributed(array: DTensor, placements: tuple[Placement, ...]) -> Any:
     carrier = _CARRIERS.get(array.dtype)
     if carrier is None:
         return redistributed(array, placements)
@@ -295,7 +296,7 @@ def _redistributed(array: Any, placements: Any) -> Any:
         return dtensor(bits, placed_as(spec, tuple(placements), array.dtype))
 
 
-def _moved_by_pieces(array: Any, layout: Layout) -> Any:
+def _moved_by_pieces(array: DTensor, layout: Layout) -> Any:
     """A DTensor on any mesh: each different piece is shown to all processes, which keep what is theirs."""
     shape, dtype = tuple(array.shape), array.dtype
     wanted = layout_indices(layout, shape)
@@ -317,7 +318,7 @@ def layout_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
     return {ends: index for ends, (index, _) in held_shards(layout, shape, here).items()}
 
 
-def _all_pieces(array: Any) -> Iterator[tuple[Index, torch.Tensor]]:
+def _all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
     """Every different piece of a DTensor, in every process, one at a time."""
     if simulation.is_simulated():
         yield from _pieces(array)

@@ -22,6 +22,9 @@ check_names("torch", (checkpoint, "_checkpoint_hook"))
 backward_pass = _current_graph_task_id
 """The number of the backward pass that runs on this thread; -1 outside of one."""
 
+Ctx = Any
+"""The object on which the forward pass of a function leaves attributes of any name for its backward pass."""
+
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs now ends; to be called by a hook of that pass."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -47,7 +48,7 @@ def at_end(do: Callable[[], object]) -> None:
     _ends.callback(do)
 
 
-def keep(what: Any) -> None:
+def keep(what: object) -> None:
     """Have nothing taken back as long as this is there: a module in layouts, or what is open; no search is needed."""
     _kept.add(what)
 
@@ -75,7 +76,7 @@ def _is_needed() -> bool:
     )
 
 
-def _is_inside(frame: Any) -> bool:
+def _is_inside(frame: types.FrameType | None) -> bool:
     """Whether one of the frames of a thread is a function that may be about to use torch."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

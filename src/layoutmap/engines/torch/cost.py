@@ -34,7 +34,7 @@ from layoutmap.engines.torch.devices import forget_process_group
 from layoutmap.engines.torch.element_types import dtype_name, torch_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.modes import TorchDispatchMode
-from layoutmap.engines.torch.operators import is_view
+from layoutmap.engines.torch.operators import Args, Function, Kwargs, is_view
 from layoutmap.engines.torch.simulation import FakeStore
 from layoutmap.engines.torch.specs import clear_sharding_caches, dtensor, local_of, spec_of_tensor
 from layoutmap.engines.torch.storages import storage_key
@@ -148,7 +148,7 @@ def _failures(step: TrainingStep) -> Generator[None]:
         ) from error
 
 
-def _valueless(assignment: Assignment) -> Any:
+def _valueless(assignment: Assignment) -> object:
     """A DTensor in its layout, without values."""
     variable, layout = assignment.variable, assignment.layout
     native, placements = native_of(layout)
@@ -212,7 +212,7 @@ class _Counting(TorchDispatchMode):
         self.layers.clear()
         self.kept, self.traffic, self.peak = self._held, 0, 0
 
-    def is_gradient(self, gradient: Any, path: str) -> None:
+    def is_gradient(self, gradient: torch.Tensor, path: str) -> None:
         """Note the weight that a gradient belongs to as the cause of its collectives."""
         _, cause = self._storages.get(storage_key(local_of(gradient)), (0, None))
         if cause is not None:
@@ -226,7 +226,9 @@ class _Counting(TorchDispatchMode):
 
     # -- what is seen
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes again, with the pieces
@@ -262,7 +264,7 @@ class _Counting(TorchDispatchMode):
         return None
 
     def _collective(
-        self, name: str, args: Sequence[Any], kwargs: Any, inputs: Sequence[torch.Tensor], cause: Any
+        self, name: str, args: Sequence[Any], kwargs: Kwargs, inputs: Sequence[torch.Tensor], cause: Any
     ) -> list[str]:
         kind = _KINDS.get(name)
         dims, size = self._dims_of([*args, *kwargs.values()])
@@ -302,7 +304,7 @@ class _Counting(TorchDispatchMode):
         self.peak = max(self.peak, self._held - self.kept)
         weakref.finalize(storage, self._freed, key)
 
-    def _freed(self, key: Any) -> None:
+    def _freed(self, key: object) -> None:
         self._held -= self._storages.pop(key)[0]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from layoutmap.core.errors import EngineError, listed
 from layoutmap.core.layout import Layout
@@ -211,7 +211,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
     return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)
 
 
-def layout_of_placements(native: DeviceMesh, placements: Sequence[Any], rank: int) -> Layout | None:
+def layout_of_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
     """The layout of placements; `None` if they say a sum that is still to be made, or are on a mesh without names.
 
     The order of the dims on one axis is that of the mesh where torch does not say it: among dims of size 1.

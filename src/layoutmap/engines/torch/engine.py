@@ -58,6 +58,7 @@ from layoutmap.engines.torch.dtensor_ops import computing
 from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
 from layoutmap.engines.torch.malloc import give_back
 from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.processes import (
     across,
     common_seeds,
@@ -163,7 +164,7 @@ class TorchEngine:
         return from_blocks(variable.shape, dtype, assignment.layout, checked)
 
     @plainly
-    def relayout(self, array: Any, layout: Layout) -> Any:
+    def relayout(self, array: Any, layout: Layout) -> object:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
 
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
@@ -173,7 +174,7 @@ class TorchEngine:
         return shard(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
 
     @plainly
-    def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
+    def variable(self, array: torch.Tensor, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
         """A `torch.nn.Parameter` that holds the tensor; only floating numbers can be trained."""
         floating = array.is_floating_point() or array.is_complex()
         parameter = torch.nn.Parameter(array.detach(), requires_grad=trainable and floating)
@@ -203,9 +204,7 @@ class TorchEngine:
         with simulation.on_mesh(native), _OnMesh(mesh), computing(native, by_shards=by_shards):
             yield
 
-    def call(
-        self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def call(self, function: Function, layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a function in a layout, with the bits of the plain call.
 
         A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other is
@@ -258,18 +257,20 @@ class _OnMesh(TorchFunctionMode):
         _meshes.innermost = self
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         _meshes.innermost = self._around
         super().__exit__(*error)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if type(result) in _NOT_PLAIN or _meshes.innermost is not self:
             return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return tree_map(lambda value: self._placed(value, given), result)
 
-    def _placed(self, value: Any, given: set[int]) -> Any:
+    def _placed(self, value: object, given: set[int]) -> object:
         if type(value) is not torch.Tensor or id(value) in given or is_view_of_another(value):
             return value
         return plainly(shard)(value, Layout.replicated(self._mesh, value.ndim))
@@ -300,7 +301,7 @@ def _in_blocks(
     dtype: torch.dtype,
     layout: Layout,
     assignment: Assignment | None = None,
-) -> Any:
+) -> object:
     indices = layout_indices(layout, shape)
     made = dict(zip(indices, blocks(list(indices.values())), strict=True))
     for ends, block in made.items():

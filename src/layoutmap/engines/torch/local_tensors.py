@@ -13,12 +13,14 @@ from operator import attrgetter
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch.modes import dispatch_modes, plainly
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
 with Needed("torch"):
@@ -108,12 +110,12 @@ class _Modes(threading.local):
     Torch has one list for all threads: one that leaves its own simulation would end that of another thread.
     """
 
-    def __init__(self, first: Any) -> None:
+    def __init__(self, first: object) -> None:
         self.value = [first]
 
 
 def simulated(
-    mode: Any, group: Any, coordinate: Callable[..., Any], pickled: Callable[..., Any]
+    mode: Any, group: dist.ProcessGroup, coordinate: Function, pickled: Function
 ) -> Sequence[Attribute]:
     """The patches by which ranks are simulated for DTensors that have a `LocalTensor`, on all threads.
 
@@ -145,24 +147,24 @@ def simulated(
     )
 
 
-def _either(local: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _either(local: Function, plain: Function) -> Function:
     """A method of a mesh where ranks are simulated on this thread, and where they are not, as in parts of torch."""
 
     @functools.wraps(plain)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: object, **kwargs: object) -> object:
         return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
 
     return method
 
 
-def _for_ranks_of_arguments(for_ranks: Callable[..., Any]) -> Callable[..., Any]:
+def _for_ranks_of_arguments(for_ranks: Function) -> Function:
     """The function that runs for each simulated rank, for those that its arguments have, if these are fewer.
 
     That is so in a backward pass of tensors on a mesh of some of the ranks: it runs outside of their simulation.
     """
 
     @functools.wraps(for_ranks)
-    def for_common_ranks(func: Any, ranks: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+    def for_common_ranks(func: Function, ranks: Any, args: Args, kwargs: Kwargs, **options: object) -> object:
         for leaf in tree_leaves((args, kwargs)):
             leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
             if isinstance(leaf, LocalTensor):
@@ -176,14 +178,16 @@ def _for_ranks_of_arguments(for_ranks: Callable[..., Any]) -> Callable[..., Any]
 
 def _gathered_by_size(
     simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Any
-) -> Any:
+) -> object:
     """How strided shards are gathered: for those simulated ranks together that have the same sizes.
 
     Torch makes a range of the size, which it cannot where another mesh dim has left some ranks more than others.
     """
 
     @functools.wraps(gather)
-    def by_size(placement: Any, local: Any, mesh: Any, mesh_dim: int, shape: Sequence[Any]) -> Any:
+    def by_size(
+        placement: Placement, local: Any, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[Any]
+    ) -> object:
         nodes = [getattr(size, "node", None) for size in shape]
         if not any(isinstance(node, LocalIntNode) for node in nodes):
             return gather(placement, local, mesh, mesh_dim, shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -11,12 +12,22 @@ import torch
 from layoutmap.engines.tested import Needed, check_names
 
 with Needed("torch"):
-    from torch._ops import OpOverload, OpOverloadPacket
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket
 
 check_names(
     "torch", (torch.ops.aten.add.Tensor, "_schema _overloadname"), (OpOverloadPacket, "_qualified_op_name")
 )
 check_names("torch", (torch._C, "_jit_resolve_packet"))
+
+Function = Callable[..., Any]
+"""A function or method of torch, an operator, or what takes its place."""
+
+Args = Sequence[Any]
+"""The positional arguments of a call."""
+
+Kwargs = Mapping[str, Any]
+"""The arguments of a call by name."""
 
 OPERATORS = (OpOverload, OpOverloadPacket)
 """The types of `torch.ops.<namespace>.<name>.<overload>`, and of that without an overload."""
@@ -29,13 +40,13 @@ overload_name = attrgetter("_overloadname")
 
 
 @functools.cache
-def argument_names(op: Any) -> tuple[str, ...]:
+def argument_names(op: OpOverload) -> tuple[str, ...]:
     """The names of an operation's arguments, in order."""
     return tuple(argument.name for argument in op._schema.arguments)
 
 
 @functools.cache
-def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
     """Place and name of each argument that an operation changes in place."""
     return tuple(
         (i, argument.name)
@@ -46,18 +57,18 @@ def written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
 
 
 @functools.cache
-def is_view(op: Any) -> bool:
+def is_view(op: OpOverload) -> bool:
     """Whether what an operation returns may be in the memory of its arguments."""
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
 @functools.cache
-def only_views(op: Any) -> bool:
+def only_views(op: OpOverload) -> bool:
     """Whether that is so, and the operation leaves its arguments as they are."""
     return is_view(op) and not written_arguments(op)
 
 
-def operator_of(function: Any, args: Any, kwargs: Any) -> Any:
+def operator_of(function: Function, args: Args, kwargs: Kwargs) -> object:
     """The overload of an operator of `torch.ops` that a call of it means."""
     if isinstance(function, OpOverload):
         return function

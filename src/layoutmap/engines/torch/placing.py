@@ -14,40 +14,49 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation, unseen
+from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.specs import dtensor, is_of_view, local_of, placed_as, spec_of, spec_of_shards
+from layoutmap.engines.torch.specs import (
+    DTensorSpec,
+    dtensor,
+    is_of_view,
+    local_of,
+    placed_as,
+    spec_of,
+    spec_of_shards,
+)
 
 check_names(
     "torch", (torch._C, "_AutoDispatchBelowAutograd"), (torch.ops._c10d_functional, "all_reduce wait_tensor")
 )
 
 
-def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
+def redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """A DTensor in other placements; gradients pass, and come back in the placements that it had."""
     return _Redistributed.of(tensor, tuple(placements))
 
 
-def shard_of(tensor: Any, of_gradient: Sequence[Any]) -> torch.Tensor:
+def shard_of(tensor: DTensor, of_gradient: Sequence[Placement]) -> torch.Tensor:
     """This device's shard of a DTensor; its gradient is a DTensor in the placements given, in the order of axes."""
     return _Shard.of(tensor, tuple(of_gradient))
 
 
-def from_shards(local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+def from_shards(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The DTensor of all devices' shards, which are of equal size, or summands; gradients pass."""
     return _FromShards.of(local, mesh, tuple(placements))
 
 
-def sum_of_devices(local: torch.Tensor, mesh: Any, dims: Collection[int]) -> torch.Tensor:
+def sum_of_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
     """The sum of what devices have along some mesh dims, of which each computes something else; gradients pass."""
     return _Sum.of(local, mesh, dims)
 
 
 @plainly
-def largest_of_devices(local: torch.Tensor, mesh: Any, dims: Collection[int]) -> torch.Tensor:
+def largest_of_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
     """The largest of what devices have along some mesh dims, by element; without a gradient."""
     for dim in dims:
         local = summed_over(local.detach(), mesh, dim, "max")
@@ -62,17 +71,17 @@ def summed_over(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op:
         return operators.wait_tensor.default(made)
 
 
-def replicated(mesh: Any) -> list[Any]:
+def replicated(mesh: DeviceMesh) -> list[Placement]:
     """The placements of what every device has in full."""
     return [Replicate()] * mesh.ndim
 
 
-def is_everywhere(tensor: Any) -> bool:
+def is_everywhere(tensor: DTensor) -> bool:
     """Whether every device has a DTensor in full."""
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def placed(tensor: Any, placements: Sequence[Any]) -> Any:
+def placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """A DTensor in other placements on its mesh; itself if it has them."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
@@ -89,37 +98,37 @@ def reduced(value: Any) -> Any:
     return _Reduced.of(value)
 
 
-def full_tensor(value: Any) -> Any:
+def full_tensor(value: object) -> Any:
     """All values of a DTensor, as a plain tensor; anything else as it is."""
     return _FullTensor.of(value) if isinstance(value, DTensor) else value
 
 
-def everywhere(tensor: torch.Tensor, mesh: Any) -> Any:
+def everywhere(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor, the same in all processes, as a replicated DTensor; backward, too: pytorch/pytorch#118461."""
     return _Everywhere.of(tensor, mesh)
 
 
-def on_mesh(gradient: torch.Tensor, mesh: Any) -> Any:
+def on_mesh(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A gradient as a DTensor; a formula of the program's own may have computed it plainly, alike in all processes."""
     return gradient if isinstance(gradient, DTensor) else everywhere(gradient, mesh)
 
 
-def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
+def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> torch.Tensor:
     """The same tensor, whose gradient is changed when it comes back."""
     return _WithGradient.apply(value, change)
 
 
-def like(tensor: torch.Tensor, other: Any) -> Any:
+def like(tensor: torch.Tensor, other: DTensor) -> DTensor:
     """A plain tensor, placed as a DTensor of its shape is; replicated where that one is a sum still to be made."""
     return placed(everywhere(tensor, other.device_mesh), attainable_placements(other))
 
 
-def summed_placements(placements: Sequence[Any]) -> tuple[Any, ...]:
+def summed_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Placements without a sum that is still to be made."""
     return tuple(Replicate() if each.is_partial() else each for each in placements)
 
 
-def attainable_placements(tensor: Any) -> tuple[Any, ...]:
+def attainable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
     """Placements to which a DTensor can be redistributed: no partial sums, and no shards that only views make."""
     spec = spec_of(tensor)
     placements = summed_placements(spec.placements)
@@ -137,7 +146,7 @@ class OwnGradient(torch.autograd.Function):
     def __init_subclass__(cls) -> None:
         own = plainly(cls.backward)
 
-        def backward(ctx: Any, *upstream: Any) -> Any:
+        def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
             unseen.check(ctx.numbers)
             return own(ctx, *upstream)
 
@@ -161,20 +170,20 @@ class OwnGradient(torch.autograd.Function):
 
 class _Sum(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, local: Any, mesh: Any, dims: Collection[int]) -> Any:
+    def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> Any:
         ctx.mesh, ctx.dims = mesh, dims
         for dim in dims:
             local = summed_over(local, mesh, dim, "sum")
         return local
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
         return _Sum.of(upstream[0], ctx.mesh, ctx.dims), None, None
 
 
 class _Redistributed(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, placements: Any) -> Any:
+    def forward(ctx: Any, tensor: DTensor, placements: tuple[Placement, ...]) -> Any:
         now, attainable = spec_of(tensor).placements, attainable_placements(tensor)
         ctx.before = tuple(p if p.is_partial() else a for p, a in zip(now, attainable, strict=True))
         ctx.mesh = tensor.device_mesh
@@ -194,19 +203,19 @@ class _Redistributed(OwnGradient):
 
 class _Shard(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, of_gradient: Any) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: Any) -> Any:
         ctx.mesh, ctx.placements = spec_of(tensor).mesh, of_gradient
         local = local_of(tensor)
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
         return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements), None
 
 
 class _FromShards(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, local: Any, mesh: Any, placements: Any) -> Any:
+    def forward(ctx: Ctx, local: Any, mesh: Any, placements: tuple[Placement, ...]) -> Any:
         ctx.mesh, ctx.placements = mesh, placements
         spec = spec_of_shards(mesh, placements, local.shape, local.stride(), local.dtype)
         return dtensor(local.detach(), spec)
@@ -224,19 +233,19 @@ class _Reduced(OwnGradient):
     # DTensor's own step fails backwards where a mean meets a sum.
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> Any:
+    def forward(ctx: Any, tensor: DTensor) -> Any:
         ctx.mesh = tensor.device_mesh
         return placed(tensor, attainable_placements(tensor))
 
     @staticmethod
-    def needed(tensor: Any, result: Any) -> tuple[torch.Tensor, ...]:
+    def needed(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # No gradient of a sum needs the sum; that of a maximum, or of a norm, does.
         pending = [p for p in tensor.placements if p.is_partial()]
         is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)
         return (tensor,) if is_sum else (tensor, result)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Any, *upstream: DTensor) -> Any:
         return reduced(on_mesh(upstream[0], ctx.mesh))
 
 
@@ -258,7 +267,7 @@ class _FullTensor(OwnGradient):
 
 class _Everywhere(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, mesh: Any) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
         simulated = simulation.is_simulated()
         local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
         return dtensor(
@@ -266,22 +275,22 @@ class _Everywhere(OwnGradient):
         )
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: DTensor) -> Any:
         return full_tensor(upstream[0]), None
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Any, change: Callable[[Any], Any]) -> Any:
+    def forward(ctx: Ctx, value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
         ctx.change = change
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
         return ctx.change(upstream[0]), None
 
 
-def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
+def _redistributed(tensor: DTensor, placements: tuple[Any, ...]) -> Any:
     local, spec = local_of(tensor), spec_of(tensor)
     changed = [dim for dim, (a, b) in enumerate(zip(spec.placements, placements, strict=True)) if a != b]
     if not changed:
@@ -302,7 +311,7 @@ def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
     return _as_held(local, placed_as(spec, placements, local.dtype))
 
 
-def _as_held(local: torch.Tensor, spec: Any) -> Any:
+def _as_held(local: torch.Tensor, spec: Any) -> DTensor:
     """The DTensor of shards whose axes have the order in memory that they have on one device.
 
     A gather leaves them in the order of the shape, and DTensor goes by that of one device: it then makes views that
@@ -324,7 +333,7 @@ def has_no_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> bool:
     return torch.empty_like(on_meta).stride() == strides
 
 
-def _is_taken_apart(spec: Any, placements: tuple[Any, ...], moves: Sequence[Any]) -> bool:
+def _is_taken_apart(spec: DTensorSpec, placements: tuple[Placement, ...], moves: Sequence[Any]) -> bool:
     """Whether each device keeps an even part of what it has, along axes that are not sharded yet."""
     if spec.mesh.get_coordinate() is None:  # this process is not on the mesh
         return False

@@ -61,7 +61,7 @@ def random_state() -> int:
     return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gathered(value: object) -> list[Any]:
     simulation.start()
     rows: list[Any] = [None] * simulation.world_size()
     dist.all_gather_object(rows, value)

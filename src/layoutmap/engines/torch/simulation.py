@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ from layoutmap.engines.torch.local_tensors import (
     simulated,
 )
 from layoutmap.engines.torch.modes import dispatch_modes
-from layoutmap.engines.torch.operators import COLLECTIVES
+from layoutmap.engines.torch.operators import COLLECTIVES, Function
 from layoutmap.engines.torch.specs import clear_sharding_caches, local_of
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -60,7 +60,7 @@ _group: Any = None
 class _Simulation(SimulationMode):
     """A simulation in which what has nothing to do with simulated ranks is left alone."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         locals_ = (local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
@@ -73,7 +73,7 @@ class _Simulation(SimulationMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _coordinate(of_all: Callable[..., Any], mesh: DeviceMesh) -> Any:
+def _coordinate(of_all: Function, mesh: DeviceMesh) -> object:
     """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
     ranks = frozenset(ranks_around(mesh))
     now: Any = enabled_local_tensor_mode()
@@ -83,7 +83,7 @@ def _coordinate(of_all: Callable[..., Any], mesh: DeviceMesh) -> Any:
         return mesh.get_coordinate()
 
 
-def _is_per_rank(value: Any) -> bool:
+def _is_per_rank(value: object) -> bool:
     return isinstance(value, LocalTensor) or (
         isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode)
     )
@@ -159,7 +159,7 @@ def simulate(number: int) -> None:  # why: decisions/0013
         _num_devices = number
 
 
-def _reduced(tensor: Any, own: Any, protocol: Any) -> Any:
+def _reduced(tensor: Any, own: Function, protocol: Any) -> object:
     """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
     if not isinstance(local_of(tensor), LocalTensor):
         return own(tensor, protocol)

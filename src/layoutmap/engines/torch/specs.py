@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from layoutmap.engines.tested import Needed, check_names
 
@@ -33,12 +34,12 @@ spec_of = attrgetter("_spec")
 """The mesh, placements, shape and element type of a `DTensor`."""
 
 
-def set_pieces(array: Any, local: torch.Tensor, spec: Any) -> None:
+def set_pieces(array: DTensor, local: torch.Tensor, spec: Any) -> None:
     """Have a `DTensor` hold another local tensor, placed as a spec says."""
     array._local_tensor, array._spec = local, spec
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec) -> Any:
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A `DTensor` of a piece of this process, outside of autograd: `from_local` without its checks."""
     make: Any = DTensor.__new__  # what __init__ does takes longer, and is nothing
     return make(DTensor, local, spec, requires_grad=False)
@@ -62,7 +63,7 @@ def clear_sharding_caches() -> None:
 
 
 @cached_by_mesh
-def placed_as(spec: Any, placements: tuple[Any, ...], dtype: torch.dtype) -> Any:
+def placed_as(spec: Any, placements: tuple[Any, ...], dtype: torch.dtype) -> DTensorSpec:
     """A spec with other placements, of another element type."""
     keeps: dict[str, Any] = {_MEANING: False} if placements == spec.placements and is_of_view(spec) else {}
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype), **keeps)
@@ -71,7 +72,7 @@ def placed_as(spec: Any, placements: tuple[Any, ...], dtype: torch.dtype) -> Any
 _MEANING = "use_strided_shard_as_shard_order"
 
 
-def is_of_view(spec: Any) -> bool:
+def is_of_view(spec: DTensorSpec) -> bool:
     """Whether the strided shards of a spec are those that views make, to which no other tensor can be redistributed.
 
     `redistribute` takes what it is asked for to be in another order of mesh dims, as those of layouts are.
@@ -82,7 +83,7 @@ def is_of_view(spec: Any) -> bool:
     )
 
 
-def placed_over(spec: Any, mesh_dim: int, placement: Any, dtype: torch.dtype) -> Any:
+def placed_over(spec: DTensorSpec, mesh_dim: int, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
     """A spec with another placement for one mesh dim, of another element type."""
     placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
     return placed_as(spec, tuple(placements), dtype)
@@ -108,7 +109,9 @@ def spec_of_shards(mesh: Any, placements: tuple[Any, ...], shape: Any, strides: 
 
 
 @cached_by_mesh
-def spec_of_tensor(mesh: Any, placements: tuple[Any, ...], shape: Any, dtype: torch.dtype) -> Any:
+def spec_of_tensor(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
     """The spec of a DTensor whose axes are in memory in their order."""
     strides = tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))

@@ -6,8 +6,6 @@ place, or a copy in another layout, which has former ones: such a pass is refuse
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -21,18 +19,18 @@ _IS_UNSEEN = "_layoutmap_unseen"  # of a tensor: autograd does not see its chang
 _NUMBER = "_layoutmap_number"  # of a memory: how many such changes there were, in a list of one
 
 
-def memory_of(tensor: Any) -> torch.UntypedStorage:
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The storage of a DTensor on this device, or on the first; torch has one object of it while it is allocated."""
     return simulation.plain(local_of(tensor)).untyped_storage()
 
 
-def hide(tensor: Any) -> Any:
+def hide(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor, of which autograd does not see changes."""
     setattr(tensor, _IS_UNSEEN, True)
     return tensor
 
 
-def is_unseen(tensor: Any) -> bool:
+def is_unseen(tensor: torch.Tensor) -> bool:
     """Whether autograd does not see changes of a tensor."""
     return hasattr(base_of(tensor), _IS_UNSEEN)
 
@@ -43,7 +41,7 @@ def count(memory: torch.UntypedStorage) -> None:
         number[0] += 1
 
 
-def numbers_of(*tensors: Any) -> list[tuple[list[int], int]]:  # why: decisions/0153
+def numbers_of(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:  # why: decisions/0153
     """The numbers of changes of the DTensors among some tensors, which go on, and what they are now."""
     found: list[tuple[list[int], int]] = []
     for each in tensors:

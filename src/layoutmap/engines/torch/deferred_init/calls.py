@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.operators import written_arguments
+from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, written_arguments
 from layoutmap.engines.torch.trees import tree_leaves
 
 
-def changed_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def changed_by(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that an operation changes in place."""
     places = written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
@@ -29,7 +29,7 @@ def size_of(shape: Any) -> float:
     return math.prod(shape) if is_shape else math.inf
 
 
-def generator_of(op: Any, args: Any, kwargs: Any) -> torch.Generator | None:
+def generator_of(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator | None:
     """The generator that an operation draws its random numbers from; `None` if it draws none."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return None

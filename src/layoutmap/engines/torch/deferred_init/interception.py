@@ -21,6 +21,7 @@ from layoutmap.engines.patches import Attribute, Closing, Patches
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.modes import TorchDispatchMode, dispatch_modes, function_modes
 from layoutmap.engines.torch.modules import members_of_module
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.storages import storage_key
 
 check_names("torch", (torch.nn.Module, "_apply"))
@@ -77,7 +78,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.tape = tape
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         return self.tape.dispatch(func, args, kwargs or {})
 
 
@@ -97,7 +100,9 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self.tape = tape
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func in _COPIES and self.tape.holds(args[0]):
             return _deep_copy(*args)
@@ -154,11 +159,11 @@ def _converting(tape: Any) -> Generator[None]:
             _open.tapes = tuple(ref for ref in getattr(_open, "tapes", ()) if ref() not in (None, tape))
 
 
-def _apply_of(original: Callable[..., Any]) -> Callable[..., Any]:
+def _apply_of(original: Function) -> Function:
     @functools.wraps(original)
     def _apply(
         module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> Any:
+    ) -> object:
         tapes = _recording()
         parameters, _ = members_of_module(module)
         every = dict(parameters)

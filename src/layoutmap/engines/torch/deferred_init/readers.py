@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -55,7 +54,7 @@ class Reader:
 class Filled(Reader):
     """One value everywhere."""
 
-    def __init__(self, value: Any, dtype: torch.dtype) -> None:
+    def __init__(self, value: float, dtype: torch.dtype) -> None:
         super().__init__()
         self._value = value
         self._dtype = dtype

@@ -66,7 +66,7 @@ class Recipe:
         """The recipe as text, a line for each operation: equal texts mean equal values, in any process."""
         names: dict[Memory, str] = {}
 
-        def text_of(leaf: Any) -> Any:
+        def text_of(leaf: object) -> Any:
             if isinstance(leaf, View):
                 where = "" if leaf.is_all else f" at {leaf.offset} by {leaf.strides}"
                 where += " conj" * leaf.conj + " neg" * leaf.neg

@@ -81,7 +81,7 @@ def _storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> to
 
 
 def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
-    def real(leaf: Any) -> Any:
+    def real(leaf: object) -> object:
         if isinstance(leaf, View):
             return leaf.on(_storage(leaf.memory, storages))
         return leaf.value if isinstance(leaf, Constant) else leaf
@@ -127,5 +127,5 @@ def call(
     return with_generator(step.op)(*args, **kwargs, generator=generator)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

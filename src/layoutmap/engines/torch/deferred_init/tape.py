@@ -30,7 +30,7 @@ from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call, replay
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of, with_generator
-from layoutmap.engines.torch.operators import argument_names, is_view
+from layoutmap.engines.torch.operators import Function, OpOverload, argument_names, is_view
 from layoutmap.engines.torch.storages import storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
@@ -129,7 +129,7 @@ class Tape:  # why: decisions/0016
 
     # -- what the modes below ask
 
-    def dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Do an operation, or write it down."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._paused or op.namespace == "prim" or not self._is_here():
@@ -188,7 +188,7 @@ class Tape:  # why: decisions/0016
 
     # -- parts
 
-    def _plain(self, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    def _plain(self, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> object:
         """An operation on real tensors alone: it is done, unless it would make a large one out of small ones."""
         written = changed_by(op, args, kwargs)
         for leaf in written:
@@ -222,7 +222,7 @@ class Tape:  # why: decisions/0016
         with self._fake:
             return op(*args, **kwargs)
 
-    def _foreseeable(self, leaf: Any) -> Any:
+    def _foreseeable(self, leaf: object) -> object:
         if isinstance(leaf, torch.Generator):
             return None
         # A fake mode keeps a weak reference to each real tensor that it meets, so it meets another one.
@@ -305,7 +305,7 @@ class Tape:  # why: decisions/0016
             tensor.is_neg(),
         )
 
-    def _recorded(self, leaf: Any) -> Any:
+    def _recorded(self, leaf: object) -> object:
         """An argument as it is written down."""
         if isinstance(leaf, torch.Generator):
             return None
@@ -320,7 +320,7 @@ class Tape:  # why: decisions/0016
             self._lent.setdefault(storage_key(leaf), []).append(constant)
             return constant
 
-    def _keep(self, leaf: Any) -> None:
+    def _keep(self, leaf: object) -> None:
         """Before a real tensor changes: copy it for the steps that read it."""
         if isinstance(leaf, torch.Tensor) and self._lent:
             for constant in self._lent.pop(storage_key(leaf), ()):
@@ -332,7 +332,7 @@ class Tape:  # why: decisions/0016
             yield
 
 
-def trace(function: Callable[..., Any], *args: Any, tiles: bool = False) -> Recipe:
+def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
     """The recipe of the one tensor that a function returns.
 
     Args:

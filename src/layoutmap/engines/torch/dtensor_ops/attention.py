@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
@@ -23,12 +23,13 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
     shard_placements,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
+from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import local_of
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _attend(draw: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _attend(draw: Function, function: Function, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     tensors = [given.pop(name) for name in _NAMES[:3]]
     mask = given.pop("attn_mask", None)
@@ -53,7 +54,7 @@ def _attend(draw: Callable[..., Any], function: Callable[..., Any], args: Any, k
     return join(local, mesh, kept)
 
 
-def _of(tensor: Any, kept: dict[int, int], rank: int) -> dict[int, int]:
+def _of(tensor: torch.Tensor, kept: dict[int, int], rank: int) -> dict[int, int]:
     """An argument's sharded axes: it lines up with the scores from the last axis on, and an axis of size 1 fits all."""
     missing = rank - tensor.ndim
     return {
@@ -72,7 +73,12 @@ def _draw(
 
 
 def _draw_by_shards(
-    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    p: float,
+    mesh: DeviceMesh,
+    kept: dict[int, int],
 ) -> torch.Tensor:
     """The same, of which each device draws its part."""
     if p > 1:  # an error of torch
@@ -93,7 +99,7 @@ def _with_mask(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> object:
     """Attention whose dropout has been drawn, as torch computes it where no kernel does it in one."""
     dtype = shards[0].dtype
     query, key, value = (each.to(_wide(dtype)) for each in shards)
@@ -112,9 +118,7 @@ def _with_mask(
     return ((weights * drawn) @ value).to(dtype)
 
 
-def _attend_with_projections(
-    draw: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _attend_with_projections(draw: Function, function: Function, args: Any, kwargs: Any) -> Any:
     """Attention with all its projections: each device has its part of the batch, and the weights are gathered."""
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
@@ -147,7 +151,7 @@ def _attend_with_projections(
     return join(output, mesh, kept), None if weights is None else join(weights, mesh, of_weights)
 
 
-def _batch_axis(name: str, tensor: Any) -> int | None:
+def _batch_axis(name: str, tensor: torch.Tensor) -> int | None:
     """The axis of an argument along which examples of the batch are, alone or with their heads."""
     if name in ("query", "key", "value"):
         return 1

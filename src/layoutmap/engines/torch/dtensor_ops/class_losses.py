@@ -8,18 +8,21 @@ sum of exponentials.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 from torch.nn import functional as F
 
+from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers, numbers_here, sum_up
 from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 from layoutmap.engines.torch.dtensor_ops.softmax import log_softmax_of_shards
+from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
     OwnGradient,
     on_mesh,
@@ -37,7 +40,7 @@ _NAMES = (
 _LABELS = (torch.int64, torch.uint8)
 
 
-def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why: decisions/0111
+def _of_classes(function: Function, args: Any, kwargs: Any) -> Any:  # why: decisions/0111
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     reduction = reduction_of(given)
     x, target, weight = (given.pop(name, None) for name in _NAMES[:3])
@@ -83,9 +86,7 @@ def _of_classes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  #
     return _Summed.of(total, number, mesh, shards)
 
 
-def _check_options(
-    function: Callable[..., Any], x: Any, target: Any, weight: Any, given: dict[str, Any]
-) -> None:
+def _check_options(function: Function, x: Any, target: Any, weight: Any, given: dict[str, Any]) -> None:
     """Raise what torch raises of options that are wrong; it looks at shapes alone."""
     labels = target.dtype if target.shape == x.shape else torch.int64
     types = {"input": (x, x.dtype), "target": (target, labels), "weight": (weight, x.dtype)}
@@ -112,7 +113,7 @@ class _Classes:
         along: The mesh dims over which they are sharded.
     """
 
-    def __init__(self, axis: int, size: int, mesh: Any, along: Collection[int]) -> None:
+    def __init__(self, axis: int, size: int, mesh: DeviceMesh, along: Collection[int]) -> None:
         self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
 
     def by_labels(
@@ -159,7 +160,7 @@ class _Summed(OwnGradient):
     """The sum of what devices have along some mesh dims, by the sum of what they count, in one collective."""
 
     @staticmethod
-    def forward(ctx: Any, total: Any, counts: Any, mesh: Any, dims: Iterable[int]) -> Any:
+    def forward(ctx: Ctx, total: Any, counts: Any, mesh: DeviceMesh, dims: Iterable[int]) -> Any:
         ctx.mesh, ctx.dims = mesh, list(dims)
         wide = torch.promote_types(total.dtype, torch.float32)
         sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))
@@ -182,4 +183,4 @@ class _Summed(OwnGradient):
         return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
 
 
-CLASS_LOSSES: dict[Any, Callable[..., Any]] = {F.nll_loss: _of_classes, F.cross_entropy: _of_classes}
+CLASS_LOSSES: dict[Any, Function] = {F.nll_loss: _of_classes, F.cross_entropy: _of_classes}

@@ -6,15 +6,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from layoutmap.engines.tested import Needed, check_names
-from layoutmap.engines.torch.operators import COLLECTIVES, OPERATORS, only_views, written_arguments
+from layoutmap.engines.torch.operators import (
+    COLLECTIVES,
+    OPERATORS,
+    Args,
+    Function,
+    Kwargs,
+    OpOverload,
+    only_views,
+    written_arguments,
+)
 from layoutmap.engines.torch.specs import DTensorSpec, local_of, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -41,7 +49,7 @@ check_names(
 _OWN_OPERATORS = ("aten", "prims", *COLLECTIVES)
 
 
-def is_custom(function: Any) -> bool:
+def is_custom(function: Function) -> bool:
     """Whether a function is an operator that is not torch's own, and no `register_sharding` says how it is sharded."""
     if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _OWN_OPERATORS:
         return False
@@ -52,7 +60,7 @@ def is_custom(function: Any) -> bool:
     )
 
 
-def take_shape(op: Any, args: Any, kwargs: Any, view: Any) -> Any:
+def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: Any) -> object:
     """Have a `DTensor`, the first argument of an operator that changes its shape in place, be as a view of it is."""
     set_pieces(args[0], local_of(view), spec_of(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])
@@ -73,7 +81,7 @@ def specs_of_arguments(answer: Any) -> list[Any]:
     return [each for each in found if isinstance(each, DTensorSpec)]
 
 
-def decomposed(op: Any, args: Any, kwargs: Any) -> Any:
+def decomposed(op: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """The result of an operator that torch composes of others, computed by these; `NotImplemented` for any other."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
         return NotImplemented
@@ -97,10 +105,10 @@ class OperatorsGuarded:
             the spec of that.
     """
 
-    def __init__(self, answer: Callable[..., Any], changed: Callable[..., Any], moved: Callable[..., Any]):
+    def __init__(self, answer: Function, changed: Function, moved: Function):
         own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
 
-        def propagate(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+        def propagate(op: OpOverload, args: Args, kwargs: Kwargs, info: Any, try_cache: bool) -> object:
             return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
 
         self._answer = answer
@@ -144,7 +152,7 @@ def _forget_answers() -> None:
 _NEXT_LAYOUTS = _Planner.get_next_state
 
 
-def _next_layouts(planner: Any, placements: Any, order: Any) -> Any:
+def _next_layouts(planner: Any, placements: tuple[Placement, ...], order: Any) -> object:
     """The layouts that are one collective away from one, and what each costs, counted once for each kind of tensor.
 
     `DTensor` searches the cheapest way from each tensor to each layout that an operator could take it in, and counted
@@ -167,7 +175,7 @@ _INSTEAD: dict[str, Any] = {
 }
 
 
-def _results(moved: Callable[..., Any], op: Any, args: Any, info: Any) -> Any:
+def _results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
     """The local tensors that an operator returns."""
     results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
     if only_views(op) and (schema := info.output_sharding.redistribute_schema) is not None:
@@ -175,7 +183,7 @@ def _results(moved: Callable[..., Any], op: Any, args: Any, info: Any) -> Any:
     return results
 
 
-def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: Any) -> Any:
+def _tail(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object) -> object:
     """The return value of `DTensor` for an operator that changes tensors, of which some may be plain."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
@@ -187,8 +195,6 @@ def _tail(then: Callable[..., Any], op: Any, args: Any, kwargs: Any, *others: An
     return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 
 
-def _answered(
-    answer: Callable[..., Any], handler: Callable[..., Any], op: Any, args: Any, kwargs: Any
-) -> Any:
+def _answered(answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
     mesh = next(each.device_mesh for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)

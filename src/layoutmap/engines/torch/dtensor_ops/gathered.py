@@ -16,14 +16,21 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch.dtensor_ops.shards import mesh_of
-from layoutmap.engines.torch.operators import OPERATORS, operator_of, written_arguments
+from layoutmap.engines.torch.operators import (
+    OPERATORS,
+    Args,
+    Function,
+    Kwargs,
+    operator_of,
+    written_arguments,
+)
 from layoutmap.engines.torch.placing import everywhere, full_tensor, is_everywhere, like, with_gradient
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import check, numbers_of
 
 
 def on_gathered(
-    function: Callable[..., Any],
+    function: Function,
     args: Any,
     kwargs: Any,
     write: Callable[[Any, torch.Tensor], object] = lambda old, new: old.copy_(like(new, old)),
@@ -40,7 +47,7 @@ def on_gathered(
     changed = changed_by(function, args, kwargs)
     plain = {id(each): full_tensor(each).clone() if isinstance(each, DTensor) else each for each in changed}
 
-    def off_mesh(value: Any) -> Any:
+    def off_mesh(value: object) -> object:
         return plain[id(value)] if id(value) in plain else full_tensor(value)
 
     args, kwargs = tree_map(off_mesh, (tuple(args), dict(kwargs)))
@@ -58,7 +65,7 @@ def on_gathered(
     return tree_map(on_mesh, result)
 
 
-def changed_by(function: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+def changed_by(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """The tensors that a call changes: as an operator's schema says, or by the name of any other function."""
     if isinstance(function, OPERATORS):
         written = written_arguments(operator_of(function, args, kwargs))
@@ -68,27 +75,27 @@ def changed_by(function: Callable[..., Any], args: Any, kwargs: Any) -> list[tor
     return [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
 
 
-def custom(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why: decisions/0115
+def custom(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0115
     """A custom operator: its kernels, and its formula for gradients, are written for the memory of plain tensors."""
     if not all(is_everywhere(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
         warn_of_gathering(name_of(function), "DTensor does not know what a custom operator computes")
     return on_gathered(function, args, kwargs)
 
 
-def read(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def read(function: Function, args: Args, kwargs: Kwargs) -> Any:
     """A function that takes values out of a tensor: those of the global tensor, not of a shard or a summand."""
     with torch.no_grad():
         return function(*tree_map(complete, tuple(args)), **kwargs)
 
 
-def complete(value: Any) -> Any:
+def complete(value: object) -> object:
     """All values of a DTensor, when they are there: those of a collective under way are not read of its result."""
     plain = full_tensor(value)
     return plain.wait() if isinstance(value, DTensor) and hasattr(plain, "wait") else plain
 
 
 @functools.cache
-def changes_in_place(function: Callable[..., Any]) -> bool:
+def changes_in_place(function: Function) -> bool:
     """Whether a function changes its first argument, by its name."""
     name = function.__name__
     return (name.endswith("_") and not name.endswith("__")) or name in _CHANGING
@@ -100,7 +107,7 @@ _CHANGING = {
 }
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Function) -> str:
     """The name of a function in messages."""
     if isinstance(function, OPERATORS):
         return f"torch.ops.{getattr(function, 'overloadpacket', function)}"
@@ -136,27 +143,27 @@ READS = dict.fromkeys(
 )
 
 
-def _split(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _split(function: Function, args: Args, kwargs: Kwargs) -> object:
     """`tensor_split`, whose places torch reads from memory."""
     return function(args[0], *map(full_tensor, args[1:]), **tree_map(full_tensor, kwargs))
 
 
-def _of_list(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _of_list(function: Function, args: Args, kwargs: Kwargs) -> object:
     """`torch.tensor` of a list of tensors, which torch reads from memory."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         return tree_map(full_tensor, value) if isinstance(value, (list, tuple)) else value
 
     return function(*map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
 
 
-def product(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def product(function: Function, args: Args, kwargs: Kwargs) -> object:
     """`prod`; for DTensors torch computes its gradient without the result, which may be changed unseen."""
     given = dict(kwargs)
     x = args[0] if args else given.pop("input")
     numbers = numbers_of(x)
 
-    def checked(gradient: Any) -> Any:
+    def checked(gradient: torch.Tensor) -> object:
         check(numbers)
         return gradient
 
@@ -165,7 +172,7 @@ def product(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return result
 
 
-GATHERED: dict[Any, Callable[..., Any]] = {
+GATHERED: dict[Any, Function] = {
     **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_gathered),
     torch.prod: product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),

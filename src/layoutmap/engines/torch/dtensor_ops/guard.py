@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
@@ -40,7 +40,15 @@ from layoutmap.engines.torch.dtensor_ops.proven import (
     SUMS_PASS,
 )
 from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.operators import argument_names, only_views, overload_name, written_arguments
+from layoutmap.engines.torch.operators import (
+    Args,
+    Kwargs,
+    OpOverload,
+    argument_names,
+    only_views,
+    overload_name,
+    written_arguments,
+)
 from layoutmap.engines.torch.placing import (
     everywhere,
     full_tensor,
@@ -50,7 +58,7 @@ from layoutmap.engines.torch.placing import (
     replicated,
     summed_placements,
 )
-from layoutmap.engines.torch.specs import dtensor, local_of
+from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import memory_of
 
@@ -92,7 +100,7 @@ def guard(device_mesh: DeviceMesh) -> None:
         change(OPERATORS_GUARDED)
 
 
-def _changed(op: Any, changed: list[Any]) -> None:
+def _changed(op: OpOverload, changed: list[torch.Tensor]) -> None:
     """Have what DTensor has changed written to what it is a copy of."""
     _refuse_plain(op, changed, {})  # what DTensor remembers of replicated tensors it does to plain ones, too
     count_unseen(changed)
@@ -101,7 +109,7 @@ def _changed(op: Any, changed: list[Any]) -> None:
         spread(op, some)
 
 
-def _moved(source: Any, local: Any, spec: Any) -> None:
+def _moved(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Note of what a local tensor is a copy, of which views are taken."""
     if isinstance(source, DTensor) and source.device_mesh in meshes:
         note_redistributed(source, dtensor(local, spec))
@@ -115,7 +123,7 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
 # why: decisions/0057
 @plainly
 @torch.no_grad()
-def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+def _answer(own: Callable[[], Any], op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """The way in which DTensor may compute an operator, or else the operator's result.
 
     Args:
@@ -131,7 +139,7 @@ def _answer(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devic
     return _decided(own, op, args, kwargs, mesh)
 
 
-def _refuse_plain(op: Any, args: Any, kwargs: Any) -> None:
+def _refuse_plain(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Refuse an operator whose result would be a plain tensor that it changes, but for a copy of values."""
     if op is torch.ops.aten.copy_.default:
         return
@@ -214,7 +222,7 @@ def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: Devi
     return result
 
 
-def _is_proven(op: Any, name: str, args: Any, kwargs: Any) -> bool:
+def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether DTensor's own way is right; for a program's own operators that is as the program says."""
     if name in REDUCTIONS:
         place = argument_names(op).index("reduction")
@@ -227,13 +235,13 @@ def _is_proven(op: Any, name: str, args: Any, kwargs: Any) -> bool:
     return (name in PROVEN and not changes_shape) or op.namespace != "aten"
 
 
-def _is_aligned(target: Any, axis: int, tensors: Any) -> bool:
+def _is_aligned(target: torch.Tensor, axis: int, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors of one rank have the same size in all axes but one."""
     shapes = [list(e.shape) for e in tensors if isinstance(e, torch.Tensor) and 0 < e.ndim == target.ndim]
     return all(shape[:axis] + shape[axis:][1:] == shapes[0][:axis] + shapes[0][axis:][1:] for shape in shapes)
 
 
-def _may_pass(tensors: list[Any], name: str) -> bool:
+def _may_pass(tensors: list[DTensor], name: str) -> bool:
     """Whether DTensor's own way is right for the placements of these tensors."""
     if name in ("alias", "detach"):  # what autograd saves is the tensor itself
         return True
@@ -249,7 +257,7 @@ def _may_pass(tensors: list[Any], name: str) -> bool:
     )
 
 
-def _become_sums(tensors: list[Any], specs: list[Any]) -> bool:
+def _become_sums(tensors: list[DTensor], specs: list[Any]) -> bool:
     """Whether a shard would be redistributed to a partial sum, which DTensor cannot do."""
     return len(tensors) == len(specs) and any(
         type(now) is Shard and then.is_partial()
@@ -258,26 +266,26 @@ def _become_sums(tensors: list[Any], specs: list[Any]) -> bool:
     )
 
 
-def _dtensors(values: Any) -> list[Any]:
+def _dtensors(values: object) -> list[Any]:
     return [each for each in tree_leaves(values) if isinstance(each, DTensor)]
 
 
-def _is_partial_or_strided(tensor: Any) -> bool:
+def _is_partial_or_strided(tensor: DTensor) -> bool:
     """Whether a DTensor has a partial placement, or is not sharded in the mesh's order."""
     return not all(map(_is_plain, tensor.placements))
 
 
-def _is_plain(placement: Any) -> bool:
+def _is_plain(placement: Placement) -> bool:
     return type(placement) is Shard or placement.is_replicate()
 
 
-def _ready(value: Any, written: set[int]) -> Any:
+def _ready(value: object, written: set[int]) -> object:
     if not isinstance(value, DTensor) or id(value) in written or not _is_partial_or_strided(value):
         return value
     return placed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
 
 
-def _is_read_by_strides(name: str, tensor: Any) -> bool:
+def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
     """Whether an operator reads memory by strides, and the redistributed local tensor, contiguous, has other ones."""
     if name != "as_strided" or local_of(tensor).stride() == (strides := tensor.stride()):
         return False
@@ -300,7 +308,7 @@ def _is_even(tensor: Any) -> bool:
     return all(size % number == 0 for size, number in zip(tensor.shape, parts, strict=True))
 
 
-def _on_local(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+def _on_local(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """A view of what each device has all of."""
     args, kwargs = tree_map(
         lambda each: local_of(each) if isinstance(each, DTensor) else each, (args, kwargs)
@@ -315,7 +323,7 @@ def _on_local(op: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
     )
 
 
-def _refuse_shape(op: Any, old: Any, new: Any) -> NoReturn:
+def _refuse_shape(op: OpOverload, old: DTensor, new: DTensor) -> NoReturn:
     raise EngineError(
         f"{op}: a tensor on a mesh would change its shape in place",
         facts={"from": tuple(old.shape), "to": tuple(new.shape), "layout": str(old.placements)},

@@ -6,18 +6,27 @@ dim needs an argument in another layout, that is one product, and two backwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 
+from layoutmap.engines.torch.backward import Ctx
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import on_mesh, redistributed, reduced, summed_placements
-from layoutmap.engines.torch.specs import cached_by_mesh, dtensor, local_of, spec_of, spec_of_tensor
+from layoutmap.engines.torch.specs import (
+    DTensorSpec,
+    cached_by_mesh,
+    dtensor,
+    local_of,
+    spec_of,
+    spec_of_tensor,
+)
 
 
-def _linear(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # why: decisions/0101
+def _linear(function: Function, args: Any, kwargs: Any) -> Any:  # why: decisions/0101
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors = [given["input"], given["weight"], given.get("bias")]
     plan = None
@@ -92,7 +101,7 @@ def _plan(x: Any, weight: Any, bias: Any) -> _Plan | None:
     )
 
 
-def _is_even(spec: Any) -> bool:
+def _is_even(spec: DTensorSpec) -> bool:
     parts = [1] * len(spec.shape)
     for dim, placement in enumerate(spec.placements):
         if type(placement) is Shard:
@@ -102,7 +111,9 @@ def _is_even(spec: Any) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, plan: _Plan) -> Any:
+    def forward(
+        ctx: Ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan
+    ) -> Any:
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
         of_bias = None if bias is None else local_of(bias)
@@ -111,7 +122,7 @@ class _Linear(torch.autograd.Function):
         return dtensor(F.linear(local_of(x), local_of(weight), of_bias), plan.result)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: Any) -> Any:
         x, weight = ctx.saved_tensors
         plan: _Plan = ctx.plan
         given = redistributed(on_mesh(upstream[0], plan.result.mesh), plan.upstream)
@@ -133,7 +144,9 @@ class _Linear(torch.autograd.Function):
         return tuple(results)
 
 
-def _by_operators(gradient: Any, x: Any, weight: Any, wanted: Sequence[bool]) -> tuple[Any, Any, Any]:
+def _by_operators(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
+) -> tuple[Any, Any, Any]:
     rows = gradient.reshape(-1, gradient.shape[-1])
     return (
         gradient @ weight if wanted[0] else None,
@@ -142,7 +155,7 @@ def _by_operators(gradient: Any, x: Any, weight: Any, wanted: Sequence[bool]) ->
     )
 
 
-def _matmul(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
     if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # as in `_linear`
         return function(args[0].unsqueeze(0), args[1]).squeeze(0)
     result = function(*args, **kwargs)

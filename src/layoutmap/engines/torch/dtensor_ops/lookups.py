@@ -7,7 +7,7 @@ error, as on one device; on an accelerator the check waits for nothing, as torch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import kept_axes, local_shard, shard_placements
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import from_shards, reduced
 from layoutmap.engines.torch.specs import local_of, spec_of
 
 check_names("torch", (torch.ops.aten, "_assert_async"))
 
 
-def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _embedding(function: Function, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         raise EngineError(
@@ -67,7 +68,7 @@ def _embedding(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
-def _gather(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _gather(function: Function, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
     x, index = given["input"], given["index"]
     if not is_sharded(x, given["dim"]) or index.ndim != x.ndim:
@@ -111,7 +112,7 @@ def sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int]
     return reduced(from_shards(local, mesh, placements))
 
 
-def _take_along_dim(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "indices", "dim"), args, strict=False)), **kwargs}
     x, index, axis = given["input"], given["indices"], given.get("dim")
     if axis is None or x.ndim != index.ndim or not is_sharded(x, axis):
@@ -122,21 +123,21 @@ def _take_along_dim(function: Callable[..., Any], args: Any, kwargs: Any) -> Any
     return _gather(torch.gather, (x, axis, index.remainder(x.shape[axis])), {})
 
 
-def _one_hot(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _one_hot(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
     if given.get("num_classes", -1) >= 0:
         check_numbers(given["input"], given["num_classes"], "one_hot")
     return function(*args, **kwargs)
 
 
-def is_sharded(tensor: Any, axis: int) -> bool:
+def is_sharded(tensor: torch.Tensor, axis: int) -> bool:
     """Whether an axis of a DTensor is sharded over any mesh dim."""
     if not isinstance(tensor, DTensor) or tensor.ndim == 0:
         return False
     return any(placement.is_shard(axis % tensor.ndim) for placement in spec_of(tensor).placements)
 
 
-def _others(shape: Any, axis: int) -> list[int]:
+def _others(shape: Sequence[int], axis: int) -> list[int]:
     return [*shape[:axis], 1, *shape[axis + 1 :]]
 
 
@@ -152,7 +153,7 @@ def check_numbers(numbers: Any, size: int, name: str, axis: int = 0) -> None:
         raise IndexError(what) from error
 
 
-LOOKUPS: dict[Any, Callable[..., Any]] = {
+LOOKUPS: dict[Any, Function] = {
     F.embedding: _embedding,
     **dict.fromkeys((torch.gather, torch.Tensor.gather), _gather),
     **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _take_along_dim),

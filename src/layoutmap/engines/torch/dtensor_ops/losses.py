@@ -5,13 +5,14 @@ DTensor 2.13 divides the gradients of some means by the size of a shard, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.nn import functional as F
 
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
-def _by_element(names: str) -> Callable[..., Any]:
+
+def _by_element(names: str) -> Function:
     """A loss whose mean and sum are those of its elements.
 
     Args:
@@ -19,7 +20,7 @@ def _by_element(names: str) -> Callable[..., Any]:
     """
     parameters = names.split()
 
-    def loss(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def loss(function: Function, args: Args, kwargs: Kwargs) -> object:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         reduction = reduction_of(given)
         if given.get("weight") is not None and "cross_entropy" not in function.__name__:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.specs import cached_by_mesh, dtensor, spec_of_tensor
@@ -30,13 +31,13 @@ Places = tuple[Sequence[int], ...]  # along each axis
 def sharded_mask(  # why: decisions/0102
     shape: Sequence[int],
     dtype: torch.dtype,
-    device: Any,
+    device: torch.device,
     p: float,
-    mesh: Any,
-    placements: Sequence[Any],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
     *,
     over: float = 1.0,
-) -> Any:
+) -> DTensor:
     """A DTensor of zeros and ones, or fractions of one, of which each device draws its part.
 
     Args:
@@ -61,7 +62,9 @@ def sharded_mask(  # why: decisions/0102
 
 
 @cached_by_mesh
-def _places_here(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Mapping[int, Places]:
+def _places_here(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Mapping[int, Places]:
     """Which elements the devices of this process have: along each axis, their places in the global tensor."""
     ranks = simulation.ranks_of(mesh)
     found: dict[int, Places] = {}
@@ -74,7 +77,11 @@ def _places_here(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> M
 
 
 def _along(
-    axis: int, size: int, mesh_shape: Sequence[int], placements: Sequence[Any], coordinates: Sequence[int]
+    axis: int,
+    size: int,
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    coordinates: Sequence[int],
 ) -> Sequence[int]:
     places: Sequence[int] = range(size)
     for number, placement, coordinate in zip(mesh_shape, placements, coordinates, strict=True):

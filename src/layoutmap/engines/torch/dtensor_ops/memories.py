@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from types import MethodWrapperType
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, warn_of_gathering
 from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import attainable_placements, placed
 from layoutmap.engines.torch.specs import dtensor, local_of, spec_of
 from layoutmap.engines.torch.storages import base_of
@@ -54,7 +55,7 @@ class _Origin(NamedTuple):  # why: decisions/0151
     spec: Any
     places: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]
 
-    def whole(self, part: Any) -> Any:
+    def whole(self, part: torch.Tensor) -> Any:
         """All of the copy, in whose memory a tensor is."""
         dtype = self.spec.tensor_meta.dtype
         pieces = {
@@ -66,7 +67,7 @@ class _Origin(NamedTuple):  # why: decisions/0151
         return dtensor(simulation.join(pieces, dtype), self.spec)
 
 
-def note_redistributed(source: Any, copy: Any) -> None:
+def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
     """Note that a DTensor was redistributed for views to be taken of it.
 
     Args:
@@ -101,7 +102,7 @@ def _up_to_the_root(memory: torch.UntypedStorage) -> Generator[torch.UntypedStor
 
 @plainly
 @torch.no_grad()
-def spread(op: Any, changed: list[Any]) -> None:
+def spread(op: Any, changed: list[DTensor]) -> None:
     """Write what an operator has changed to what that is a copy of, and mark the other copies of it as outdated.
 
     Args:
@@ -126,7 +127,7 @@ def spread(op: Any, changed: list[Any]) -> None:
         outdated.discard(memory_of(part))  # its tensor has what it has
 
 
-def _check_writable(name: str, part: Any, origin: _Origin, others: Iterable[Any]) -> None:
+def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[Any]) -> None:
     """Refuse a copy that was changed, and cannot be written back.
 
     Raises:
@@ -153,7 +154,7 @@ def _check_writable(name: str, part: Any, origin: _Origin, others: Iterable[Any]
     )
 
 
-def count_unseen(changed: list[Any]) -> None:
+def count_unseen(changed: list[torch.Tensor]) -> None:
     """Count changes of tensors, and of what these are copies of, that autograd does not see."""
     for each in filter(is_unseen, changed):
         for memory in _up_to_the_root(memory_of(each)):
@@ -178,7 +179,7 @@ def _mark(memory: torch.UntypedStorage, *, is_seen: bool) -> None:
     _mark_copies([memory], is_seen=is_seen)
 
 
-def _before_function(function: Callable[..., Any], values: Any) -> None:
+def _before_function(function: Function, values: object) -> None:
     if function not in QUESTIONS:
         refuse_outdated(name_of(function), values)
     if not outdated:
@@ -190,11 +191,11 @@ QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in (*_METHODS, "stora
 """Methods that ask for something else than values."""
 
 
-def _shown(tensor: Any) -> str:
+def _shown(tensor: DTensor) -> str:
     return _SHOW(tensor) + (" (outdated: take it again)" if memory_of(tensor) in outdated else "")
 
 
-def refuse_outdated(name: str, values: Any) -> None:
+def refuse_outdated(name: str, values: object) -> None:
     """Refuse what is called with slices, or with lists of them, whose tensor was changed.
 
     Raises:
@@ -224,16 +225,18 @@ def _watch_functions() -> None:
     owner.__repr__ = functools.wraps(_SHOW)(_shown)
 
 
-def _torch_function(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _torch_function(
+    _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+) -> object:
     if type(func) is not MethodWrapperType:
         _before_function(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 
 
-def _watched(own: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(own: Function) -> Function:
     @functools.wraps(own)
-    def watched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
         _before_function(own, tensor)
         return own(tensor, *args, **kwargs)
 

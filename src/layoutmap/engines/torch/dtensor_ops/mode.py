@@ -62,7 +62,7 @@ from layoutmap.engines.torch.dtensor_ops.slices import assign, keep_gradient
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
 from layoutmap.engines.torch.modes import outside_of_modes, plainly, without_function_modes
-from layoutmap.engines.torch.operators import OPERATORS
+from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
 from layoutmap.engines.torch.placing import everywhere, reduced
 from layoutmap.engines.torch.storages import base_of
 from layoutmap.engines.torch.trees import tree_leaves
@@ -71,7 +71,7 @@ with Needed("torch"):
     from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
     from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
 
-Handler = Callable[[Callable[..., Any], Any, Any], Any]
+Handler = Callable[[Function, Any, Any], Any]
 
 _HANDLERS: dict[Any, Handler] = {
     **LINEAR,
@@ -124,7 +124,7 @@ class _Computing(TorchFunctionMode):
         super().__init__()
         self._by_shards = by_shards
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
             with outside_of_modes():  # it computes nothing: no mode has to see it
@@ -178,7 +178,7 @@ class _Known:
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(func: Any, by_shards: bool) -> _Known:
+def _known(func: Function, by_shards: bool) -> _Known:
     handler = _BY_SHARDS.get(func) if by_shards else None
     return _Known(
         handler=handler or _HANDLERS.get(func) or (plainly(custom) if is_custom(func) else None),
@@ -210,7 +210,7 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType
 
 
-def _compute(joins: bool, changed: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Any:
+def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> Any:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
     with outside_of_modes():
         if joins:
@@ -224,7 +224,7 @@ def _compute(joins: bool, changed: list[torch.Tensor], function: Any, args: Any,
         return result
 
 
-def _index(index: Any) -> Any:
+def _index(index: object) -> object:
     """An index whose lists of numbers are tensors, as torch makes of them where nobody can place them on the mesh."""
     if type(index) is tuple:
         return tuple(map(_index, index))
@@ -256,13 +256,13 @@ def _survey(values: Any) -> tuple[Any, bool]:
 
 
 @plainly
-def _all_on_mesh(args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:
+def _all_on_mesh(args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> tuple[Any, Any]:
     return tuple(_on_mesh(each, mesh) for each in args), {
         name: _on_mesh(each, mesh) for name, each in kwargs.items()
     }
 
 
-def _on_mesh(value: Any, mesh: Any) -> Any:
+def _on_mesh(value: Any, mesh: DeviceMesh) -> object:
     """A plain tensor on the mesh; a single number without a gradient needs not be."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor) or (value.ndim == 0 and not value.requires_grad):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import apart, join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     everywhere,
     from_shards,
@@ -23,7 +23,7 @@ from layoutmap.engines.torch.placing import (
 from layoutmap.engines.torch.specs import local_of
 
 
-def _batch_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _batch_norm(function: Function, args: Any, kwargs: Any) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
@@ -70,7 +70,7 @@ def _track(running: Any, value: Any, momentum: float) -> None:
     running.copy_(new if isinstance(running, DTensor) else full_tensor(new))
 
 
-def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _instance_norm(function: Function, args: Any, kwargs: Any) -> Any:
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, use_input_stats = given.pop("input"), given.get("use_input_stats", True)
@@ -87,7 +87,7 @@ def _instance_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return _EACH(function, (x,), given)
 
 
-def _group_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # pytorch/pytorch#184825
+def _group_norm(function: Function, args: Args, kwargs: Kwargs) -> object:  # pytorch/pytorch#184825
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")
     # Torch refuses too few values, and what it does not know, by the global batch.

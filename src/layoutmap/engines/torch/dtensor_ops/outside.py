@@ -35,6 +35,7 @@ from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors
 from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed, summed_placements
 from layoutmap.engines.torch.specs import local_of, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
@@ -80,7 +81,7 @@ def _assign_data(own: Callable[..., None], tensor: Any, value: Any) -> None:
     own(tensor, value)
 
 
-def _assign_part(own: Callable[..., None], tensor: Any, index: Any, value: Any) -> None:
+def _assign_part(own: Callable[..., None], tensor: DTensor, index: object, value: object) -> None:
     """`tensor[index] = value`, as `computing` makes it."""
     if not is_guarded(tensor.device_mesh):
         own(tensor, index, value)
@@ -89,7 +90,7 @@ def _assign_part(own: Callable[..., None], tensor: Any, index: Any, value: Any) 
         own(tensor, index, value)
 
 
-def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
+def _copied(own: Function, tensor: DTensor, memo: dict[int, Any]) -> object:
     """`copy.deepcopy(tensor)`."""
     if id(tensor) in memo or not is_guarded(tensor.device_mesh) or not tensor.storage_offset():
         return own(tensor, memo)
@@ -97,7 +98,7 @@ def _copied(own: Callable[..., Any], tensor: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
-def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Tensor:
+def _gathered(own: Function, tensor: DTensor, **options: object) -> torch.Tensor:
     """`tensor.full_tensor()`: a plain tensor of simulated devices, too."""
     if not simulation.is_simulated() or not is_guarded(tensor.device_mesh):
         return own(tensor, **options)
@@ -107,7 +108,7 @@ def _gathered(own: Callable[..., Any], tensor: Any, **options: Any) -> torch.Ten
 
 
 @plainly
-def _on_plain(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) -> Any:
+def _on_plain(own: Function, tensor: DTensor, *args: object, **options: object) -> object:
     """The result of a method that torch has for plain tensors alone."""
     if not is_guarded(tensor.device_mesh):
         return own(tensor, *args, **options)
@@ -115,13 +116,13 @@ def _on_plain(own: Callable[..., Any], tensor: Any, *args: Any, **options: Any) 
     return own(complete(tensor), *args, **options)
 
 
-def _formatted(own: Callable[..., str], tensor: Any, spec: str) -> str:
+def _formatted(own: Callable[..., str], tensor: DTensor, spec: str) -> str:
     """`f"{tensor:.3f}"` of a number, which torch knows of plain tensors; nothing is gathered that was not asked for."""
     is_number = tensor.ndim == 0 and is_guarded(tensor.device_mesh)
     return format(tensor.item(), spec) if is_number and (spec or is_everywhere(tensor)) else own(tensor, spec)
 
 
-def _refuse_address(own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
     """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of; `copy.deepcopy` does, too."""
     asking = sys._getframe(level_of_user({"functools"}) - 1)
     if is_guarded(tensor.device_mesh) and asking.f_globals.get("__name__") != "torch._tensor":
@@ -136,7 +137,7 @@ def _refuse_address(own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: 
 
 
 @plainly
-def _orthogonal(own: Callable[..., torch.Tensor], gradient: Any, *options: Any) -> Any:
+def _orthogonal(own: Callable[..., torch.Tensor], gradient: torch.Tensor, *options: object) -> object:
     """The update that Muon makes of a gradient, which each process computes as one device does."""
     if not isinstance(gradient, DTensor) or not is_guarded(gradient.device_mesh):
         return own(gradient, *options)
@@ -148,8 +149,8 @@ _SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
 
 @plainly
 def _counted(
-    own: Callable[..., Any], mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None
-) -> Any:
+    own: Function, mode: Any, op: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+) -> object:
     """The result of an operator under `FlopCounterMode`, which counts what one device computes of it."""
     if asked.is_open:
         return op(*args, **(kwargs or {}))
@@ -171,10 +172,10 @@ def _counted(
     return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
 
 
-def _method(name: str, instead: Callable[..., Any], of: Any = DTensor) -> Attribute:
+def _method(name: str, instead: Function, of: Any = DTensor) -> Attribute:
     """The patch that has a function called in the place of a method, with what torch does first."""
 
-    def make(own: Any) -> Any:
+    def make(own: Function) -> object:
         return functools.wraps(own)(lambda *args, **kwargs: instead(own, *args, **kwargs))
 
     return Attribute(of, name, make)

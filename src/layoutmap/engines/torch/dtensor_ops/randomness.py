@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
@@ -23,12 +24,13 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import Gather, check_alike
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed, reduced
 from layoutmap.engines.torch.trees import tree_map
 
 
 @contextmanager
-def same_draws(mesh: Any, gather: Gather) -> Generator[None]:
+def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
     """Refuse random numbers that are drawn in here, if those of another process are different.
 
     Args:
@@ -60,12 +62,12 @@ def _state(kind: str) -> int:
     return checksum(*(state.numpy() for state in states))
 
 
-def _in_memory_as(tensor: Any) -> torch.Tensor:
+def _in_memory_as(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor without values, of a DTensor's shape, strides and type: the order of draws follows the strides."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _dropout(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
     x, p, train = _given(*args, **kwargs)
     if not train or p == 0:
         return x
@@ -79,7 +81,7 @@ def _given(input: Any, p: float, train: bool) -> tuple[Any, float, bool]:
     return input, p, train
 
 
-def _dropout_by_shards(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _dropout_by_shards(function: Function, args: Any, kwargs: Any) -> Any:
     """A dropout of which each device draws its part."""
     x, p, train = _given(*args, **kwargs)
     of_channels = "feature" in function.__name__
@@ -105,30 +107,30 @@ def _dropout_by_shards(function: Callable[..., Any], args: Any, kwargs: Any) -> 
 _SELU = 1.7580993408473766
 
 
-def _when_training(place: int) -> Callable[..., Any]:
+def _when_training(place: int) -> Function:
     """A function that draws only if its argument at a place says so."""
 
-    def drawn(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def drawn(function: Function, args: Args, kwargs: Kwargs) -> object:
         training = args[place] if len(args) > place else next(iter(kwargs.values()))
         return global_init(function, args, kwargs) if training else function(*args, **kwargs)
 
     return drawn
 
 
-def _filled(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _filled(function: Function, args: Args, kwargs: Kwargs) -> object:
     """A method that fills a tensor with random numbers."""
     x, *rest = args
     values = function(_in_memory_as(x), *map(full_tensor, rest), **tree_map(full_tensor, kwargs))
     return x.copy_(like(values, x))
 
 
-def _alike(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _alike(function: Function, args: Args, kwargs: Kwargs) -> object:
     """A function that makes a random tensor of the shape of another."""
     x, *rest = args
     return like(function(_in_memory_as(x), *rest, **kwargs), x)
 
 
-def global_init(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def global_init(function: Function, args: Args, kwargs: Kwargs) -> object:
     """A function that draws for the values that it is given; placed as the first of them where it has its shape."""
     first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
     result = on_gathered(function, args, kwargs)
@@ -144,7 +146,7 @@ _DROPOUTS = (torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature
 _ALPHA_DROPOUTS = (
     *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
 )
-RANDOM: dict[Any, Callable[..., Any]] = {
+RANDOM: dict[Any, Function] = {
     **dict.fromkeys(_DROPOUTS, _dropout),
     **{getattr(torch.Tensor, name): _filled for name in _METHODS},
     **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _alike),

@@ -5,21 +5,21 @@ DTensor has a rule for some of them, but none for their gradients (of pooling: p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.shards import apart
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import attainable_placements, placed
 
 
-def _rms_norm(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     return _but_last(len(shape))(function, args, kwargs)
 
 
-def _pad(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
     if given.get("mode", "constant") == "constant":
         return function(*args, **kwargs)
@@ -30,12 +30,12 @@ _ALL = apart(lambda rank: range(rank))
 _FIRST = apart(lambda rank: range(1))
 
 
-def _but_last(number: int) -> Callable[..., Any]:
+def _but_last(number: int) -> Function:
     """All axes but some at the end, which the function takes together."""
     return apart(lambda rank: range(rank - number))
 
 
-def _in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _in_place(function: Function, args: Args, kwargs: Kwargs) -> object:
     """A function that may change its input, whose shards are no memory to change."""
     given = {**dict(zip(_PARAMETERS[function], args, strict=False)), **kwargs}
     if not given.pop("inplace", False):
@@ -49,7 +49,7 @@ _PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.hardtanh: ("input", "min_val", "max_val", "inplace"),
     **dict.fromkeys((F.relu6, F.hardswish, F.hardsigmoid), ("input", "inplace")),
 }
-ROWS: dict[Any, Callable[..., Any]] = {
+ROWS: dict[Any, Function] = {
     F.rms_norm: _rms_norm,
     F.pad: _pad,
     F.unfold: _but_last(3),

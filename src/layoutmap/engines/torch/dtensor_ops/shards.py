@@ -10,8 +10,10 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import everywhere, from_shards, placed, reduced, replicated, shard_of
 
 
@@ -51,7 +53,7 @@ def kept_axes(
     return kept
 
 
-def shard_placements(mesh: Any, axes: Mapping[int, int | None]) -> tuple[Any, ...]:
+def shard_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Any, ...]:
     """The placements that shard some axes, by the number of the mesh dim."""
     placements = replicated(mesh)
     for dim, axis in axes.items():
@@ -87,14 +89,14 @@ def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:  # why: 
     return from_shards(local, mesh, shard_placements(mesh, axes))
 
 
-def apart(free: Callable[[int], Container[int]]) -> Callable[..., Any]:
+def apart(free: Callable[[int], Container[int]]) -> Function:
     """How to compute a function that treats positions of its first tensor apart, along some axes.
 
     Args:
         free: These axes, given the tensor's rank. They may stay sharded, and so are the result's then.
     """
 
-    def compute(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def compute(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         first = 0 if args else "input"
         mesh = mesh_of(values.values())

@@ -7,7 +7,6 @@ What else is done with slices is in `memories`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     attainable_placements,
     everywhere,
@@ -37,7 +37,7 @@ def keep_gradient(changed: Any) -> None:
         base.register_hook(place)
 
 
-def assign(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def assign(function: Function, args: Args, kwargs: Kwargs) -> object:
     """`x[index] = value`."""
     target, index, value = args
     if isinstance(target, DTensor) and _is_replicated_where_indexed(target, index):
@@ -49,7 +49,7 @@ def assign(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return on_gathered(function, args, kwargs)
 
 
-def _is_replicated_where_indexed(target: Any, index: Any) -> bool:
+def _is_replicated_where_indexed(target: Any, index: object) -> bool:
     """Whether an index of slices and numbers takes all of each sharded axis."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):

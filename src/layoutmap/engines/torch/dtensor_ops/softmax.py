@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.lookups import is_sharded
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard
+from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import largest_of_devices, sum_of_devices
 
 
@@ -29,17 +31,17 @@ def log_softmax_of_shards(x: torch.Tensor, axis: int, mesh: Any, along: Collecti
     return x - sum_of_devices(x.exp().sum(axis, keepdim=True), mesh, along).log()
 
 
-def _softmax_of_shards(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
+def _softmax_of_shards(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
     x = _below_the_largest(x, axis, mesh, along).exp()
     return x / sum_of_devices(x.sum(axis, keepdim=True), mesh, along)
 
 
-def _below_the_largest(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
+def _below_the_largest(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x - largest_of_devices(x.detach().amax(axis, keepdim=True), mesh, along)
 
 
-def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Callable[..., Any]:
+def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Function:
     """How a function is computed.
 
     Args:
@@ -47,7 +49,7 @@ def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Callable[..., Any
         place: The place of the element type among its arguments.
     """
 
-    def compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def compute(function: Function, args: Any, kwargs: Any) -> Any:
         x = args[0] if args else kwargs["input"]
         axis = args[1] if len(args) > 1 else kwargs.get("dim")
         rank = x.ndim
@@ -66,7 +68,7 @@ def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Callable[..., Any
     return compute
 
 
-SOFTMAX: dict[Any, Callable[..., Any]] = {
+SOFTMAX: dict[Any, Function] = {
     F.softmax: _by(_softmax_of_shards, 3),
     F.log_softmax: _by(log_softmax_of_shards, 3),
     **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _by(_softmax_of_shards, 2)),

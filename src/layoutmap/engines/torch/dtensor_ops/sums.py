@@ -23,7 +23,7 @@ _PRODUCTS = (
 )
 
 
-def batch_divides(value: Any) -> bool:
+def batch_divides(value: object) -> bool:
     """Whether the first axis of a tensor can be sharded evenly over each dim of its mesh."""
     if not isinstance(value, DTensor) or not value.ndim:
         return True
@@ -33,14 +33,14 @@ def batch_divides(value: Any) -> bool:
 class SummingUp(TorchFunctionMode):
     """While open, products and their gradients are summed up at once."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(with_summed_gradient, (args, kwargs or {}))
         return reduced(func(*args, **kwargs))
 
 
-def with_summed_gradient(value: Any) -> Any:
+def with_summed_gradient(value: object) -> object:
     """The same value, whose gradient is summed up when it comes back."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from layoutmap.engines.torch.operators import Function
 
 _MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
 _QUESTION = "has_torch_function"
 
 
-def can_be_unwrapped(function: Any) -> bool:
+def can_be_unwrapped(function: Function) -> bool:
     """Whether a function is Python that first asks whether there is a mode to be called in its place."""
     return (
         isinstance(function, types.FunctionType)
@@ -21,7 +22,7 @@ def can_be_unwrapped(function: Any) -> bool:
     )
 
 
-def unwrapped(function: Any, **replaced: Any) -> Callable[..., Any]:
+def unwrapped(function: Function, **replaced: Any) -> Function:
     """Such a function, without the question.
 
     Args:
@@ -39,7 +40,7 @@ def unwrapped(function: Any, **replaced: Any) -> Callable[..., Any]:
     return made
 
 
-def _no(*args: Any) -> bool:
+def _no(*args: object) -> bool:
     return False
 
 
@@ -49,7 +50,7 @@ class _Unasked:
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         found = getattr(self._module, name)
         if found is torch.overrides:
             return _Unasked(found)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
+from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, placed_over, spec_of
+from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, placed_as, placed_over, spec_of
 
 
 def can_gather(tensor: Any, mesh_dim: int) -> bool:
@@ -51,7 +52,7 @@ class Gather:
 
     def __init__(
         self,
-        tensors: Sequence[Any],
+        tensors: Sequence[DTensor],
         mesh_dim: int,
         dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -83,7 +84,7 @@ class Gather:
 
 class _GatherOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gather: Gather, *tensors: Any) -> Any:
+    def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)  # of a DTensor that is not used, torch makes plain zeros
         ctx.gather = gather
         columns = gather.rows().split([place.local_size for place in gather.places], dim=1)
@@ -91,7 +92,7 @@ class _GatherOver(torch.autograd.Function):
 
     @staticmethod
     @plainly
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
         return None, *_ScatterOver.apply(ctx.gather, *upstream)
 
 
@@ -122,7 +123,7 @@ class _ScatterOver(torch.autograd.Function):
 
     @staticmethod
     @plainly
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Any, *upstream: DTensor) -> Any:
         groups: dict[Any, list[int]] = {}  # in one order in all processes, as their collectives are
         for number, each in enumerate(upstream):
             if each is not None:
@@ -140,19 +141,19 @@ class Cast(torch.autograd.Function):
     """A DTensor in another element type; its gradient comes back in its own, before it is summed up."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         """See above."""
         ctx.dtype = tensor.dtype
         return _converted(tensor, dtype)
 
     @staticmethod
     @plainly
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
         """See above."""
         return Cast.apply(upstream[0], ctx.dtype), None
 
 
-def _converted(tensor: Any, dtype: torch.dtype) -> Any:
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> object:
     spec = spec_of(tensor)
     return dtensor(local_of(tensor).to(dtype), placed_as(spec, spec.placements, dtype))
 
@@ -160,21 +161,21 @@ def _converted(tensor: Any, dtype: torch.dtype) -> Any:
 class _Place:
     """How one tensor is placed, sharded over the mesh dim and gathered over it."""
 
-    def __init__(self, tensor: Any, mesh_dim: int) -> None:
+    def __init__(self, tensor: torch.Tensor, mesh_dim: int) -> None:
         self.spec, self.mesh_dim = spec_of(tensor), mesh_dim
         self.axis = self.spec.placements[mesh_dim].dim
         self.number = self.spec.mesh.size(mesh_dim)
         self.local_shape = tuple(local_of(tensor).shape)
         self.local_size, self.device = local_of(tensor).numel(), local_of(tensor).device
 
-    def gathered_of(self, pieces: torch.Tensor) -> Any:
+    def gathered_of(self, pieces: torch.Tensor) -> object:
         """The tensor, from one row of numbers for each device along the mesh dim."""
         apart = pieces.reshape(self.number, *self.local_shape)
         joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
         return dtensor(local, placed_over(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
-    def taken_apart(self, gradient: Any) -> torch.Tensor:
+    def taken_apart(self, gradient: DTensor) -> torch.Tensor:
         """One row of numbers for each device along the mesh dim."""
         before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
         apart = local_of(gradient).reshape([*before, self.number, *after])
@@ -186,7 +187,7 @@ class _Place:
         return dtensor(numbers.reshape(self.local_shape), self.spec)
 
 
-def as_sum(gradient: Any, spec: Any, mesh_dim: int) -> Any:
+def as_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> Any:
     """A gradient as numbers that are still to be summed up over a mesh dim, laid out else as the tensor is.
 
     One that has been summed up, as that of a batch which does not divide, is shared out evenly.

@@ -24,7 +24,7 @@ from layoutmap.engines.torch.storages import storage_key
 
 # why: decisions/0062
 @contextmanager
-def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Generator[bool]:
+def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[Any]]) -> Generator[bool]:
     """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.
 
     Where something else decides already what autograd keeps, as activation checkpoints do, that is left alone.
@@ -46,7 +46,7 @@ def regathered(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> Ge
 
 
 @plainly
-def _watched(tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> _Weights | None:
+def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[Any]]) -> _Weights | None:
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     if not nodes or not torch.is_grad_enabled() or saver() is not None:
         return None
@@ -66,7 +66,7 @@ class _View:
 
 
 class _Weights:
-    def __init__(self, tensors: Sequence[Any], again: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[Any]]) -> None:
         self._numbers = {storage_key(_piece(tensor)): number for number, tensor in enumerate(tensors)}
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._again = again
@@ -76,12 +76,12 @@ class _Weights:
         """The memory of the weights may be another's from now on."""
         self._numbers.clear()
 
-    def let_go(self, *_: Any) -> None:
+    def let_go(self, *_: object) -> None:
         """The backward pass has what it needed of them, unless it is to be differentiated itself."""
         if not torch.is_grad_enabled():
             self._made = None
 
-    def pack(self, tensor: Any) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
         if not self._numbers or not (isinstance(tensor, DTensor) or is_of_graph(tensor)):
             return tensor
         piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
@@ -94,7 +94,7 @@ class _Weights:
     def unpack(self, packed: Any) -> Any:
         return plainly(self._view)(packed) if isinstance(packed, _View) else packed
 
-    def _view(self, view: _View) -> Any:
+    def _view(self, view: _View) -> object:
         with torch.no_grad():
             if self._made is None:
                 self._made = self._again()
@@ -112,5 +112,5 @@ def is_of_graph(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not simulation.is_simulated()
 
 
-def _piece(tensor: Any) -> torch.Tensor:
+def _piece(tensor: torch.Tensor) -> torch.Tensor:
     return simulation.plain(local_of(tensor))

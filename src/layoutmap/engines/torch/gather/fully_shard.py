@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.backward import backward_pass, is_checkpoint, saver
+from layoutmap.engines.torch.backward import Ctx, backward_pass, is_checkpoint, saver
 from layoutmap.engines.torch.gather.fsdp import as_sum, changed_too_early
 from layoutmap.engines.torch.gather.fsdp_saved import is_of_graph
 from layoutmap.engines.torch.gather.fully_sharded import FullySharded
@@ -58,7 +59,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
     def __init__(
         self,
         parameters: Sequence[tuple[str, Any]],
-        mesh: Any,
+        mesh: DeviceMesh,
         mesh_dim: int,
         options: Mapping[str, Any],
         *,
@@ -216,7 +217,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             if version_of(each) != version:
                 raise RuntimeError(changed_too_early(name, tuple(each.shape)))
 
-    def _came(self, number: int, gradient: Any) -> Any:
+    def _came(self, number: int, gradient: DTensor) -> object:
         """The gradients that are to be summed up, for each process."""
         self.begin_backward()
         sharded = self._sharded[number][0]
@@ -225,7 +226,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         return as_sum(gradient, spec_of(self.state.gathered[number]), self._mesh_dim)
 
     @plainly
-    def _done(self, _: Any) -> None:
+    def _done(self, _: object) -> None:
         """The backward pass has come to what the unit was called with, and so is done with it."""
         if self.state.is_in_backward:
             self.state.after_backward()
@@ -235,12 +236,12 @@ class _Reachable(torch.autograd.Function):
     """The same gathered parameter; refuses gradients of sharded ones, which `fully_shard` computes by itself."""
 
     @staticmethod
-    def forward(ctx: Any, node: Any, gathered: Any, *sharded: Any) -> Any:
+    def forward(ctx: Ctx, node: Any, gathered: Any, *sharded: Any) -> Any:
         ctx.node, ctx.number = node, len(sharded)
         return gathered.view_as(gathered)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
         if not will_be_reached(ctx.node):
             raise RuntimeError(_BY_WEIGHTS)
         return None, *upstream, *[None] * ctx.number
@@ -256,7 +257,7 @@ class _Call:
         self.calls: dict[int, _Call] = {} if around is None else dict(around.calls)
         self.calls.update(dict.fromkeys(storages, self))
 
-    def pack(self, tensor: Any) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
         call = None
         if isinstance(tensor, DTensor) or is_of_graph(tensor):
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -296,11 +297,11 @@ _SECOND_DERIVATIVE = format_message(
 )
 
 
-def _has_foreign_hooks(tensor: Any) -> bool:
+def _has_foreign_hooks(tensor: torch.Tensor) -> bool:
     return any(not hasattr(hook, "__torch_unserializable__") for hook in hooks_of_tensor(tensor)[0])
 
 
-def _off_load(parameter: Any, *, is_pinned: bool) -> None:
+def _off_load(parameter: torch.Tensor, *, is_pinned: bool) -> None:
     """Have a parameter, which stays the same object, hold its shard in the memory of the CPU."""
     local = local_of(parameter).cpu()
     local = local.pin_memory() if is_pinned else local

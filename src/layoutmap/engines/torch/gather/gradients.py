@@ -51,12 +51,12 @@ class Gradients:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _watch(self, parameter: Any) -> tuple[Any, Any]:
+    def _watch(self, parameter: DTensor) -> tuple[Any, Any]:
         earlier: dict[int, Any] = {}  # by pass, so that one that fails leaves nothing for the next
         parameter_of = self._refer_to(parameter)
 
         @unserializable_hook
-        def before(gradient: Any) -> None:
+        def before(gradient: torch.Tensor) -> None:
             # Kept apart from the gradient that exists: DTensor would all-reduce this one by itself in order to add it.
             parameter = parameter_of()
             if parameter is not None and parameter.grad is not None and _is_partial(gradient):
@@ -64,14 +64,14 @@ class Gradients:
                 earlier[backward_pass()] = parameter.grad
                 parameter.grad = None
 
-        def after(parameter: Any) -> None:
+        def after(parameter: DTensor) -> None:
             added = earlier.pop(backward_pass(), None)
             if added is not None or _differs(parameter):
                 self._note(parameter, added)
 
         return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
 
-    def _note(self, parameter: Any, earlier: Any) -> None:
+    def _note(self, parameter: torch.Tensor, earlier: Any) -> None:
         """Remember a parameter until the pass that runs now ends."""
         number = backward_pass()
         if number not in self._passes:
@@ -96,16 +96,16 @@ class Gradients:
                 parameter.grad = earlier.add_(parameter.grad)
 
 
-def _is_partial(gradient: Any) -> bool:
+def _is_partial(gradient: torch.Tensor) -> bool:
     return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
 
-def _differs(parameter: Any) -> bool:
+def _differs(parameter: DTensor) -> bool:
     gradient = parameter.grad
     return isinstance(gradient, DTensor) and gradient.placements != parameter.placements
 
 
-def _redistribute(parameter: Any) -> None:
+def _redistribute(parameter: DTensor) -> None:
     """Redistribute a gradient whose placements differ from its parameter's by more than partial sums to replicate."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -118,7 +118,7 @@ def _redistribute(parameter: Any) -> None:
         parameter.grad = redistributed(gradient, closer)
 
 
-def _sum_up(parameters: list[Any], dim: int) -> None:
+def _sum_up(parameters: list[torch.Tensor], dim: int) -> None:
     """All-reduce, in few tensors, the gradients of parameters that are partial over a mesh dim."""
     alike: dict[Any, list[Any]] = {}
     for parameter in parameters:
@@ -130,7 +130,7 @@ def _sum_up(parameters: list[Any], dim: int) -> None:
             _sum_up_at_once(some, dim, partial.reduce_op)
 
 
-def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
+def _batches(parameters: list[torch.Tensor]) -> Iterable[list[Any]]:
     some: list[Any] = []
     size = 0
     for parameter in parameters:
@@ -143,7 +143,7 @@ def _batches(parameters: list[Any]) -> Iterable[list[Any]]:
     yield some
 
 
-def _sum_up_at_once(parameters: list[Any], dim: int, reduce_op: str) -> None:
+def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
     pieces = [local_of(parameter.grad) for parameter in parameters]
     joined = torch.cat([each.reshape(-1) for each in pieces])
     parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)
