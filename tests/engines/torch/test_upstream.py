@@ -42,7 +42,7 @@ def is_right(program):
 def test_a_correction_is_needed(name):
     """DTensor does wrongly what a correction says, on each version of torch before the one that is right."""
     module, issue, _, release, _ = CORRECTIONS[name]
-    is_wrong = not release or is_before(release)
+    is_wrong = not release or is_before("torch", release)
     assert is_wrong != is_right(PROBES[name].alone), (
         f"{name} (in {module}, issue of pytorch/pytorch: {issue}): torch {torch.__version__} is to be "
         + ("wrong, and is right: no longer needed from it on" if is_wrong else "right, and is wrong")

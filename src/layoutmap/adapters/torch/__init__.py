@@ -71,7 +71,9 @@ class TorchAdapter(Adapter):
         """While open, torch modules that are built here are refused: the scope is one for another library."""
         return module_hooks.installed()
 
-    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
+    def own_options(
+        self, given: Mapping[str, object], options: ScopeOptions, *, across: bool
+    ) -> TorchOptions:
         """Return the options that only scopes for torch modules have."""
         return TorchOptions.of(given, options, across=across)
 
@@ -100,7 +102,7 @@ class TorchAdapter(Adapter):
     def complete(self, model: torch.nn.Module, batch: object) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
 
-    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+    def with_optimizer(self, model: Any, optimizer: Any) -> object:
         """Return a model, for which `train_with` then knows an optimizer, by its name or what makes it.
 
         Raises:
@@ -192,7 +194,7 @@ class TorchAdapter(Adapter):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        arrays: Iterable[tuple[str, Any]],
+        arrays: Iterable[tuple[str, object]],
     ) -> tuple[Any, Any]:
         """Give tensors other values."""
         restored(model, optimizer or training_of(model).optimizer, arrays)

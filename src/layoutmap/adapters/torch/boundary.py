@@ -32,7 +32,7 @@ def tensors_in(values: object, kind: type = torch.Tensor) -> list[Any]:
     return found
 
 
-def map_tensors(change: Callable[[Any], Any], values: Any, kind: type = torch.Tensor) -> Any:
+def map_tensors(change: Callable[[Any], object], values: object, kind: type = torch.Tensor) -> Any:
     """The same containers and dataclasses with each tensor, or what is of another kind, changed; the rest stays."""
 
     def of_leaf(leaf: Any) -> object:
@@ -48,7 +48,7 @@ def map_tensors(change: Callable[[Any], Any], values: Any, kind: type = torch.Te
     return tree_map(of_leaf, values)
 
 
-def on_mesh(values: Any, context: ScopeContext) -> Any:
+def on_mesh(values: object, context: ScopeContext) -> Any:
     """Plain tensors on the mesh: sharded along their first axis as the batch is where that divides, or replicated."""
 
     def place(tensor: torch.Tensor) -> Any:
@@ -68,12 +68,12 @@ def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placem
     return placed(everywhere(tensor, mesh), placements)
 
 
-def plain(values: Any) -> Any:
+def plain(values: object) -> Any:
     """Plain global tensors, the same in all processes, in the place of `DTensor`s."""
     return map_tensors(lambda tensor: _on_its_mesh(full_tensor, tensor), values)
 
 
-def summed_up(values: Any) -> Any:
+def summed_up(values: object) -> object:
     """`DTensor`s that are no sum still to be made: what a program reads of them is then right."""
     return map_tensors(lambda tensor: _on_its_mesh(reduced, tensor), values)
 

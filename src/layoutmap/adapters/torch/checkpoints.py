@@ -108,7 +108,7 @@ def restored(
                 optimizer.state[parameter][name] = value if keep else value.to(parameter.device)
 
 
-def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object] | None:
     """Return what an optimizer has beside tensors of its parameters: learning rates, counts, and the like."""
     if optimizer is None:
         return None
@@ -135,7 +135,7 @@ def restore_settings(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     settings: Mapping[str, Any],
-    override: Mapping[str, Any],
+    override: Mapping[str, object],
 ) -> None:
     """Put back what `settings_of` returned, but for what is to be other."""
     parameters = _parameters(_named(_kept(model)), optimizer)
@@ -160,7 +160,7 @@ def _warn_of_replaced(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     settings: Mapping[str, Any],
-    override: Mapping[str, Any],
+    override: Mapping[str, object],
 ) -> None:
     """Warn of settings with which an optimizer was made, where others were saved."""
     replaced: dict[str, object] = {}
@@ -185,7 +185,7 @@ def _warn_of_replaced(
         )
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     """Whether two settings are equal, as numbers of the type that has fewer bits."""
     ones, others = tree_leaves(one), tree_leaves(other)
     return len(ones) == len(others) and all(map(_equal_leaves, ones, others))
@@ -282,7 +282,7 @@ def _parameters(
 
 
 def _check_alike(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, object]
 ) -> None:
     kind = type(optimizer).__name__
     if settings["kind"] != kind:
@@ -363,7 +363,7 @@ def _array_of(value: object) -> object:
     return to_numpy(value) if isinstance(value, torch.Tensor) else value
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: object) -> Any:
     return tree_map(lambda each: to_torch(each) if hasattr(each, "__array__") else each, value)
 
 

@@ -36,7 +36,7 @@ def go_on_compiling(compiler: Any) -> None:
     set_eval_frame(compiler)
 
 
-def call_compiled(compiler: Any, function: Callable[[Any], R], argument: Any) -> R:
+def call_compiled(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
     """Call a function, compiled by what `stop_compiling` has returned, for the shapes of its argument."""
     make_as_before = _make_static()
     set_eval_frame(compiler)
@@ -47,7 +47,7 @@ def call_compiled(compiler: Any, function: Callable[[Any], R], argument: Any) ->
         make_as_before()
 
 
-def makes_one_graph(compiler: Any) -> bool:
+def makes_one_graph(compiler: object) -> bool:
     """Whether what `stop_compiling` has returned is to make one graph (`fullgraph=True`), or fail."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)

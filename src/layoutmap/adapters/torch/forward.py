@@ -78,7 +78,7 @@ class Forward:
         *,
         gather: Gathering | None = None,
         valueless: str = "",
-        graphs: dict[Any, Any] | None = None,
+        graphs: dict[object, object] | None = None,
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
         self._module = weakref.ref(module)
@@ -93,17 +93,17 @@ class Forward:
         self._output = context.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
         self._num_checked = 0
-        self._compared: set[Any] = set()  # modes in which the processes have compared their programs
+        self._compared: set[object] = set()  # modes in which the processes have compared their programs
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
-        self._as_called: dict[Any, Mapping[Forward, Compiled]] = {}
+        self._as_called: dict[object, Mapping[Forward, Compiled]] = {}
 
     def attach(self) -> None:
         """Put it in its place."""
         vars(self._the_module()).update({_ATTRIBUTE: self, "compile": functools.partial(_compile, self)})
         keep(self)
 
-    def compile(self, options: Mapping[str, Any]) -> None:
+    def compile(self, options: Mapping[str, object]) -> None:
         """Have the module compiled when it is called, or the blocks in it that gather their weights.
 
         Raises:
@@ -121,7 +121,7 @@ class Forward:
     def _inside(self) -> list[Forward]:
         return [each for module in self._the_module().modules() if (each := forward_of(module))]
 
-    def _compiled_by(self, compiler: Any) -> Mapping[Forward, Compiled]:
+    def _compiled_by(self, compiler: object) -> Mapping[Forward, Compiled]:
         """The compiled modules where `torch.compile(module)`, or a function that it has compiled, calls the module."""
         inside = self._inside()
         key = (compiler, *inside)
@@ -178,7 +178,7 @@ class Forward:
     def _called(self, args: Args, kwargs: Kwargs) -> object:
         return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
 
-    def _on_mesh(self, args: Any, kwargs: Any) -> Any:
+    def _on_mesh(self, args: Any, kwargs: Any) -> object:
         self._refuse_transforms()
         if is_traced_by_jit():
             raise self._in_a_graph("torch.jit.trace")
@@ -310,7 +310,7 @@ class Forward:
         module = self._the_module()
         return inspect.signature(self._before or _plain_forward(module))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> object:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         module = self._the_module()
         made = copy.copy(self)
         made._module = weakref.ref(memo.get(id(module), module))

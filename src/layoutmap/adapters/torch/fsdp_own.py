@@ -106,7 +106,7 @@ class Order:  # why: decisions/0104
                 self._preceding[own], self._last_freed = self._last_freed, own
             self._ask(self._following.get(own), context)
 
-    def watch(self, results: Sequence[Any], context: ScopeContext) -> None:
+    def watch(self, results: Sequence[torch.Tensor], context: ScopeContext) -> None:
         """Have a backward pass that begins with what the model returns ask for what it needs first."""
         last = self._last_freed
         if last is not None and torch.is_grad_enabled():

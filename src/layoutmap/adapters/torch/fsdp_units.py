@@ -80,7 +80,7 @@ class Gathering:
         dtype = None if self.policy is None else self.policy.output_dtype
         return result if dtype is None else _converted(result, dtype)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gathering:
+    def __deepcopy__(self, memo: dict[int, object]) -> Gathering:
         """The gathering of a copy of the model; `fully_shard` does not know its parameters."""
         weights, order = copy.deepcopy((self.weights, self.order), memo)
         return Gathering(weights, order, self.policy, self.is_kept, self.is_outermost, self.is_part)
@@ -144,7 +144,7 @@ def weights_to_gather(
 
 def _sentence(by: str, context: ScopeContext, paths: Sequence[str], why: str = "") -> str:
     """A note on which weights are gathered by what, and why."""
-    groups: dict[Any, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for path in paths:
         groups.setdefault(path_shape(path), []).append(path)
     names = listed([merge_paths(each) for each in groups.values()])

@@ -10,7 +10,6 @@ PEFT also wraps a model and its layers, which renames the weights: the rules kno
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ def derivations(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
     return found
 
 
-def _factors(module: Any, inward: int, output: int) -> Iterator[tuple[torch.Tensor, Axes]]:
+def _factors(module: torch.nn.Module, inward: int, output: int) -> Iterator[tuple[torch.Tensor, Axes]]:
     for name, axes in (("lora_A", ((), (inward,))), ("lora_B", ((output,), ()))):
         for layer in getattr(module, name, {}).values():
             yield layer.weight, axes

@@ -96,7 +96,7 @@ def _on_mesh_later(function: Function) -> Function:
         return function
 
     @functools.wraps(function)
-    def on_mesh(*args: Any, **kwargs: Any) -> Any:
+    def on_mesh(*args: object, **kwargs: object) -> object:
         if is_running():
             return function(*args, **kwargs)
         with running(context), summing_up(is_odd):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn.modules import module as _of_modules
@@ -34,7 +33,7 @@ def installed() -> Closing:
     return _PATCHES.used()
 
 
-def _registered(module: torch.nn.Module, name: str, registered: Any) -> None:
+def _registered(module: torch.nn.Module, name: str, registered: object) -> None:
     watcher = current()
     if watcher is None:
         warn_if_elsewhere("torch", type(module).__name__)
@@ -56,7 +55,7 @@ def _parameter_registered(module: torch.nn.Module, name: str, parameter: object)
 
 def _setting_state(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def setstate(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    def setstate(module: torch.nn.Module, state: dict[str, object]) -> None:
         plain(module, state)
         _registered(module, "", None)
 
@@ -65,7 +64,7 @@ def _setting_state(plain: Callable[..., None]) -> Callable[..., None]:
 
 def _adding_group(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+    def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, object]) -> None:
         plain(optimizer, param_group)
         watcher = current()
         if watcher is not None and watcher.library == "torch":

@@ -30,7 +30,7 @@ class Place:
         """The tensor that the module holds there now; `None`: none, as where a weight was pruned."""
         return self._members.get(self.name)
 
-    def put(self, tensor: Any) -> None:
+    def put(self, tensor: object) -> None:
         """Have the module hold another tensor there."""
         self._members[self.name] = tensor
 

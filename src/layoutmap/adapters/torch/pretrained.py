@@ -32,13 +32,13 @@ from layoutmap.engines.torch.specs import local_of
 from layoutmap.engines.torch.storages import storage_key
 
 _INDEX = ".safetensors.index.json"
-_files: ContextVar[list[tuple[str, dict[str, Any]]] | None] = ContextVar("files", default=None)
+_files: ContextVar[list[tuple[str, dict[str, object]]] | None] = ContextVar("files", default=None)
 
 
 def noting(own: Function) -> object:
     """Return a `save_file` of safetensors that notes what is to be saved, where this module asks for that."""
 
-    def save_file(tensors: dict[str, Any], filename: Any, *args: object, **options: object) -> object:
+    def save_file(tensors: dict[str, DTensor], filename: Any, *args: object, **options: object) -> object:
         files = _files.get()
         if files is None:
             return own(tensors, filename, *args, **options)
@@ -66,7 +66,9 @@ class _Place(NamedTuple):
     start: int
 
 
-def save_shards(save: Function, directory: Any, tensors: Mapping[str, Any]) -> bool:  # why: decisions/0164
+def save_shards(
+    save: Function, directory: Any, tensors: Mapping[str, DTensor]
+) -> bool:  # why: decisions/0164
     """Save a model from all processes of its mesh, which must all call it.
 
     The files are made in a hidden folder beside the directory, which becomes the directory. Into one that exists they
@@ -189,7 +191,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _write(
-    folder: Path, places: Sequence[_Place], tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
+    folder: Path, places: Sequence[_Place], tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]
 ) -> None:
     """Write the shards that are this process's to write; what it returns from is durable."""
     files: dict[str, int] = {}
@@ -215,7 +217,7 @@ def _write(
 def _own_shards(tensor: torch.Tensor, layout: Layout, number: int) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards of a tensor that this process writes: those that several hold are written by these in turn."""
     engine = get_engine("torch")
-    holders: dict[Any, list[int]] = {}
+    holders: dict[object, list[int]] = {}
     for device in range(layout.mesh.size):
         holders.setdefault(ends_of(layout.shard_slices(tensor.shape, device)), []).append(device)
     here = set(engine.bind(layout.mesh).local_device_ids)

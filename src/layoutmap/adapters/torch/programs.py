@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from layoutmap.engines.agreement import Part
 _OURS = ("compile", "forward")
 
 
-def program_of(module: torch.nn.Module, forwards: Iterator[Any]) -> list[Part]:
+def program_of(module: torch.nn.Module, forwards: Iterator[object]) -> list[Part]:
     """The program of a module's call, in parts that processes compare.
 
     Args:

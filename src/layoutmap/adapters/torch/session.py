@@ -372,7 +372,7 @@ class TorchSession:
 
     # -- models that exist, and models to be
 
-    def build(self, make: Callable[[], Any]) -> object:
+    def build(self, make: Callable[[], object]) -> object:
         """Return the model that a function makes, materialized."""
         with self.defer():
             return make()
@@ -383,11 +383,11 @@ class TorchSession:
             self._materialize([model], is_new=False)
         return model
 
-    def complete(self, model: torch.nn.Module, inputs: Any) -> None:
+    def complete(self, model: torch.nn.Module, inputs: object) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
 
     def step(
-        self, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
+        self, model: torch.nn.Module, inputs: object, optimizer: object, loss: Function | None
     ) -> TrainingStep:
         """Return a training step of a module that was made in a dry run; see `Session`."""
 
@@ -415,7 +415,7 @@ def _alive(refs: Mapping[int, weakref.ref[Any]]) -> list[Any]:
 
 
 @contextmanager
-def _suspended(outer: Any) -> Generator[None]:
+def _suspended(outer: object) -> Generator[None]:
     if isinstance(outer, TorchSession):
         with outer.suspended():
             yield
@@ -423,7 +423,7 @@ def _suspended(outer: Any) -> Generator[None]:
         yield
 
 
-def _into_layouts(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _into_layouts(module: torch.nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
     """Redistribute what `load_state_dict` is given, plain or in any layout, to the layouts of a module's tensors."""
     engine = get_engine("torch")
     for members in members_of_module(module):

@@ -47,7 +47,7 @@ class Structure:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.parts: list[Any] = []
+        self.parts: list[object] = []
         self.kept: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.places: list[tuple[dict[str, Any], str]] = []
@@ -87,7 +87,7 @@ class Structure:
             self.tensors.append(tensor)
         return self._numbers[id(tensor)]
 
-    def frozen(self, value: Any) -> Any:
+    def frozen(self, value: Any) -> object:
         """Something hashable that is equal for values which compute the same."""
         kind = type(value)
         if kind in _SIMPLE:
@@ -114,7 +114,7 @@ class Structure:
 
 
 @functools.cache
-def _globals_of(function: Function) -> tuple[tuple[str, dict[str, Any]], ...]:
+def _globals_of(function: Function) -> tuple[tuple[str, dict[str, object]], ...]:
     """The numbers and the like that a function reads from its module: the name, and where it is looked up."""
     code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     names = () if code is None else code.co_names

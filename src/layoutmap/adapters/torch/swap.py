@@ -20,7 +20,7 @@ Swap = Callable[[Any], Any]
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
 
 
-def _own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+def _own_attributes(tensor: torch.Tensor) -> dict[str, object]:
     """The attributes that a program has set on a tensor."""
     ours = set(vars(tensor)) - _NO_ATTRIBUTES
     return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
@@ -55,7 +55,7 @@ def replace_in_module(module: torch.nn.Module, swap: Swap) -> None:
 
 
 def replace_in_optimizer(
-    optimizer: torch.optim.Optimizer, swap: Swap, slot: Callable[[Any, Any], Any]
+    optimizer: torch.optim.Optimizer, swap: Swap, slot: Callable[[Any, Any], object]
 ) -> None:
     """Replace tensors in an optimizer.
 

@@ -49,7 +49,7 @@ def _patches_of(module: str) -> tuple[Attribute, ...]:
     return tuple(_TOOLS[module]())
 
 
-def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Plain tensors in the place of those in layouts, on the CPU; what is one tensor stays one.
 
     All processes must call it.
@@ -66,7 +66,7 @@ def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _gathered_here(what: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
     """The same where one process has all shards.
 
     Raises:
@@ -135,7 +135,7 @@ def _peft() -> Iterator[Attribute]:
     yield from _replaced(PeftModel, "save_pretrained", _saving)
 
     def sizes(own: Function) -> object:
-        def get_in_out_features(self: Any, module: torch.nn.Module) -> object:
+        def get_in_out_features(self: object, module: torch.nn.Module) -> object:
             if isinstance(module, torch.nn.Linear) and forward_of(module) is not None:
                 return module.in_features, module.out_features
             return own(self, module)
@@ -149,7 +149,7 @@ def _accelerate() -> Iterator[Attribute]:
     from accelerate import Accelerator
 
     def of_model(own: Function) -> object:
-        def get_state_dict(self: Any, model: torch.nn.Module, *args: object, **options: object) -> object:
+        def get_state_dict(self: object, model: torch.nn.Module, *args: object, **options: object) -> object:
             found = own(self, model, *args, **options)
             return gathered(found) if found else found
 
@@ -190,7 +190,7 @@ def _safetensors() -> Iterator[Attribute]:
 
 def _data_parallel() -> Iterator[Attribute]:
     def made(own: Function) -> Any:
-        def __init__(self: Any, module: torch.nn.Module, *args: object, **options: object) -> None:
+        def __init__(self: object, module: torch.nn.Module, *args: object, **options: object) -> None:
             _refuse_wrapping("DistributedDataParallel", module)
             own(self, module, *args, **options)
 

@@ -105,7 +105,7 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     )
 
 
-def scalar_loss(output: Any) -> torch.Tensor | None:
+def scalar_loss(output: object) -> torch.Tensor | None:
     """The number that a model returns, alone or as `loss` among others; `None`: it returns none."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     found = found[0] if isinstance(found, (tuple, list)) else found
@@ -152,7 +152,7 @@ def optimizer_named(name: str) -> MakeOptimizer:
     return known[name.lower()]
 
 
-def arrays_of(output: Any, read: Callable[[Any], Any]) -> object:
+def arrays_of(output: object, read: Callable[[Any], object]) -> object:
     """The output of a model as numpy arrays, nested as it nests it; without values that are no tensors."""
     if isinstance(output, torch.Tensor):
         return read(output)

@@ -184,7 +184,7 @@ def _pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
         )
     refuse_outdated("values of a tensor", array)
     ranks = simulation.ranks_of(array.device_mesh)
-    detached: Any = array.detach()
+    detached = array.detach()
     held = simulation.pieces_of(local_of(detached))
     for index, places in held_shards(layout, tuple(array.shape), _places_here(ranks)).values():
         yield index, held[ranks[places[0]]]
@@ -199,7 +199,7 @@ def by_device(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
         yield f"{kind}:{simulation.rank()}", to_numpy(array.detach())
         return
     refuse_outdated("values of a tensor", array)
-    detached: Any = array.detach()
+    detached = array.detach()
     held = simulation.pieces_of(local_of(detached))
     for rank in simulation.ranks_here(simulation.ranks_of(array.device_mesh)):
         yield f"{kind}:{rank}", to_numpy(held[rank])
@@ -237,7 +237,7 @@ def gather(array: Any) -> torch.Tensor:
     if not isinstance(array, DTensor):
         return array.detach()
     refuse_outdated("values of a tensor", array)
-    detached: Any = array.detach()
+    detached = array.detach()
     array = detached
     ranks = simulation.ranks_of(array.device_mesh)
     if layout_of(array) is None:

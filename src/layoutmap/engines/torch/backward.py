@@ -43,6 +43,6 @@ def saver() -> Any:
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 
 
-def is_checkpoint(saver: Any) -> bool:
+def is_checkpoint(saver: object) -> bool:
     """Whether an activation checkpoint decides: it keeps nothing, and computes once more."""
     return getattr(saver, "__qualname__", "").startswith("_checkpoint_hook.")

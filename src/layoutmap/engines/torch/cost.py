@@ -187,7 +187,7 @@ class _Counting(TorchDispatchMode):
         self._named: dict[Any, str] = {}
         self._phase: Phase = "forward"
         self.layers: list[str] = []
-        self.nodes: set[Any] = set()
+        self.nodes: set[object] = set()
         self.fuses = False  # whether it has seen a call of attention that is one operation
 
     # -- what the step tells

@@ -193,7 +193,7 @@ def _mesh_like(native: DeviceMesh) -> Mesh:
 
 
 @functools.lru_cache(maxsize=4096)
-def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Any, ...]:
+def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
     """One placement for each dim of a mesh."""
     dims = layout.mesh.dim_names
     axes = [[dims.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]

@@ -151,7 +151,7 @@ class TorchEngine:
     @plainly
     def from_shards(
         self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
-    ) -> Any:
+    ) -> object:
         """Make a DTensor whose shards are read one by one; see `Engine.from_shards`."""
         dtype = self._checked(assignment)
         variable = assignment.variable
@@ -164,7 +164,7 @@ class TorchEngine:
         return from_blocks(variable.shape, dtype, assignment.layout, checked)
 
     @plainly
-    def relayout(self, array: Any, layout: Layout) -> object:
+    def relayout(self, array: object, layout: Layout) -> object:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
 
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
@@ -184,7 +184,7 @@ class TorchEngine:
         return parameter
 
     @plainly
-    def to_numpy(self, array: Any) -> NumpyArray:
+    def to_numpy(self, array: object) -> NumpyArray:
         """Return all values of a tensor, gathered from all processes that hold some; they must all ask."""
         return to_numpy(gather(array))
 
@@ -276,7 +276,7 @@ class _OnMesh(TorchFunctionMode):
         return plainly(shard)(value, Layout.replicated(self._mesh, value.ndim))
 
 
-def _created(assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[Any, int]:
+def _created(assignment: Assignment, initializer: Initializer, seed: object) -> tuple[Any, int]:
     """Return an initial value, and the checksum of a global value, which all processes must compute alike."""
     variable, layout = assignment.variable, assignment.layout
     dtype = torch_dtype(variable.dtype, variable.path)

@@ -21,16 +21,16 @@ def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str
     return module._parameters, module._buffers
 
 
-def hooks_of_module(module: torch.nn.Module) -> list[list[Any]]:
+def hooks_of_module(module: torch.nn.Module) -> list[list[object]]:
     """The hooks that are called before and after a module, forward and backward."""
-    kinds: Any = (
+    kinds = (
         *(module._forward_pre_hooks, module._forward_hooks),
         *(module._backward_pre_hooks, module._backward_hooks),
     )
     return [list(hooks.values()) for hooks in kinds]
 
 
-def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
+def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
     """The hooks of a tensor's gradient, and those that are called when it has been added to `grad`."""
     return (
         list((tensor._backward_hooks or {}).values()),

@@ -65,7 +65,7 @@ def largest_of_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[i
 
 def summed_over(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
     """The shards of the devices along a mesh dim, summed up or reduced in another way, on each of them."""
-    operators: Any = torch.ops._c10d_functional
+    operators = torch.ops._c10d_functional
     with torch._C._AutoDispatchBelowAutograd():  # which is Python for these, and has nothing to do
         made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
         return operators.wait_tensor.default(made)
@@ -91,7 +91,7 @@ def placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
         return redistributed(tensor, placements)
 
 
-def reduced(value: Any) -> Any:
+def reduced(value: object) -> Any:
     """A DTensor whose sums over the mesh are made; anything else as it is."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
         return value
@@ -113,7 +113,7 @@ def on_mesh(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return gradient if isinstance(gradient, DTensor) else everywhere(gradient, mesh)
 
 
-def with_gradient(value: torch.Tensor, change: Callable[[Any], Any]) -> torch.Tensor:
+def with_gradient(value: torch.Tensor, change: Callable[[Any], object]) -> torch.Tensor:
     """The same tensor, whose gradient is changed when it comes back."""
     return _WithGradient.apply(value, change)
 
@@ -154,7 +154,7 @@ class OwnGradient(torch.autograd.Function):
 
     @classmethod
     @plainly
-    def of(cls, tensor: torch.Tensor, *others: Any) -> Any:
+    def of(cls, tensor: torch.Tensor, *others: object) -> Any:
         """The function's result."""
         if tensor.requires_grad and torch.is_grad_enabled():
             result = cls.apply(tensor, *others)
@@ -190,7 +190,7 @@ class _Redistributed(OwnGradient):
         return _redistributed(tensor, placements)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         # What was a sum to be made gets a gradient that is made, or one that is to be made alike.
         gradient = on_mesh(upstream[0], ctx.mesh)
         have = gradient.placements
@@ -203,7 +203,7 @@ class _Redistributed(OwnGradient):
 
 class _Shard(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: Any) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: object) -> Any:
         ctx.mesh, ctx.placements = spec_of(tensor).mesh, of_gradient
         local = local_of(tensor)
         return local.view_as(local)
@@ -221,7 +221,7 @@ class _FromShards(OwnGradient):
         return dtensor(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         # A summand's gradient is the sum's; what devices make of it differs, and so does what comes back from that.
         gradient, wanted = on_mesh(upstream[0], ctx.mesh), summed_placements(ctx.placements)
         if gradient.placements != wanted:
@@ -261,7 +261,7 @@ class _FullTensor(OwnGradient):
         return strided.copy_(plain)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         return placed(on_mesh(upstream[0], ctx.mesh), ctx.placements)
 
 
@@ -281,7 +281,7 @@ class _Everywhere(OwnGradient):
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Ctx, value: torch.Tensor, change: Callable[[Any], Any]) -> Any:
+    def forward(ctx: Ctx, value: torch.Tensor, change: Callable[[Any], object]) -> Any:
         ctx.change = change
         return value.view_as(value)
 

@@ -23,7 +23,7 @@ def across() -> bool:
     return not dist.is_initialized() or dist.get_backend() != "fake"
 
 
-def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
+def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
     """The seed of each initializer that has a program; with several processes, those of process 0.
 
     Args:

@@ -159,7 +159,7 @@ def simulate(number: int) -> None:  # why: decisions/0013
         _num_devices = number
 
 
-def _reduced(tensor: Any, own: Function, protocol: Any) -> object:
+def _reduced(tensor: Any, own: Function, protocol: object) -> object:
     """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
     if not isinstance(local_of(tensor), LocalTensor):
         return own(tensor, protocol)

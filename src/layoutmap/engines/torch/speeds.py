@@ -21,7 +21,7 @@ _PLACEMENTS = {
 }
 
 
-def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], Any]:
+def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
     """Return a function that runs a collective of float32 over a mesh dim."""
     native, size = device_mesh(mesh), mesh.dim_size(dim)
     there, wanted = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
@@ -40,7 +40,7 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Ca
     return run
 
 
-def product(dtype: str, size: int) -> Callable[[], Any]:
+def product(dtype: str, size: int) -> Callable[[], object]:
     """Return a function that multiplies two square matrices on one device."""
     matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=_device())
     return lambda: matrix @ matrix
@@ -71,7 +71,7 @@ def facts() -> dict[str, str]:
     return {"kind": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
 
 
-def wait(done: Any) -> None:
+def wait(done: object) -> None:
     """Return when all is computed that was begun."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

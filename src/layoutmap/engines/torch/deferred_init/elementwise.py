@@ -94,7 +94,7 @@ class History:
     def __init__(self, steps: Sequence[Step], piece: int = PIECE) -> None:
         self._steps = steps
         self._piece = piece
-        self._readers: dict[Any, Reader] = {}
+        self._readers: dict[object, Reader] = {}
 
     def of(self, view: View, until: int) -> Reader:
         """The reader of a tensor's elements, in the order of memory, as they are before a step.
@@ -300,5 +300,5 @@ def _used(reader: Reader) -> Reader:
     return reader
 
 
-def _argument(step: Step, place: int, default: Any) -> Any:
+def _argument(step: Step, place: int, default: object) -> Any:
     return step.args[place] if len(step.args) > place else default

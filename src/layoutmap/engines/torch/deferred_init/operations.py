@@ -7,8 +7,6 @@ vectors and one for what is left over at the end, and where these end depends on
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from layoutmap.engines.torch.deferred_init.steps import Step
@@ -16,7 +14,7 @@ from layoutmap.engines.torch.operators import overload_name
 
 aten = torch.ops.aten
 
-FILLED: dict[Any, int] = {
+FILLED: dict[object, int] = {
     **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero_), 0),
     **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), 1),
     # Memory that nothing was written to: a plain program finds there whatever was there before.
@@ -25,7 +23,13 @@ FILLED: dict[Any, int] = {
 }
 """Operations that put one value everywhere, with the value."""
 
-FILLED_WITH: dict[Any, int] = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.fill_: 1, aten.fill: 1}
+FILLED_WITH: dict[object, int] = {
+    aten.full: 1,
+    aten.full_like: 1,
+    aten.new_full: 2,
+    aten.fill_: 1,
+    aten.fill: 1,
+}
 """The same, with the place of the value among the arguments."""
 
 COPIES = {aten._to_copy, aten.clone, aten.copy_, aten.lift_fresh_copy}

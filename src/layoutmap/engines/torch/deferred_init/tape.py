@@ -177,7 +177,7 @@ class Tape:  # why: decisions/0016
         with torch.no_grad():
             return self._write_down(copy, (constant,), {}, [], self._foresee(copy, (tensor,), {}))
 
-    def evaluate(self, values: Any) -> Any:
+    def evaluate(self, values: object) -> Any:
         """Arguments with real tensors in place of deferred ones."""
         held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.holds(leaf)]
         with self._pause():
@@ -228,7 +228,9 @@ class Tape:  # why: decisions/0016
         # A fake mode keeps a weak reference to each real tensor that it meets, so it meets another one.
         return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
 
-    def _write_down(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor], made: Any) -> Any:
+    def _write_down(
+        self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor], made: torch.Tensor
+    ) -> Any:
         made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.holds(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):

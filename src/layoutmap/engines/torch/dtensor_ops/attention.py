@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
@@ -93,7 +94,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _with_mask(
-    shards: list[Any],
+    shards: list[DTensor],
     mask: Any,
     drawn: Any,
     is_causal: bool = False,

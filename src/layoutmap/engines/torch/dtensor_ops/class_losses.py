@@ -86,7 +86,7 @@ def _of_classes(function: Function, args: Any, kwargs: Any) -> Any:  # why: deci
     return _Summed.of(total, number, mesh, shards)
 
 
-def _check_options(function: Function, x: Any, target: Any, weight: Any, given: dict[str, Any]) -> None:
+def _check_options(function: Function, x: Any, target: Any, weight: Any, given: dict[str, object]) -> None:
     """Raise what torch raises of options that are wrong; it looks at shapes alone."""
     labels = target.dtype if target.shape == x.shape else torch.int64
     types = {"input": (x, x.dtype), "target": (target, labels), "weight": (weight, x.dtype)}
@@ -98,7 +98,7 @@ def _check_options(function: Function, x: Any, target: Any, weight: Any, given: 
     function(**on_meta, **given)
 
 
-def _of_labels(weights: torch.Tensor, labels: torch.Tensor, counted: Any) -> torch.Tensor:
+def _of_labels(weights: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """The weight of each row's class; zero where a row does not count."""
     return weights.detach().take(labels.masked_fill(~counted, 0)).where(counted, 0)
 
@@ -140,7 +140,7 @@ class _Classes:
         return losses, is_here
 
     def by_probabilities(
-        self, logs: torch.Tensor, probabilities: torch.Tensor, weights: Any, smoothing: float
+        self, logs: torch.Tensor, probabilities: torch.Tensor, weights: object, smoothing: float
     ) -> torch.Tensor:
         """The part of each row's loss from this device's classes, by the probability of each class; see `by_labels`."""
         if smoothing:
@@ -174,7 +174,7 @@ class _Summed(OwnGradient):
         return dtensor(made, spec_of_shards(mesh, tuple(replicated(mesh)), (), (), made.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         # Each device goes on with it for its own part: the gradient of it is the sum of theirs.
         of_gradient = replicated(ctx.mesh)
         for dim in ctx.dims:
@@ -183,4 +183,4 @@ class _Summed(OwnGradient):
         return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
 
 
-CLASS_LOSSES: dict[Any, Function] = {F.nll_loss: _of_classes, F.cross_entropy: _of_classes}
+CLASS_LOSSES: dict[object, Function] = {F.nll_loss: _of_classes, F.cross_entropy: _of_classes}

@@ -5,15 +5,13 @@ A sharded weight meets an input of other channels in DTensor: pytorch/pytorch#18
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
-from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 
-def _convolve(function: Function, args: Any, kwargs: Any) -> Any:
+def _convolve(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "weight", "bias", "stride", "padding", *_REST[function])
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)

@@ -60,7 +60,7 @@ def is_custom(function: Function) -> bool:
     )
 
 
-def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: Any) -> object:
+def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
     """Have a `DTensor`, the first argument of an operator that changes its shape in place, be as a view of it is."""
     set_pieces(args[0], local_of(view), spec_of(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])
@@ -74,7 +74,7 @@ def specs_of_answer(answer: Any) -> list[Any]:
     return found + specs_of_arguments(answer)
 
 
-def specs_of_arguments(answer: Any) -> list[Any]:
+def specs_of_arguments(answer: object) -> list[Any]:
     """The specs that `DTensor` would give the arguments of an operator first; none if they stay as they are."""
     schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
     found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))

@@ -31,8 +31,8 @@ from layoutmap.engines.torch.unseen import check, numbers_of
 
 def on_gathered(
     function: Function,
-    args: Any,
-    kwargs: Any,
+    args: Args,
+    kwargs: Kwargs,
     write: Callable[[Any, torch.Tensor], object] = lambda old, new: old.copy_(like(new, old)),
 ) -> Any:
     """Compute a function on gathered tensors; gradients pass. What it changes keeps its layout, or stays plain.
@@ -172,7 +172,7 @@ def product(function: Function, args: Args, kwargs: Kwargs) -> object:
     return result
 
 
-GATHERED: dict[Any, Function] = {
+GATHERED: dict[object, Function] = {
     **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_gathered),
     torch.prod: product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),

@@ -123,7 +123,9 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
 # why: decisions/0057
 @plainly
 @torch.no_grad()
-def _answer(own: Callable[[], Any], op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
+def _answer(
+    own: Callable[[], object], op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
+) -> object:
     """The way in which DTensor may compute an operator, or else the operator's result.
 
     Args:
@@ -155,7 +157,7 @@ def _refuse_plain(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
                 )
 
 
-def _decided(own: Callable[[], Any], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+def _decided(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> object:
     full_name = str(op.overloadpacket).removeprefix("aten.")  # another's `cumsum` is not torch's
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if (
@@ -257,7 +259,7 @@ def _may_pass(tensors: list[DTensor], name: str) -> bool:
     )
 
 
-def _become_sums(tensors: list[DTensor], specs: list[Any]) -> bool:
+def _become_sums(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
     """Whether a shard would be redistributed to a partial sum, which DTensor cannot do."""
     return len(tensors) == len(specs) and any(
         type(now) is Shard and then.is_partial()

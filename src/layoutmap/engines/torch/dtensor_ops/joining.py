@@ -18,7 +18,9 @@ JOINS = (
 )
 
 
-def without_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_empty(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments of a join without the tensors of shape (0,) among others of more axes."""
     tensors = args[0] if args else kwargs.get("tensors", ())
     kept = [each for each in tensors if tuple(each.shape) != (0,)]

@@ -153,7 +153,7 @@ def check_numbers(numbers: Any, size: int, name: str, axis: int = 0) -> None:
         raise IndexError(what) from error
 
 
-LOOKUPS: dict[Any, Function] = {
+LOOKUPS: dict[object, Function] = {
     F.embedding: _embedding,
     **dict.fromkeys((torch.gather, torch.Tensor.gather), _gather),
     **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _take_along_dim),

@@ -73,7 +73,7 @@ with Needed("torch"):
 
 Handler = Callable[[Function, Any, Any], Any]
 
-_HANDLERS: dict[Any, Handler] = {
+_HANDLERS: dict[object, Handler] = {
     **LINEAR,
     **LOSSES,
     **CLASS_LOSSES,

@@ -90,7 +90,7 @@ def _assign_part(own: Callable[..., None], tensor: DTensor, index: object, value
         own(tensor, index, value)
 
 
-def _copied(own: Function, tensor: DTensor, memo: dict[int, Any]) -> object:
+def _copied(own: Function, tensor: DTensor, memo: dict[int, object]) -> object:
     """`copy.deepcopy(tensor)`."""
     if id(tensor) in memo or not is_guarded(tensor.device_mesh) or not tensor.storage_offset():
         return own(tensor, memo)
@@ -149,7 +149,7 @@ _SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
 
 @plainly
 def _counted(
-    own: Function, mode: Any, op: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    own: Function, mode: object, op: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
     """The result of an operator under `FlopCounterMode`, which counts what one device computes of it."""
     if asked.is_open:
@@ -172,7 +172,7 @@ def _counted(
     return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
 
 
-def _method(name: str, instead: Function, of: Any = DTensor) -> Attribute:
+def _method(name: str, instead: Function, of: object = DTensor) -> Attribute:
     """The patch that has a function called in the place of a method, with what torch does first."""
 
     def make(own: Function) -> object:

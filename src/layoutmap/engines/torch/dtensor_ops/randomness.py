@@ -76,7 +76,7 @@ def _dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
     return x.mul_(mask) if changes_in_place(function) else x * mask
 
 
-def _given(input: Any, p: float, train: bool) -> tuple[Any, float, bool]:
+def _given(input: object, p: float, train: bool) -> tuple[Any, float, bool]:
     """The arguments of a dropout."""
     return input, p, train
 
@@ -146,7 +146,7 @@ _DROPOUTS = (torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature
 _ALPHA_DROPOUTS = (
     *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
 )
-RANDOM: dict[Any, Function] = {
+RANDOM: dict[object, Function] = {
     **dict.fromkeys(_DROPOUTS, _dropout),
     **{getattr(torch.Tensor, name): _filled for name in _METHODS},
     **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _alike),

@@ -8,11 +8,11 @@ import torch
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
-from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
 
-def _run(function: Function, args: Any, kwargs: Any) -> Any:
+def _run(function: Function, args: Args, kwargs: Kwargs) -> Any:
     if kwargs or not isinstance(args[3], bool):  # a packed sequence
         return on_gathered(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
@@ -33,4 +33,6 @@ def _run(function: Function, args: Any, kwargs: Any) -> Any:
     return (join(output, mesh, kept), *(join(each, mesh, of_states) for each in last))
 
 
-RECURRENT: dict[Any, Function] = dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run)
+RECURRENT: dict[object, Function] = dict.fromkeys(
+    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run
+)

@@ -5,8 +5,6 @@ DTensor has a rule for some of them, but none for their gradients (of pooling: p
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.shards import apart
@@ -45,11 +43,11 @@ def _in_place(function: Function, args: Args, kwargs: Kwargs) -> object:
     return x.copy_(placed(result, attainable_placements(x)))
 
 
-_PARAMETERS: dict[Any, tuple[str, ...]] = {
+_PARAMETERS: dict[object, tuple[str, ...]] = {
     F.hardtanh: ("input", "min_val", "max_val", "inplace"),
     **dict.fromkeys((F.relu6, F.hardswish, F.hardsigmoid), ("input", "inplace")),
 }
-ROWS: dict[Any, Function] = {
+ROWS: dict[object, Function] = {
     F.rms_norm: _rms_norm,
     F.pad: _pad,
     F.unfold: _but_last(3),

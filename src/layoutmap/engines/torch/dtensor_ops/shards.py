@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import everywhere, from_shards, placed, reduced, replicated, shard_of
 
 
-def mesh_of(tensors: Iterable[Any]) -> Any:
+def mesh_of(tensors: Iterable[torch.Tensor]) -> Any:
     """The mesh of the first DTensor."""
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
@@ -53,7 +53,7 @@ def kept_axes(
     return kept
 
 
-def shard_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Any, ...]:
+def shard_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Placement, ...]:
     """The placements that shard some axes, by the number of the mesh dim."""
     placements = replicated(mesh)
     for dim, axis in axes.items():

@@ -25,7 +25,7 @@ from layoutmap.engines.torch.placing import (
 from layoutmap.engines.torch.storages import base_of
 
 
-def keep_gradient(changed: Any) -> None:
+def keep_gradient(changed: torch.Tensor) -> None:
     """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
     base = base_of(changed)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:

@@ -68,7 +68,7 @@ def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Function:
     return compute
 
 
-SOFTMAX: dict[Any, Function] = {
+SOFTMAX: dict[object, Function] = {
     F.softmax: _by(_softmax_of_shards, 3),
     F.log_softmax: _by(log_softmax_of_shards, 3),
     **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _by(_softmax_of_shards, 2)),

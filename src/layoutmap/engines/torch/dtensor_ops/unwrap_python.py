@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ def can_be_unwrapped(function: Function) -> bool:
     )
 
 
-def unwrapped(function: Function, **replaced: Any) -> Function:
+def unwrapped(function: Function, **replaced: object) -> Function:
     """Such a function, without the question.
 
     Args:

@@ -24,7 +24,7 @@ from layoutmap.engines.torch.storages import storage_key
 
 # why: decisions/0062
 @contextmanager
-def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[Any]]) -> Generator[bool]:
+def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[object]]) -> Generator[bool]:
     """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.
 
     Where something else decides already what autograd keeps, as activation checkpoints do, that is left alone.
@@ -46,7 +46,7 @@ def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[Any]]) -
 
 
 @plainly
-def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[Any]]) -> _Weights | None:
+def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[object]]) -> _Weights | None:
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     if not nodes or not torch.is_grad_enabled() or saver() is not None:
         return None
@@ -66,7 +66,7 @@ class _View:
 
 
 class _Weights:
-    def __init__(self, tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[object]]) -> None:
         self._numbers = {storage_key(_piece(tensor)): number for number, tensor in enumerate(tensors)}
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._again = again
@@ -91,7 +91,7 @@ class _Weights:
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
         return _View(number, spec_of(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
-    def unpack(self, packed: Any) -> Any:
+    def unpack(self, packed: object) -> Any:
         return plainly(self._view)(packed) if isinstance(packed, _View) else packed
 
     def _view(self, view: _View) -> object:

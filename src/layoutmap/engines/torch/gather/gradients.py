@@ -71,7 +71,7 @@ class Gradients:
 
         return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
 
-    def _note(self, parameter: torch.Tensor, earlier: Any) -> None:
+    def _note(self, parameter: torch.Tensor, earlier: object) -> None:
         """Remember a parameter until the pass that runs now ends."""
         number = backward_pass()
         if number not in self._passes:
