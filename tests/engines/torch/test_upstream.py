@@ -16,7 +16,18 @@ ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "docs" / "torch-operators.md"
 SOURCE = ROOT / "src" / "layoutmap" / "engines" / "torch"
 # Modules that correct nothing by themselves; `sums` is about when, not what, and `linear` and `softmax` save time.
-MACHINERY = {"__init__", "linear", "masks", "mode", "proven", "shards", "softmax", "sums", "unwrap_python"}
+MACHINERY = {
+    "__init__",
+    "dispatch",
+    "linear",
+    "masks",
+    "mode",
+    "proven",
+    "shards",
+    "softmax",
+    "sums",
+    "unwrap_python",
+}
 # why: decisions/0088; what -> the module of engines.torch, torch's issue or "none found", the version last seen on, and
 # the one from which on torch is right, if there is one, and whether the correction is kept then for another reason.
 CORRECTIONS = {
@@ -68,7 +79,7 @@ def test_each_correction_has_a_probe():
     asked = [
         found
         for path in SOURCE.rglob("*.py")
-        for found in re.findall(r'is_before\("([\d.]+)"\)', path.read_text())
+        for found in re.findall(r'is_before\("torch", "([\d.]+)"\)', path.read_text())
     ]
     assert installed_before == sorted(asked)
     assert {f"dtensor_ops.{module}" for module in modules} <= named
