@@ -86,6 +86,7 @@ FAULTS = (
         "engines/jax/corrections.py",
         "for size in shape) and not _for_good:",
         "for size in shape) and not _for_good and not shape:",
+        "nnx",
     ),
     Fault(
         "gradients of the shards of a batch are averaged, not summed up",
