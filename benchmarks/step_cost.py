@@ -6,6 +6,8 @@
     python benchmarks/step_cost.py cpu --draw 200 --seed 1
                                                          pairs of a drawn model and a drawn map: the distribution of the
                                                          quotients, and the worst five
+    python benchmarks/step_cost.py h100 --sizes 100 --seed 1
+                                                         the same of everyday families in drawn sizes
 
 Models of keras-hub with published widths and twelve layers (Mixtral and Whisper six in each stack), in bfloat16, with
 AdamW, and a scanned stack of flax.nnx; each is counted twice, by XLA's partitioner and as XLA compiles two and three
@@ -224,10 +226,11 @@ def _cpu_seconds():
 
 
 LIBRARIES = ("nnx", "keras", "pytree")
+DEVICES = (8, 2, 64, 4, 32, 16)
 
 
 def drawn(target, number, seed):
-    """Drawn pairs of model and map: both counts, beside all of the step as XLA compiles it for a target."""
+    """Drawn pairs of model and map on 2 to 64 devices: both counts, beside all of the step as XLA compiles it."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     import warnings
 
@@ -235,55 +238,88 @@ def drawn(target, number, seed):
     from layoutmap.testing import models
 
     warnings.simplefilter("ignore")
-    lm.simulate_devices(8)  # some maps are on devices by name
-    found, without = {"XLA's partitioner": [], "XLA's compiler, equal blocks by two and three": []}, {}
-    exact = 0
-    for each in range(seed, seed + number):
-        library = LIBRARIES[each % len(LIBRARIES)]
-        case = models.draw(each, library)
-        layout_map = case.layout_map
-        inputs = case.batch[0] if library == "keras" else case.batch
-        options = {"inputs": inputs, "batch_dim": case.map.batch_dim, "library": case.library}
+    lm.simulate_devices(max(DEVICES))  # some maps are on devices by name
+
+    def pairs():
+        for each in range(seed, seed + number):
+            library = LIBRARIES[each % len(LIBRARIES)]
+            devices = models.Devices(DEVICES[each % len(DEVICES)])
+            case = models.draw(each, library, devices)
+            inputs = case.batch[0] if library == "keras" else case.batch
+            options = {"inputs": inputs, "batch_dim": case.map.batch_dim, "library": case.library}
+            yield f"{library} {each} on {devices.number}", case.make_model, case.layout_map, options
+
+    beside_xla(target, pairs(), f"seeds {seed} to {seed + number - 1} on 2 to 64 devices")
+
+
+def sized(target, number, seed):
+    """Models of everyday families in drawn sizes, under drawn maps on 2 to 64 devices, as `drawn`."""
+    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    import drawn_step_models
+
+    pairs = map(drawn_step_models.draw, range(seed, seed + number))
+    beside_xla(target, pairs, f"drawn sizes, seeds {seed} to {seed + number - 1}, on 2 to 64 devices")
+
+
+def beside_xla(target, pairs, about):
+    """Count steps by the partitioner and by XLA's compiler, and print the quotients of both and the whole step."""
+    import layoutmap as lm
+    from layoutmap.engines.jax.cost.counting import flops_of
+    from layoutmap.engines.jax.cost.partitioned import read
+
+    found, without, exact = {"estimate": [], "compiled": []}, {}, 0
+    for name, maker, layout_map, options in pairs:
         try:
-            step = lm.lower_step(case.make_model, layout_map, **options)
+            step = lm.lower_step(maker, layout_map, **options)
             counts = step.count(layout_map), step.count(layout_map, target=target)
             made = step.compile(layout_map, target=target)
         except lm.LayoutMapError as error:
             without[error.what[:60]] = without.get(error.what[:60], 0) + 1
             continue
-        compiled = sum(made.sent_by_kind.values())
+        whole = sum(made.sent_by_kind.values())
+        flops = sum(flops_of(read(made.text, layout_map.mesh)).values())
         exact += counts[0].argument_bytes == made.argument_bytes
-        for (known, pairs), cost in zip(found.items(), counts, strict=True):
-            counted = cost.sent_bytes
-            if target == "cpu" and known == "XLA's partitioner":
+        for rows, cost in zip(found.values(), counts, strict=True):
+            sent = cost.sent_bytes
+            if target == "cpu" and rows is found["estimate"]:
                 # It makes no reduce-scatters, and sends twice their bytes as all-reduces.
-                counted += sum(
-                    c.sent_bytes(cost.mesh) for c in cost.collectives if c.kind == "reduce_scatter"
-                )
-            of_bytes = 1.0 if counted == compiled else counted / compiled if compiled else math.inf
-            pairs.append((of_bytes, cost.peak_bytes / made.peak_bytes, f"{library} {each}"))
-        last = ", ".join(f"{pairs[-1][0]:.3f} {pairs[-1][1]:.2f}" for pairs in found.values())
-        print(f"{each} {library}: bytes and peak {last}", file=sys.stderr, flush=True)
-    print(
-        f"pairs on 8 devices, XLA for {target}, seeds {seed} to {seed + number - 1}; arguments exact: {exact}"
-    )
-    for known, pairs in found.items():
-        print(f"counted by {known}, {len(pairs)} pairs")
-        for what, place in (("bytes", 0), ("peak", 1)):
-            quotients = sorted(pair[place] for pair in pairs)
-            within = ", ".join(
-                f"{sum(abs(q - 1) <= most for q in quotients)} within {most:.1%}"
-                for most in (0.001, 0.05, 0.15)
-            )
-            share = {name: quotients[int(part * (len(quotients) - 1))] for name, part in QUANTILES.items()}
-            furthest = sorted(pairs, key=lambda p: -abs(math.log(min(max(p[place], 1e-9), 1e9))))[:5]
-            print(f"  {what}: {within}; " + ", ".join(f"{name} {q:.2f}" for name, q in share.items()))
-            print("    furthest: " + ", ".join(f"{p[2]}: {p[place]:.2f}" for p in furthest))
+                sent += sum(c.sent_bytes(cost.mesh) for c in cost.collectives if c.kind == "reduce_scatter")
+            row = quotient(sent, whole), cost.peak_bytes / made.peak_bytes
+            rows.append((*row, quotient(sum(cost.flops.values()), flops), name))
+        last = "; ".join(" ".join(f"{each:.3f}" for each in rows[-1][:3]) for rows in found.values())
+        gigabytes = f"{made.peak_bytes / 1e9:.2f} GB"
+        print(f"{name}, {gigabytes}: bytes, peak, FLOPs {last}", file=sys.stderr, flush=True)
+    print(f"XLA for {target}, {about}; arguments exact: {exact}")
+    for known, rows in found.items():
+        print(f"{known}, {len(rows)} pairs")
+        for what, place in (("bytes", 0), ("peak", 1), ("FLOPs", 2)):
+            print("  " + distribution(what, [(row[place], row[-1]) for row in rows]))
     for what, times in without.items():
         print(f"not counted, {times}: {what}")
 
 
+def quotient(counted, whole):
+    """What was counted by what it is; no bytes of none are all of them."""
+    return 1.0 if counted == whole else counted / whole if whole else math.inf
+
+
 QUANTILES = {"least": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1}
+
+
+def distribution(what, rows):
+    """How many quotients are how near to 1, their quantiles, and the five that are furthest from it."""
+    quotients = sorted(each for each, _ in rows)
+    near = {f"{most:.1%}": sum(abs(q - 1) <= most for q in quotients) for most in (0.001, 0.02, 0.05, 0.15)}
+    within = ", ".join(f"{number} within {most}" for most, number in near.items())
+    between = sum(0.95 <= q <= 1.2 for q in quotients)
+    share = {name: quotients[int(part * (len(quotients) - 1))] for name, part in QUANTILES.items()}
+    furthest = sorted(rows, key=lambda row: -abs(math.log(min(max(row[0], 1e-9), 1e9))))[:5]
+    return (
+        f"{what}: {within}, {between} from 0.95 to 1.20, {sum(q < 0.95 for q in quotients)} below; "
+        + ", ".join(f"{name} {q:.2f}" for name, q in share.items())
+        + "\n    furthest: "
+        + "; ".join(f"{name}: {q:.2f}" for q, name in furthest)
+    )
 
 
 def main():
@@ -295,6 +331,7 @@ def main():
     parser.add_argument("meshes", nargs="*", metavar="mesh", help=f"some of {', '.join(MESHES)}")
     parser.add_argument("--large", action="store_true", help="what counting takes for a large model")
     parser.add_argument("--draw", type=int, metavar="N", help="so many drawn pairs of model and map")
+    parser.add_argument("--sizes", type=int, metavar="N", help="so many families in drawn sizes and maps")
     parser.add_argument("--seed", type=int, default=1, help="the seed of the first of them")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -304,8 +341,8 @@ def main():
     if options.large:
         large()
         return
-    if options.draw:
-        drawn(options.target, options.draw, options.seed)
+    if options.draw or options.sizes:
+        (sized if options.sizes else drawn)(options.target, options.draw or options.sizes, options.seed)
         return
     print(
         "| model | mesh | sent, estimate | sent, compiled | arguments | peak, estimate | peak, compiled |",

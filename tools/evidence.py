@@ -6,6 +6,7 @@ docs/evidence.json keeps the counts by subject; a run replaces those of the subj
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -71,20 +72,37 @@ def publish(counts: Counts, command: str) -> None:
 
 
 def publish_faults(rows: Iterable[Sequence[str]], minutes: float) -> None:
-    """Write the table of faults that were put in by hand into docs/evidence.md.
+    """Write faults that were put in by hand into the table of docs/evidence.md, which keeps its other rows.
 
     Args:
         rows: Number, fault, file, law and case that found it, and seconds.
         minutes: How long each was looked for.
     """
     head = ["", "fault", "file", f"found within {minutes:g} minutes by", "seconds"]
-    _write("faults", "\n".join([_row(head), _row(["--:", "---", "---", "---", "--:"]), *map(_row, rows)]))
+    lines = {
+        int(found[1]): found[0]
+        for found in re.finditer(r"^\| (\d+) \|.*$", _parts("faults")[1], re.MULTILINE)
+    }
+    lines |= {int(row[0]): _row(row) for row in rows}
+    table = [
+        _row(head),
+        _row(["--:", "---", "---", "---", "--:"]),
+        *(lines[number] for number in sorted(lines)),
+    ]
+    _write("faults", "\n".join(table))
+
+
+def _parts(part: str) -> tuple[str, str, str]:
+    """The page before a table, the table, and the rest."""
+    start, end = f"<!-- {part}: made by a command of tools/ -->", f"<!-- /{part} -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(start)
+    table, after = rest.split(end)
+    return before + start, table, end + after
 
 
 def _write(part: str, table: str) -> None:
-    start, end = f"<!-- {part}: made by a command of tools/ -->", f"<!-- /{part} -->"
-    before, rest = PAGE.read_text(encoding="utf-8").split(start)
-    PAGE.write_text(f"{before}{start}\n\n{table}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    before, _, after = _parts(part)
+    PAGE.write_text(f"{before}\n\n{table}\n\n{after}", encoding="utf-8")
 
 
 def tables(kept: Counts) -> str:

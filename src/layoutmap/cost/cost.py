@@ -10,7 +10,7 @@ from layoutmap.core.paths import merge_paths, path_shape, starred
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.cost.advice import Advice
 from layoutmap.cost.machine import Group, Machine
-from layoutmap.cost.table import Collective, StepCost
+from layoutmap.cost.table import PARTITIONED, Collective, StepCost
 from layoutmap.cost.verified import Verified
 
 OVERLAP = (
@@ -294,9 +294,13 @@ class Cost:  # why: decisions/0092
         flops = ", ".join(f"{count_text(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
         sent, moved = size(step.sent_bytes), size(step.traffic_bytes)
         given, beside = size(step.argument_bytes), size(self.activation_bytes)
+        most = "at most " * (step.known_by == PARTITIONED)
+        least, short = step.least_peak_bytes - step.argument_bytes, ""
+        if step.known_by == PARTITIONED and least < self.activation_bytes:
+            short = f", {size(least)} where memory is short"
         return (
             f"each device computes {flops or 'nothing'}, sends {sent}, and reads and writes {moved}",
-            f"it holds {given} of weights, state, slots and batch, and at the peak {beside} beside them",
+            f"it holds {given} of weights, state, slots and batch, and at the peak {most}{beside} beside them{short}",
         )
 
     def _parts(self) -> Iterator[tuple[str, str, str]]:

@@ -92,7 +92,8 @@ class StepCost:
         flops: Floating-point operations of matrix products and convolutions, by the element type of their operands.
         traffic_bytes: What is read from and written to the device's own memory.
         argument_bytes: What the step is given: weights, state, slots and the batch.
-        peak_bytes: What the device holds at most at one time, arguments included, where memory is plenty.
+        peak_bytes: What the device holds at most at one time, arguments included, where memory is plenty; as an
+            estimate by XLA's partitioner, it is at least what XLA needs.
         notes: What the figures assume, in sentences.
         least_peak_bytes: The same where memory is short, and XLA makes each gradient as soon as it can; 0: not known.
         held: What it holds at the peak beside what the step is given, the largest first, by an estimate, so that it may

@@ -110,7 +110,7 @@ def first_that_fits(
                 f"{each.layout_map.mesh}: {size(each.compiled_bytes or 0)}" for each in needed
             ),
         },
-        why="XLA needs more than was counted, margin included",
+        why="XLA needs more than was counted",
         fix="search with a smaller memory=, so that what is found leaves more free",
     )
 

@@ -14,9 +14,6 @@ from layoutmap.searching.descent import Point, Score, Spent, minimum
 from layoutmap.searching.experts import Expert
 from layoutmap.searching.space import Model, Space
 
-MARGIN = 1.2
-"""The factor of counted memory before it is compared with the limit: XLA needs up to that much more."""
-
 _MESHES = 3  # that a descent is worth
 TIE = 0.01
 """Of the time: what no estimate tells apart, and no rules are worth that only groups that are alike need."""
@@ -69,10 +66,9 @@ class Tried:
 
     @property
     def missing_bytes(self) -> float:
-        """Bytes that a device lacks with it, margin included if it is only counted; not below zero."""
-        if self.compiled_bytes is not None:
-            return max(0.0, self.compiled_bytes - self.limit)
-        return max(0.0, self.figures.peak_bytes * MARGIN - self.limit) if self.figures else math.inf
+        """Bytes that a device lacks with it; not below zero."""
+        needed = self.compiled_bytes or (self.figures.peak_bytes if self.figures else math.inf)
+        return max(0.0, needed - self.limit)
 
     @property
     def cost(self) -> object:
@@ -334,12 +330,12 @@ def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanErro
         "search: no layout map fits the memory",
         facts={
             "limit": size(limit),
-            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} per device, {size(peak * MARGIN)} with the margin"
+            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} per device"
             + ", activations recomputed" * nearest.recomputes,
             "missing": size(nearest.missing_bytes),
             "maps tried": num_tried,
         },
-        why=f"what is counted must leave {MARGIN - 1:.0%} of itself free, since XLA may need that much more",
+        why="the memory of a step, of which an estimate is the most that XLA may need, is more than a device has",
         fix="use more devices or a smaller batch, or raise the limit"
         if nearest.recomputes
         else "use more devices or a smaller batch, recompute activations (jax.checkpoint), or raise the limit",

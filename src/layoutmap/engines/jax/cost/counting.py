@@ -65,10 +65,6 @@ def count(
         with_held: Whether to say what is held at the peaks.
     """
     causes = Causes(block, names, len(donated))
-    flops = Counter[str]()
-    for op, times in _called(block):
-        if op.flops:
-            flops[op.operands[0].dtype] += op.flops * times
     memories = memory_of(block, donated, causes.describe if with_held else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
@@ -77,7 +73,16 @@ def count(
         for key, found in memory.held.items()
         for what, num_bytes in found.items()
     }
-    return Counts(_collectives(block, causes), flops, memories[0].traffic, peaks, held)
+    return Counts(_collectives(block, causes), flops_of(block), memories[0].traffic, peaks, held)
+
+
+def flops_of(block: Block) -> Mapping[str, int]:
+    """Return the operations of a step's matrix products and convolutions, by the element type of their operands."""
+    flops = Counter[str]()
+    for op, times in _called(block):
+        if op.flops:
+            flops[op.operands[0].dtype] += op.flops * times
+    return flops
 
 
 def collectives_of(block: Block, names: Sequence[str], num_weights: int) -> Mapping[Collective, int]:

@@ -32,6 +32,7 @@ from layoutmap.engines.jax.cost.attention import attention_named
 from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_modules, partitioned
 from layoutmap.engines.jax.cost.counting import Counts, collectives_of, count
 from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of
+from layoutmap.engines.jax.cost.memory import upper_bound
 from layoutmap.engines.jax.cost.partitioned import read
 from layoutmap.engines.jax.cost.rewrites import rewrite, separate
 from layoutmap.engines.jax.cost.targets import target_named
@@ -107,6 +108,7 @@ class LoweredStep:  # why: decisions/0090
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
+        peaks = [upper_bound(peak, collectives) for peak in peaks]
         held = _held_at_the_peak(counts)
         if target:
             peaks = [counts.compiled_bytes]

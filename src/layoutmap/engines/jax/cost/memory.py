@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from layoutmap.cost.table import Collective
 from layoutmap.engines.jax.cost.graph import BARRIER, Block, Op, Value
 
 _FUSED = """
@@ -32,22 +33,56 @@ READ = frozenset(
 )
 """Operations that take what is in memory."""
 
+_SMALL = 4096  # bytes of a table with a number for each device
+
+_MULTIPLE = 8
+"""Of elements that a tensor core multiplies at once, in types of two bytes."""
+
 _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
 """Operations that a gradient of a weight is made by."""
 
 
+_MORE, _WORKSPACE, _COMBINED = 1.1, 4 << 20, 30 << 20
+
+
+def upper_bound(num_bytes: int, collectives: Iterable[Collective] = ()) -> int:  # why: decisions/0165
+    """Return the most bytes that XLA for GPUs needs beside a step's arguments.
+
+    Args:
+        num_bytes: What was counted. A tenth of it is added for copies in other orders of axes and gaps between buffers,
+            and the workspace of matrix products.
+        collectives: Those of the step: XLA combines those of one kind up to 30 MiB, and their operands wait for it.
+    """
+    kinds = Counter[str]()
+    for each in collectives:
+        kinds[each.kind] += each.calls * each.tensor_bytes
+    return int(num_bytes * _MORE) + _WORKSPACE + sum(min(each, _COMBINED) for each in kinds.values())
+
+
 def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
-    """Return operations in the order that XLA prefers: gradients of weights after all else of the backward pass.
+    """Return operations in the order that XLA prefers: gradients of weights after the backward pass, updates last.
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
     waits for them. So the products that make them come last, and what these read is held until then. Where activations
     are computed again, which a barrier says, that would hold all of them at once; there they come first.
     """
-    if any(op.name == BARRIER and not op.is_fused for op in ops):
+    if any(map(_recomputes, ops)):
         return gradients_first(ops)
     late, backward = _late(ops), _backward(ops)
     first = [op for op in ops if id(op) not in late]
-    return [*_early(first, backward), *(op for op in ops if id(op) in late)]
+    updates: set[int] = set()
+    for op in ops:
+        if op.is_update or any(id(value.maker) in updates for value in op.operands):
+            updates.add(id(op))
+    return [
+        *_early(first, backward),
+        *sorted((op for op in ops if id(op) in late), key=lambda op: id(op) in updates),
+    ]
+
+
+def _recomputes(op: Op) -> bool:
+    """Whether activations are computed again from what an operation returns; JAX puts barriers before numbers, too."""
+    return op.name == BARRIER and not op.is_fused and any(value.size > 1 for value in op.operands)
 
 
 def gradients_first(ops: Sequence[Op]) -> list[Op]:
@@ -61,10 +96,10 @@ def _early(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) 
     A module's text has them one result of the step after another, each after all that it alone needs.
     """
     missing = {id(op): {id(v.maker) for v in op.operands if v.maker is not None} for op in ops}
-    eager = backward | late
+    eager = (backward | late) - _numbers(ops)
     waiting = {id(op): op for op in ops if id(op) in eager and missing[id(op)] & eager}
     made: list[Op] = []
-    for first in [op for op in sorted(ops, key=lambda op: id(op) in backward) if id(op) not in waiting]:
+    for first in [op for op in sorted(ops, key=lambda op: id(op) in eager) if id(op) not in waiting]:
         todo = [first]
         while todo:
             op = todo.pop(0)
@@ -76,6 +111,16 @@ def _early(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) 
                 if not missing[id(use)]:
                     todo.insert(0 if id(use) in late else len(todo), waiting.pop(id(use)))
     return made
+
+
+def _numbers(ops: Sequence[Op]) -> Set[int]:
+    """The operations that make a number of constants and of the device's own, such as where its slice begins."""
+    found: set[int] = set()
+    for op in ops:
+        is_number = all(id(v.maker) in found for v in op.operands) and all(v.size <= 1 for v in op.results)
+        if is_number or (op.name == "constant" and op.results[0].num_bytes <= _SMALL):
+            found.add(id(op))
+    return found
 
 
 def _backward(ops: Sequence[Op]) -> Set[int]:
@@ -137,6 +182,7 @@ class Memory:
         ops = self._ops
         last: dict[int, int] = {}
         made: dict[int, list[Value]] = {}
+        copies: dict[int, Value] = {}
         for number, op in enumerate(ops):
             sources = self._sources(op)
             for result in op.results:
@@ -147,6 +193,11 @@ class Memory:
             made[number] = new
             for value in new:
                 last.setdefault(id(value), number)
+            for operand in _padded(op):
+                if id(operand) not in copies:  # made for the first product, and held for that of the gradient
+                    copies[id(operand)] = Value(operand.shape, operand.dtype)
+                    made[number] = [*made[number], copies[id(operand)]]
+                last[id(copies[id(operand)])] = number
             self._count_traffic(op, sources, op.results if op.name == "all_reduce" else new)
         ends: dict[int, list[int]] = {}
         for value_id, number in last.items():
@@ -184,12 +235,13 @@ class Memory:
     def _of(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
         if op.is_fused and op.name not in COLLECTIVE_NAMES:
             return tuple(sources) if all(use.is_fused for use in result.uses) else (result,)
-        if op.name in ALIASES:
-            return self.roots(op.operands[result.number if op.name != "reshape" else 0])
+        if op.name in ALIASES or (op.name == "copy" and all(use.name == "while" for use in result.uses)):
+            return self.roots(op.operands[result.number if len(op.operands) > 1 else 0])
         if op.name == "while":
             return self._carried(op, result)
         if op.name in IN_PLACE:
-            return self.roots(op.operands[0])[:1] if self.roots(op.operands[0]) else (result,)
+            roots = self.roots(op.operands[0])
+            return roots if len(roots) == 1 and roots[0].num_bytes == result.num_bytes else (result,)
         if op.name in FUSED and not self._is_read(result) and not _is_kept(op):
             return tuple(sources)
         return (result,)
@@ -197,7 +249,17 @@ class Memory:
     def _carried(self, op: Op, result: Value) -> tuple[Value, ...]:
         operand = op.operands[result.number]
         roots = self.roots(operand)
-        if len(roots) == 1 and roots[0].num_bytes == result.num_bytes and id(roots[0]) not in self._kept:
+        body = op.blocks[-1]
+        if body.returned[result.number] is body.arguments[result.number]:
+            return roots
+        # One of the results has the place of what several begin with, such as zeros; the others have their own.
+        is_first = all(each is not operand for each in op.operands[: result.number])
+        if (
+            is_first
+            and len(roots) == 1
+            and roots[0].num_bytes == result.num_bytes
+            and id(roots[0]) not in self._kept
+        ):
             return roots
         return (result,)
 
@@ -232,6 +294,18 @@ class Memory:
             operands = {id(value): value for value in op.operands}.values()
             read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
             self.traffic += read + sum(value.num_bytes for value in new)
+
+
+def _padded(op: Op) -> Sequence[Value]:
+    """The operands of a product that XLA for GPUs pads, in copies: tensor cores take multiples of 8."""
+    if op.name != "dot_general" or op.operands[0].dtype not in ("bfloat16", "float16") or not op.flops:
+        return ()
+    left, right = op.operands
+    length = op.flops // (2 * op.results[0].size)  # of what is added up
+    batch = left.size * right.size // (op.results[0].size * length**2)
+    return [
+        each for each in op.operands if any(n % _MULTIPLE for n in (length, each.size // (batch * length)))
+    ]
 
 
 def _is_kept(op: Op) -> bool:

@@ -151,7 +151,9 @@ class _Reader:
             contracting = [made.operands[0].shape[int(n)] for n in sizes if n]
             made.flops = 2 * made.results[0].size * math.prod(contracting)
         elif each.op == "convolution":
-            made.flops = _flops_of_convolution(made, each)
+            made.flops = _flops_of_convolution(made.results[0], made.operands[1], each)
+        elif each.op == "custom-call":
+            made.flops = _flops_of_call(made, each)
         elif each.op in ("while", "conditional"):
             place = made.where, made.is_backward, made.is_update, made.is_fused
             made.blocks += [self.block(name, place) for name in inner_computations(each.rest)]
@@ -257,10 +259,28 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _flops_of_convolution(made: Op, each: Operation) -> int:
+def _flops_of_convolution(result: Value, kernel: Value, each: Operation) -> int:
     labels = _attribute(each, r"dim_labels=\w+_(\w+)->")
-    features = made.operands[1].shape[labels.index("o")]
-    return 2 * made.results[0].size * made.operands[1].size // max(features, 1)
+    return 2 * result.size * kernel.size // max(kernel.shape[labels.index("o")], 1)
+
+
+def _flops_of_call(made: Op, each: Operation) -> int:
+    """Operations of the product or the convolution that XLA for GPUs has a library compute; 0: it is something else."""
+    target = _attribute(each, r'custom_call_target="([^"]*)"')
+    if target.startswith("__cublas"):
+        axes = _attribute(each, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        length = math.prod(made.operands[0].shape[int(n)] for n in re.findall(r"\d+", axes))
+        return 2 * made.results[0].size * length
+    if not target.startswith("__cudnn$conv"):
+        return 0
+    given, result = (
+        made.operands,
+        made.results[0],
+    )  # of gradients the label of each is that of the convolution itself
+    if target.endswith("BackwardInput"):
+        return _flops_of_convolution(given[0], given[1], each)
+    of = (given[1], result) if target.endswith("BackwardFilter") else (result, given[1])
+    return _flops_of_convolution(*of, each)
 
 
 def _place(each: Operation, inside: Any) -> Any:
