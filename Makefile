@@ -20,7 +20,7 @@ demo: $(VENV)/.demo ## Train a small GPT on 8 simulated devices; installs only J
 test: $(VENV)/.all ## Run the tests, each law on a few cases; ARGS="core -- -k mesh" narrows it
 	@$(BIN)/python tools/run_tests.py $(ARGS)
 
-test-all: $(VENV)/.all ## Run all cases of all tests, with many examples of each property, as a release must pass them
+test-all: $(VENV)/.all $(VENV)/.xla-gpu ## Run all cases of all tests, with many examples of each property, as a release must pass them
 	@$(BIN)/python tools/run_tests.py --all $(ARGS)
 
 test-newest: $(BIN)/python ## Try the contracts on the newest torch, JAX, Keras and TensorFlow, before a release; ARGS="torch" or "torch==2.14.1"
@@ -88,6 +88,12 @@ $(VENV)/.all: pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[jax,torch,keras,flax]' --group test --group jax --group tensorflow --group tensorboard --group torch --group tools --group docs --group dev
 	$(PIP) --no-deps --group tf-keras --group keras-hub --group jax-models
 	@touch $(VENV)/.demo $@
+
+# In a folder of its own: where JAX finds the plugin, plans have XLA compile for GPUs, and most tests are of plans without.
+$(VENV)/.xla-gpu: pyproject.toml | $(VENV)/.all
+	rm -rf $(VENV)/xla-gpu
+	$(PIP) --no-deps --target $(VENV)/xla-gpu $$($(BIN)/python -c 'import jaxlib; v = jaxlib.__version__; print(f"jax-cuda12-plugin=={v} jax-cuda12-pjrt=={v}")')
+	@touch $@
 
 $(VENV)/.proto: pyproject.toml | $(BIN)/python
 	rm -rf $(VENV)/proto

@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
+from layoutmap.engines.jax.cost.targets import is_at_hand
 from layoutmap.testing.subjects import QUICK_XLA
 
 EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
 IS_QUICK = not EVERYTHING or bool(os.environ.get("LAYOUTMAP_TEST_QUICK"))
 """Whether JAX compiles quickly: always, but where `make test-all` runs what `make test` has."""
+
+
+def compiled_for_gpus(*values: Any) -> Any:
+    """A case for `parametrize` that needs XLA's compiler for GPUs."""
+    reason = 'needs pip install "layoutmap[xla-gpu]", hundreds of MB, as make test-all does'
+    return pytest.param(
+        *values, marks=[pytest.mark.xla_gpu, pytest.mark.skipif(not is_at_hand("h100"), reason=reason)]
+    )
 
 
 def xla_settings(num_devices: int) -> dict[str, str]:

@@ -5,7 +5,8 @@ python tools/run_tests.py [--all] [process ...] [-- arguments for pytest ...]
 A worker is pytest in one test process; there are as many at a time as cores, at most one for each process. A worker
 that finds nothing left in its process ends, and the next one begins another process or helps in one that still has
 tests (`tests/shared_queue.py`). With --all, what `make test` leaves out on JAX has workers of its own, `jax.long`, in
-which XLA compiles quickly; what it has runs with all optimizations.
+which XLA compiles quickly; what it has runs with all optimizations. So has what needs XLA's compiler for GPUs,
+`jax.gpu`, where `make test-all` installed that: beside JAX's other tests, which find none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import shared_queue  # noqa: E402
 RESULTS = ROOT / "results"
 # The longest first, and `core` last: it starts in no time and its tests are short, so nobody waits at the end.
 ORDER = ("jax", "torch", "tensorflow", "core")
-LONG = "jax.long"
+LONG, GPU = "jax.long", "jax.gpu"
+XLA_GPU = Path(sys.prefix) / "xla-gpu"  # where the Makefile installs it
 SLOWEST = 10
 REPORT_SECONDS = 15
 NOTHING_RAN = 5  # pytest's code for it
@@ -71,7 +73,8 @@ class Queue:
     """The tests of some processes, in parts, and the workers that run them."""
 
     def __init__(self, wanted: list[str], arguments: list[str], *, everything: bool, claims: Path) -> None:
-        self.wanted = [LONG, *wanted] if everything and "jax" in wanted else wanted
+        more = [LONG, *([GPU] if XLA_GPU.exists() else [])] if everything and "jax" in wanted else []
+        self.wanted = [*more, *wanted]
         self.arguments = arguments
         self.everything = everything
         self.environment = {**os.environ, **({"LAYOUTMAP_TEST_ALL": "1"} if everything else {})}
@@ -110,10 +113,11 @@ class Queue:
 
     def deselected(self) -> list[str]:
         """The ids of the tests that no part has."""
-        left_out = {p: known["deselected"] for p in self.wanted if (known := self._known(p))}
-        if LONG in left_out:
-            others = set(left_out.pop(LONG))
-            left_out["jax"] = [each for each in left_out.get("jax", ()) if each in others]
+        left_out: dict[str, list[str]] = {}
+        for part in self.wanted:
+            if known := self._known(part):
+                others = left_out.get(_process(part), known["deselected"])
+                left_out[_process(part)] = [each for each in known["deselected"] if each in {*others}]
         return [each for ids in left_out.values() for each in ids]
 
     def _known(self, part: str) -> dict | None:
@@ -148,14 +152,25 @@ class Queue:
             shared_queue.BACKWARDS: "1" if number % 2 else "",
             **({"LAYOUTMAP_TEST_QUICK": "1"} if part == LONG else {}),
         }
-        if part == LONG:
-            marked = ["-m", "long"]
-        else:
-            marked = ["-m", "not long"] if part == "jax" or not self.everything else []
+        marked = "long and not xla_gpu" if part == LONG else ""
+        if part == "jax" or not self.everything:
+            marked = "not long and not xla_gpu" if self.everything else "not long"
+        if part == GPU:
+            marked = "xla_gpu"
+            environment["PYTHONPATH"] = os.pathsep.join(
+                filter(None, (os.environ.get("PYTHONPATH"), str(XLA_GPU)))
+            )
         log, results = RESULTS / f"{name}.log", RESULTS / f"{name}.xml"
         with log.open("w", encoding="utf-8") as output:
             pytest = subprocess.Popen(
-                [sys.executable, "-m", "pytest", f"--junitxml={results}", *marked, *self.arguments],
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    f"--junitxml={results}",
+                    *(["-m", marked] if marked else []),
+                    *self.arguments,
+                ],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,

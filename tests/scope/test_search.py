@@ -6,11 +6,11 @@ import jax
 import keras
 import optax
 import pytest
+from cases import compiled_for_gpus
 from flax import nnx
 
 import layoutmap as lm
 from layoutmap.cli.main import main
-from layoutmap.engines.jax.cost.targets import is_at_hand
 
 INPUTS = jax.ShapeDtypeStruct((32, 16, 64), "float32")
 
@@ -119,17 +119,16 @@ def test_what_xla_compiles_decides_whether_a_map_fits():
     assert verified.cost.verified is verified.compiled
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not is_at_hand("h100"), reason='needs pip install "layoutmap[xla-gpu]", hundreds of MB')
-def test_what_xla_compiles_is_no_worse_than_what_it_compiles_of_experts_maps():
+@pytest.mark.parametrize("target", [compiled_for_gpus("h100")])
+def test_what_xla_compiles_is_no_worse_than_what_it_compiles_of_experts_maps(target):
     """Where its compiler for the machine is installed, maps are compared as compiled, and the result says so."""
     found = find(verify=None)
-    assert "compiled by XLA for h100" == found.cost.known_by
+    assert f"compiled by XLA for {target}" == found.cost.known_by
     compiled = [row for row in found.rows if row[-1].endswith("as XLA compiles it")]
     assert compiled[0] in found.rows[:2]
     assert "the result as XLA compiles it" in {row[-1] for row in compiled}
     step = lm.lower_step(Stack, found.layout_map, inputs=INPUTS, optimizer="adam", library="keras")
-    alone = step.count(found.layout_map, batch_dim=found.batch_dim, target="h100")
+    alone = step.count(found.layout_map, batch_dim=found.batch_dim, target=target)
     assert alone == found.cost.step
 
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import optax
 import pytest
+from cases import compiled_for_gpus
 from flax import nnx
 
 import layoutmap as lm
@@ -18,8 +19,9 @@ from layoutmap.adapters.jax import train_with
 from layoutmap.adapters.stacks import plain_attributes
 from layoutmap.core.variables import itemsize
 from layoutmap.engines.jax.cost import hlo
+from layoutmap.engines.jax.cost.counting import flops_of
 from layoutmap.engines.jax.cost.memory import upper_bound
-from layoutmap.engines.jax.cost.targets import TARGETS
+from layoutmap.engines.jax.cost.partitioned import read
 from layoutmap.testing import models
 
 MESH = lm.Mesh(None, "data=4,model=2")
@@ -677,15 +679,17 @@ def test_a_step_is_counted_as_xla_compiles_it(kind):
 
 
 @pytest.mark.parametrize("library", ["nnx", "keras", "pytree"])
-@pytest.mark.parametrize("seed", range(20261125, 20261127))
-def test_drawn_steps_are_counted_as_xla_compiles_them(seed, library):
+@pytest.mark.parametrize(
+    ("target", "seed"), [("cpu", 1), ("cpu", 2), *[compiled_for_gpus("h100", n) for n in range(1, 4)]]
+)
+def test_drawn_steps_are_counted_as_xla_compiles_them(target, seed, library):
     """The text of whatever XLA compiles is read to the byte, groups of a part of a dim too."""
-    case = models.draw(seed, library)
+    case = models.draw(20261124 + seed, library)
     inputs = case.batch[0] if library == "keras" else case.batch
     options = {"inputs": inputs, "batch_dim": case.map.batch_dim, "library": case.library}
     step = lm.lower_step(case.make_model, case.layout_map, **options)
-    found = step.count(case.layout_map, target="cpu")
-    made = step.compile(case.layout_map, target="cpu")
+    found = step.count(case.layout_map, target=target)
+    made = step.compile(case.layout_map, target=target)
     # Several small arrays in one are counted one by one, each with its own rounding.
     most = sum(calls for calls in made.collectives.values()) + sum(c.calls for c in found.collectives)
     assert abs(sum(made.sent_by_kind.values()) - found.sent_bytes) <= most
@@ -694,14 +698,17 @@ def test_drawn_steps_are_counted_as_xla_compiles_them(seed, library):
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                not any(map(importlib.util.find_spec, TARGETS[name].modules)),
-                reason=f'needs pip install "layoutmap[{TARGETS[name].extra}]", hundreds of MB',
-            ),
-        )
-        for name in ("h100", "v5e", "v5p")
+        compiled_for_gpus("h100"),
+        *(
+            pytest.param(
+                name,
+                marks=pytest.mark.skipif(
+                    importlib.util.find_spec("libtpu") is None,
+                    reason='needs pip install "layoutmap[xla-tpu]", hundreds of MB',
+                ),
+            )
+            for name in ("v5e", "v5p")
+        ),
     ],
 )
 def test_xla_for_devices_that_are_not_there_sends_what_was_counted(target):
@@ -710,6 +717,18 @@ def test_xla_for_devices_that_are_not_there_sends_what_was_counted(target):
     arguments = found.rows[-2]
     assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
     assert arguments[1] == arguments[2] if target == "h100" else arguments[1] <= arguments[2]
+
+
+@pytest.mark.parametrize("target", [compiled_for_gpus("h100")])
+@pytest.mark.parametrize("kind", [Unrolled, Scanned])
+def test_an_estimate_of_a_peak_is_no_less_than_what_xla_compiles(kind, target):
+    """It is an upper bound, and FLOPs are those of the products that XLA has libraries compute."""
+    inputs = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")
+    step = lowered(kind, optimizer=optax.adam(1e-3), inputs=inputs)
+    counted = step.count(lm.LayoutMap(MESH))
+    made = step.compile(lm.LayoutMap(MESH), target=target)
+    assert 0.95 <= counted.peak_bytes / made.peak_bytes
+    assert counted.flops == flops_of(read(made.text, MESH))
 
 
 def test_a_batch_takes_the_bytes_that_jax_gives_it():
