@@ -1,7 +1,7 @@
 """How near the counted cost of a training step comes to what XLA's compiler makes of it.
 
     python benchmarks/step_cost.py                       all models on all meshes, for H100: an hour
-    python benchmarks/step_cost.py --large               what counting takes for 405 billion parameters, on 512x8
+    python benchmarks/step_cost.py --plans               the seconds that a plan takes, of 8 and 405 billion parameters
     python benchmarks/step_cost.py cpu llama 8x8         for another target, models that start so, one mesh
     python benchmarks/step_cost.py cpu --draw 200 --seed 1
                                                          pairs of a drawn model and a drawn map: the distribution of the
@@ -18,7 +18,6 @@ them. Beside each are the quotients of both counts and the whole.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 import resource
@@ -184,43 +183,41 @@ def child(target, name, mesh):
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def large():
-    """What it takes to count a step of Llama 3.1 with 405 billion parameters."""
+def plans():
+    """The seconds that a plan with the cost of a step takes: of Llama with 8 and with 405 billion parameters."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
     import keras
 
     import layoutmap as lm
     from layoutmap.rules import zoo
 
-    model, making = zoo.model("llama3_405b"), []
-    imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    def make():
-        start = time.process_time()
-        made = model.make(dtype="bfloat16")
-        making.append(time.process_time() - start)
-        return made
-
-    names = ("token_ids", "padding_mask")
-    inputs = {name: keras.Input(batch_shape=(512, 4096), dtype="int32") for name in names}
-    layout_map = lm.LayoutMap.preset("llama", lm.Mesh(None, "data=512,model=8"), fsdp_dim="data")
-    options = {"inputs": inputs, "batch_dim": "data", "optimizer": "adamw", "library": "keras"}
-    times = [_cpu_seconds()]
-    lowered = lm.lower_step(make, layout_map, **options)
-    times.append(_cpu_seconds())
-    for _ in range(2):
-        lowered.count(layout_map)
-        times.append(_cpu_seconds())
-    lower, first, more = (b - a for a, b in itertools.pairwise(times))
+    for name, mesh, rows, length in (
+        ("llama3_8b", "data=8,model=8", 64, 2048),
+        ("llama3_405b", "data=512,model=8", 512, 4096),
+    ):
+        model = zoo.model(name)
+        names = ("token_ids", "padding_mask")
+        inputs = {each: keras.Input(batch_shape=(rows, length), dtype="int32") for each in names}
+        layout_map = lm.LayoutMap.preset("llama", lm.Mesh(None, mesh), fsdp_dim="data")
+        options = {"inputs": inputs, "batch_dim": "data", "optimizer": "adamw", "library": "keras"}
+        for verify in (None, False):
+            start, cpu = time.monotonic(), _cpu_seconds()
+            plan = lm.plan(
+                lambda made=model: made.make(dtype="bfloat16"),
+                layout_map,
+                on=f"h100:{layout_map.mesh.size}",
+                advise=False,
+                verify=verify,
+                **options,
+            )
+            seconds, cpu = time.monotonic() - start, _cpu_seconds() - cpu
+            print(f"{name} on {mesh}: {seconds:.1f} s, {cpu:.1f} of a CPU, {plan.cost.known_by}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(
-        f"CPU seconds: lowered {lower:.1f}, of which the model {making[0]:.1f}; the first count {first:.1f}, "
-        f"another {more:.1f}; {peak >> 10} MiB, {imports >> 10} of them after imports"
-    )
+    print(f"most memory of this process: {peak >> 10} MiB")
 
 
 def _cpu_seconds():
-    """The seconds that this process and those that it started have computed: the partitioner has its own."""
+    """The seconds that this process and those that it started have computed."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
@@ -329,7 +326,7 @@ def main():
     parser.add_argument("target", nargs="?", default="h100", help="what XLA compiles for")
     parser.add_argument("models", nargs="?", default="", help="how the names of the models begin")
     parser.add_argument("meshes", nargs="*", metavar="mesh", help=f"some of {', '.join(MESHES)}")
-    parser.add_argument("--large", action="store_true", help="what counting takes for a large model")
+    parser.add_argument("--plans", action="store_true", help="the seconds that plans of large models take")
     parser.add_argument("--draw", type=int, metavar="N", help="so many drawn pairs of model and map")
     parser.add_argument("--sizes", type=int, metavar="N", help="so many families in drawn sizes and maps")
     parser.add_argument("--seed", type=int, default=1, help="the seed of the first of them")
@@ -338,8 +335,8 @@ def main():
     if options.one:
         child(options.target, options.models, *options.meshes)
         return
-    if options.large:
-        large()
+    if options.plans:
+        plans()
         return
     if options.draw or options.sizes:
         (sized if options.sizes else drawn)(options.target, options.draw or options.sizes, options.seed)
