@@ -11,11 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import compiled_for_gpus
 
 from layoutmap.core.errors import EngineError
 from layoutmap.cost.machines import known_devices
 from layoutmap.cost.verified import TooLargeError
-from layoutmap.engines.jax.cost import compiled
+from layoutmap.engines.jax.cost import compiled, compiler
 from layoutmap.engines.jax.cost.compiled import compile_modules
 from layoutmap.engines.jax.cost.hlo import Compiled, collectives
 from layoutmap.engines.jax.cost.processes import NO_DEVICES
@@ -180,6 +181,30 @@ def test_what_xla_refuses_is_an_error_with_its_words():
 
 
 @pytest.mark.long  # a process of JAX's
+@pytest.mark.parametrize("target", [compiled_for_gpus("h100")])
+def test_what_is_printed_before_code_is_made_is_what_xla_says_of_the_whole(target, monkeypatch):
+    """Arguments, peak and collectives of the print are those of the executable, which takes several times as long."""
+    module = b"""module @step attributes {mhlo.num_partitions = 8 : i32} {
+        sdy.mesh @mesh = <["x"=8]>
+        func.func public @main(%x: tensor<64x32xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"}, {}]>,
+                                                      tf.aliasing_output = 0 : i32},
+                               %w: tensor<64x16xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"}, {}]>})
+            -> (tensor<64x32xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"}, {}]>}, tensor<32x16xf32>) {
+          %y = stablehlo.add %x, %x : tensor<64x32xf32>
+          %z = stablehlo.dot_general %y, %w, contracting_dims = [0] x [0]
+              : (tensor<64x32xf32>, tensor<64x16xf32>) -> tensor<32x16xf32>
+          return %y, %z : tensor<64x32xf32>, tensor<32x16xf32>
+        } }"""
+    printed = compile_modules([module], 8, target)[0]
+    environment = compiler.environment(TARGETS[target], 8)
+    plain = environment | {"XLA_FLAGS": environment["XLA_FLAGS"].partition(" --xla_dump")[0]}
+    monkeypatch.setattr(compiled, "environment", lambda *args: plain)
+    whole = compile_modules([module], 8, target)[0]
+    assert (printed.argument_bytes, printed.peak_bytes) == (whole.argument_bytes, whole.peak_bytes)
+    assert printed.collectives == whole.collectives
+    assert {"all_reduce"} == {each.kind for each in whole.collectives}
+
+
 def test_the_compiler_ends_with_the_process_that_started_it():
     """Where that is killed, which no code can see, too."""
     program = textwrap.dedent("""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
-from layoutmap.engines.jax.cost.processes import MODULE, NoDevicesError, answering
+from layoutmap.engines.jax.cost.processes import MODULE, NoDevicesError, answer_with_print, answering
 from layoutmap.engines.jax.cost.targets import TARGETS, Target
 
 
@@ -29,7 +30,7 @@ def environment(target: Target, num_devices: int) -> dict[str, str]:
         # Tiles of Triton's are chosen by trying them on the GPU; without one XLA fails for shapes such as a ViT's.
         return needed | {
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
+            "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false --xla_dump_to=. --xla_dump_hlo_as_text",
         }
     # No question to a cloud's metadata server, no lock on the TPUs of this machine, and no logs in /tmp.
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
@@ -55,6 +56,25 @@ def _devices(target: Target, num_devices: int) -> list[Any]:
         topology_name=f"{target.chip}:{'x'.join(map(str, sides))}",
         chips_per_host_bounds=[*hosts, 1],
     ).devices
+
+
+_LAST = "_gpu_after_optimizations-memory-usage-report.txt"
+"""The end of the name of the file that XLA for GPUs prints last, before it makes code of the module."""
+
+
+def _printed(file: Path) -> str:
+    """What XLA has made of the module before it makes code of it, and its buffers."""
+    name = file.name.removesuffix("-memory-usage-report.txt")
+    sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"), 0)
+    with open(f"{name}-buffer-assignment.txt") as lines:
+        for line in lines:
+            if found := re.match(r"allocation \d+: size (\d+), (.*)", line):
+                is_given, is_returned = "parameter " in found[2], "maybe-live-out" in found[2]
+                sizes["argument_bytes"] += int(found[1]) * is_given
+                sizes["output_bytes"] += int(found[1]) * is_returned
+                sizes["alias_bytes"] += int(found[1]) * (is_given and is_returned)
+                sizes["temp_bytes"] += int(found[1]) * ("preallocated-temp" in found[2])
+    return json.dumps({"text": Path(f"{name}.txt").read_text(), **sizes})
 
 
 def _compiled(devices: list[Any], module: bytes) -> dict[str, Any]:
@@ -93,4 +113,5 @@ def main(name: str, num_devices: str) -> None:  # why: decisions/0099
             devices = _devices(TARGETS[name], int(num_devices))[: int(num_devices)]
         except Exception as error:
             raise NoDevicesError from error
+        answer_with_print(answer, _LAST, _printed)
         answer(json.dumps(_compiled(devices, Path(MODULE).read_bytes())))

@@ -1,21 +1,18 @@
 """A process that has XLA's partitioner print what it makes of a module, for any number of devices.
 
-It needs jaxlib alone, and takes a fifth of what compiling does: XLA has no way to stop after a pass, so the print of
-the module is awaited in a thread, which then ends the process. It is started by `processes.Asked`.
+It needs jaxlib alone, and takes a fifth of what compiling does: the process ends with the print. It is started by
+`processes.Asked`.
 
 Private names, tested on jaxlib 0.10.2: all of `jaxlib.xla_client`.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from pathlib import Path
 
-from layoutmap.engines.jax.cost.processes import MODULE, answering
+from layoutmap.engines.jax.cost.processes import MODULE, answer_with_print, answering
 
-_BETWEEN_SECONDS = 0.005
 _MOST_SECONDS = 10  # from the end of compiling to the print, which was before it
 _MOST_DEVICES = 2048
 _PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
@@ -29,19 +26,15 @@ def main(num_devices: str) -> None:  # why: decisions/0156
         # For one device there is nothing to partition.
         wanted = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
 
-        def await_print() -> None:
-            while True:
-                for name in os.listdir():
-                    if wanted in name:
-                        text = Path(name).read_text()
-                        if "\nENTRY" in text and text.rstrip().endswith("\n}"):  # all of it is there
-                            answer(text)
-                            os._exit(0)
-                time.sleep(_BETWEEN_SECONDS)
-
-        threading.Thread(target=await_print, daemon=True).start()
+        answer_with_print(answer, wanted, _whole)
         _compile(Path(MODULE).read_bytes(), int(num_devices))
         time.sleep(_MOST_SECONDS)
+
+
+def _whole(file: Path) -> str:
+    """The module that a file has, once it is all there."""
+    text = file.read_text()
+    return text if "\nENTRY" in text and text.rstrip().endswith("\n}") else ""
 
 
 def _compile(module: bytes, num_devices: int) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ NO_DEVICES = 3
 
 _BETWEEN_SECONDS = 0.2
 _FIRST_SECONDS = 0.01
+_BETWEEN_PRINTS = 0.005
 _START = """
 import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])  # modules, and plugins, are found where they are found here
@@ -88,8 +90,10 @@ def answering() -> Generator[Callable[[str], object]]:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # what plugins print is no answer
+        once = threading.Lock()
 
         def say(text: str) -> None:
+            once.acquire()  # there is one answer: who comes second waits until the first has ended the process
             answer.write(text)
             answer.flush()
 
@@ -104,6 +108,28 @@ def answering() -> Generator[Callable[[str], object]]:
             traceback.print_exc()
         sys.stderr.flush()
     os._exit(status)  # without an end of Python's, in which plugins may hang or crash
+
+
+def answer_with_print(
+    answer: Callable[[str], object], name: str, read: Callable[[Path], str]
+) -> None:  # why: decisions/0168
+    """Have a thread answer with what XLA prints while it compiles, and end the process: XLA cannot stop after a pass.
+
+    Args:
+        answer: Takes the answer.
+        name: A part of the name of the file that is printed last, in this folder.
+        read: Returns the answer from that file; empty while it is not all there.
+    """
+
+    def await_print() -> None:
+        while True:
+            for file in Path().iterdir():
+                if name in file.name and (text := read(file)):
+                    answer(text)
+                    os._exit(0)
+            time.sleep(_BETWEEN_PRINTS)
+
+    threading.Thread(target=await_print, daemon=True).start()
 
 
 class NoDevicesError(Exception):
