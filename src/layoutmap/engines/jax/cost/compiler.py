@@ -63,7 +63,7 @@ _LAST = "_gpu_after_optimizations-memory-usage-report.txt"
 
 
 def _printed(file: Path) -> str:
-    """What XLA has made of the module before it makes code of it, and its buffers."""
+    """The module and its buffers as XLA has printed them, before it makes code."""
     name = file.name.removesuffix("-memory-usage-report.txt")
     sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"), 0)
     with open(f"{name}-buffer-assignment.txt") as lines:
