@@ -101,7 +101,7 @@ class Forward:
     def attach(self) -> None:
         """Put it in its place."""
         vars(self._the_module()).update({_ATTRIBUTE: self, "compile": functools.partial(_compile, self)})
-        keep(self)
+        keep(self)  # torch stays changed while a model is in layouts
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Have the module compiled when it is called, or the blocks in it that gather their weights.

@@ -141,7 +141,7 @@ class TorchSession:
             yield
             return
         outer = current()
-        with _suspended(outer):
+        with _suspended(outer):  # or both tapes would record
             with module_hooks.installed(), self.reading, entered(self), _Recording(self):
                 yield
             self._materialize(self._created(), is_new=True)
@@ -233,7 +233,7 @@ class TorchSession:
             else:
                 self._make(roots, entries, assignments)
         except BaseException:
-            if is_new:
+            if is_new:  # a model that existed before still has its values
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:
@@ -258,7 +258,7 @@ class TorchSession:
             for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
         }
         deferred = {key: pair for key, pair in pairs.items() if self._tape.holds(pair[0].found.tensor)}
-        if self.context.across:
+        if self.context.across:  # each process has made these by itself, and they may differ
             self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         made = self.context.create(
             {key: assignment for key, (_, assignment) in deferred.items()},
@@ -281,7 +281,7 @@ class TorchSession:
         layouts = {id(replaced[id(e.found.tensor)]): layout for e, _, layout in placed}
         self._replace_references(roots, replaced, layouts)
         for entry, _, _ in placed:
-            note_replaced(entry.found.tensor, entry.spec.path)
+            note_replaced(entry.found.tensor, entry.spec.path)  # an optimizer may hold it, and would train it
         self._attach(roots, layouts)
 
     def _check_values(self, entries: Iterable[Entry]) -> None:
@@ -359,7 +359,7 @@ class TorchSession:
             gather = weights_to_gather(root, layouts, self.context)
             graphs: dict[Any, Any] = {}
             for module in (root, *below(root)):
-                if forward_of(module) is None:
+                if forward_of(module) is None:  # else it is laid out anew, and has the hook
                     module.register_load_state_dict_pre_hook(_into_layouts)
                 path = paths.get(id(module), "")
                 gathers = gather.get(id(module))

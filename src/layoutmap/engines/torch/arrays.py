@@ -306,7 +306,7 @@ def _moved_by_pieces(array: DTensor, layout: Layout) -> Any:
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
     for index, piece in _all_pieces(array):
         for ends, target in wanted.items():
-            both = intersect(index, target) if shape else ()
+            both = intersect(index, target) if shape else ()  # a scalar is one block, without axes
             if both is not None:
                 made[ends][within(both, target)] = piece[within(both, index)].to(device)
     return from_blocks(shape, dtype, layout, lambda index: made[ends_of(index)])

@@ -44,6 +44,7 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
 def without_function_modes() -> Generator[None]:
     """While open, this thread is in no function mode, and may enter others."""
     modes = function_modes()
+    # Torch has no way past them but to take them off its stack.
     for _ in modes:
         _pop_mode()
     try:

@@ -304,7 +304,7 @@ def _redistributed(tensor: DTensor, placements: tuple[Any, ...]) -> Any:
         coordinates: Any = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
             local = local.chunk(spec.mesh.size(dim), shard.dim)[coordinates[dim]]
-        local = local.clone(memory_format=torch.contiguous_format)
+        local = local.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
     else:
         moved = tensor.redistribute(spec.mesh, placements)
         return _as_held(local_of(moved), spec_of(moved))

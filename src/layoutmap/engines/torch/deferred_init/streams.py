@@ -26,7 +26,7 @@ from layoutmap.engines.torch.operators import argument_names, overload_name
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
 
-_GROUP = 16
+_GROUP = 16  # torch fills so many elements at a time, and what is left over in another way
 _FAR = 1 << 22
 
 aten = torch.ops.aten
@@ -51,6 +51,7 @@ class RandomFill:
     def next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
         """The next values."""
         if self.strided:
+            # For memory with gaps torch takes another way through the same stream.
             values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
         else:
             values = torch.empty(numel, dtype=self.dtype, device="cpu")
@@ -91,7 +92,7 @@ def free_room() -> None:
 @functools.lru_cache(maxsize=4096)
 def _goes_in_pieces(fill: RandomFill) -> bool:
     """Whether pieces have the bits of one fill, and leave the generator in the same state."""
-    for numel in (_GROUP * 50 + 5, _GROUP * 50):
+    for numel in (_GROUP * 50 + 5, _GROUP * 50):  # with and without a rest
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)

@@ -148,7 +148,7 @@ class Tape:  # why: decisions/0016
         try:
             foreseen = self._foresee(op, args, kwargs)
         except UNFORESEEN:
-            if written:
+            if written:  # done for real, it would change a copy that nobody holds
                 raise
             return self._real(op, args, kwargs, written)
         is_drawn = generator_of(op, args, kwargs) is not None
@@ -194,9 +194,11 @@ class Tape:  # why: decisions/0016
         for leaf in written:
             self._keep(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
+        # What is not much larger than what exists already saves too little memory to be deferred.
         bound = max(self._smallest, 2 * known + 1 if known else 0)
         if written or is_view(op) or (not tensors and args and size_of(args[0]) < bound):
             return op(*args, **kwargs)
+        # Of a subclass nobody knows what it does beside its values.
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return op(*args, **kwargs)
         try:
@@ -217,7 +219,7 @@ class Tape:  # why: decisions/0016
     def _foresee(self, op: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, without values."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
-            return args[0]
+            return args[0]  # a fill changes values only, so nothing has to be asked
         args, kwargs = tree_map(self._foreseeable, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)

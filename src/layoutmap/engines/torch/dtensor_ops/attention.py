@@ -104,6 +104,7 @@ def _with_mask(
     """Attention whose dropout has been drawn, as torch computes it where no kernel does it in one."""
     dtype = shards[0].dtype
     query, key, value = (each.to(_wide(dtype)) for each in shards)
+    # Both sides get the root, as in torch: products of rows that are not scaled yet may overflow.
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
@@ -114,6 +115,7 @@ def _with_mask(
         scores = scores.masked_fill(~kept, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    # A row of which all is masked gives zeros, as torch's kernels do, and not NaN.
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
     return ((weights * drawn) @ value).to(dtype)
@@ -129,7 +131,7 @@ def _attend_with_projections(draw: Function, function: Function, args: Any, kwar
     mesh = mesh_of(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     kept = kept_axes(batched, mesh, [1])
-    of_weights = dict.fromkeys(kept, 0)
+    of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_weights_of(given), given["dropout_p"], mesh, of_weights) if drops else None
     shards: dict[int, Any] = {}  # one for what is given twice: attention to oneself is projected at once

@@ -121,7 +121,7 @@ class OperatorsGuarded:
     def install(self) -> None:
         """Have it decide, where it does not."""
         if _PROPAGATE in vars(_DISPATCHER):
-            return
+            return  # caches are kept: they have this guard's answers
         vars(_DISPATCHER).update(self._methods)
         for name, instead in _INSTEAD.items():
             getattr(type(_DISPATCHER), name).__code__ = instead.__code__
@@ -130,7 +130,7 @@ class OperatorsGuarded:
             handler = functools.partial(_answered, self._answer, _HANDLERS_OF_DTENSOR[op])
             _DISPATCHER._custom_op_handlers[op] = handler
         setattr(_Planner, "get_next_state", _next_layouts)  # noqa: B010
-        _forget_answers()
+        _forget_answers()  # which DTensor has given by itself
 
     def remove(self) -> None:
         """Have `DTensor` decide for itself again."""

@@ -30,6 +30,7 @@ def _linear(function: Function, args: Any, kwargs: Any) -> Any:  # why: decision
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors = [given["input"], given["weight"], given.get("bias")]
     plan = None
+    # Under autocast torch is to convert the arguments first.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         plan = _plan(*(None if each is None else spec_of(each) for each in tensors))
     if plan is None and tensors[0].ndim == 1:  # torch would change the shape of the result in place
@@ -118,7 +119,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         of_bias = None if bias is None else local_of(bias)
         if of_bias is not None and plan.num_summands > 1:
-            of_bias = of_bias / plan.num_summands
+            of_bias = of_bias / plan.num_summands  # or the sum would have it several times
         return dtensor(F.linear(local_of(x), local_of(weight), of_bias), plan.result)
 
     @staticmethod

@@ -38,15 +38,18 @@ def _batch_norm(function: Function, args: Any, kwargs: Any) -> Any:
     if not given.get("training", False) and "running_mean" in local:
         return join(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
-    if count == 1:
+    if count == 1:  # torch's own error: a shard may have one value where the batch has more
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
     summed = [dim for dim in kept if dim not in channels]
     axes = [axis for axis in range(x.ndim) if axis != 1]
-    y = y.to(torch.promote_types(x.dtype, torch.float32))
+    y = y.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels: sums of bfloat16 lose digits
     mean = sum_of_devices(y.sum(axes, keepdim=True), mesh, summed) / count
     y = y - mean
     variance = sum_of_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
-    for name, value in ("running_mean", mean), ("running_var", variance * (count / (count - 1))):
+    for name, value in (
+        ("running_mean", mean),
+        ("running_var", variance * (count / (count - 1))),
+    ):  # what is tracked is unbiased
         value = join(value.detach().flatten(), mesh, channels)
         _track(given.get(name), value, given.get("momentum", 0.1))
     y = y * torch.rsqrt(variance + eps)

@@ -68,6 +68,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
+        # The base class of policies has no such attribute: it off-loads nothing.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _off_load(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
@@ -182,7 +183,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             self.order.following[before] = self
             this: Any = before
             this.set_modules_to_forward_prefetch([self])
-        self.order.ahead.discard(self)
+        self.order.ahead.discard(self)  # it is called now, and `_leave` need not free it
         if self in self.order.following:
             self.order.ahead.add(self.order.following[self])
 
