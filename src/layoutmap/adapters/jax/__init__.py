@@ -40,7 +40,7 @@ class JaxAdapter(Adapter):
     def check(self) -> None:
         """Nothing: what is traced is made in functions, which work anywhere."""
 
-    def owns(self, model: Any) -> bool:
+    def owns(self, model: object) -> bool:
         """Return whether an object is a module of flax.nnx, or a pytree with an array in it."""
         if isinstance(model, TrainState) or is_nnx(model):
             return True
@@ -58,10 +58,10 @@ class JaxAdapter(Adapter):
         """Seed Python and numpy; a program of JAX has its seeds in its keys."""
         random_states.seed_both(seed)
 
-    def complete(self, model: Any, batch: Any) -> None:
+    def complete(self, model: object, batch: object) -> None:
         """Nothing: a model of JAX has its arrays when it is made, and its optimizer's state begins with a step."""
 
-    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+    def with_optimizer(self, model: object, optimizer: object) -> object:
         """Return the model: it carries no optimizer.
 
         Raises:
@@ -75,14 +75,14 @@ class JaxAdapter(Adapter):
             )
         return model
 
-    def variables(self, model: Any) -> dict[str, Variable]:
+    def variables(self, model: object) -> dict[str, Variable]:
         """Return the arrays of a model by path, and those of its optimizer's state, in a fixed order."""
         leaves = arrays_of(model).leaves
         values = [leaf.value for leaf in leaves]
         found: dict[str, Variable] = {}
         for number, leaf in enumerate(leaves):
 
-            def replace(value: Any, number: int = number) -> None:
+            def replace(value: object, number: int = number) -> None:
                 current = [leaf.value for leaf in arrays_of(model).leaves]
                 put_values(model, [*current[:number], value, *current[number + 1 :]])
 
@@ -91,11 +91,11 @@ class JaxAdapter(Adapter):
             found |= model.slots()
         return found
 
-    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
+    def described(self, model: object, optimizer: object = None) -> list[Stored]:
         """Return the arrays of a model that any program has made, and those of its optimizer's state."""
         return described(model, optimizer)
 
-    def context_of(self, model: Any) -> ScopeContext | None:
+    def context_of(self, model: object) -> ScopeContext | None:
         """Return the scope that a model was laid out in."""
         return context_of(model)
 
@@ -103,15 +103,15 @@ class JaxAdapter(Adapter):
         """Return the global value of a variable, as a numpy array."""
         return variable.read()
 
-    def write(self, variable: Variable, value: Any) -> None:
+    def write(self, variable: Variable, value: object) -> None:
         """Give a variable a value, of JAX or of numpy; it keeps its layout."""
         variable.write(value)
 
-    def forward(self, model: Any, batch: Any) -> Any:
+    def forward(self, model: object, batch: object) -> Any:
         """Return what a model returns for a batch, in inference; nested as the model nests it."""
         return _as_numpy(_trained(model).steps.outputs(batch))
 
-    def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def gradients(self, model: object, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the loss of a batch, and its gradient for each weight by path."""
         loss, gradients = _trained(model).steps.gradients(batch)
         return {"loss": float(loss)}, _as_numpy(gradients)
@@ -120,24 +120,26 @@ class JaxAdapter(Adapter):
         """Take one step of the optimizer that `train_with` was called with; returns the loss before it."""
         return {"loss": float(_trained(model).steps.step(batch))}
 
-    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
+    def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
         return stored(model, optimizer, saved)
 
-    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+    def restored(
+        self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
+    ) -> tuple[Any, Any]:
         """Return a model and its optimizer's state with other arrays."""
         return restored(model, optimizer, arrays)
 
-    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+    def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
         """Return the random states of Python and numpy; those of JAX are arrays of the model."""
         return {"random": random_states.states(), "optimizer": has_optimizer(model, optimizer)}
 
-    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+    def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
         """Put back what `settings` returned."""
         random_states.restore(settings["random"])
 
 
-def _trained(model: Any) -> TrainState:
+def _trained(model: object) -> TrainState:
     if isinstance(model, TrainState):
         return model
     raise ScopeError(
@@ -147,7 +149,7 @@ def _trained(model: Any) -> TrainState:
     )
 
 
-def _as_numpy(output: Any) -> Any:
+def _as_numpy(output: object) -> Any:
     """Return arrays of numpy in dicts and lists, as a model nests its outputs."""
     if isinstance(output, Mapping):
         return {str(name): _as_numpy(value) for name, value in output.items()}

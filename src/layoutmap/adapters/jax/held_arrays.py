@@ -41,18 +41,18 @@ class HeldArrays:
     name: str
     path: Keys
 
-    def put(self, arrays: Mapping[Keys, Any]) -> None:
+    def put(self, arrays: Mapping[Keys, object]) -> None:
         """Assign other arrays, by the path of each."""
         owner = self.owner()
 
-        def new(keys: Sequence[Any], value: Any) -> Any:
+        def new(keys: Sequence[object], value: object) -> Any:
             return arrays.get((*self.path, *map(key_text, keys)), value)
 
         held = jax.tree_util.tree_map_with_path(new, getattr(owner, self.name), is_leaf=_is_of_flax)
         setattr(owner, self.name, nnx.data(held))
 
 
-def held_arrays(model: Any) -> list[HeldArrays]:
+def held_arrays(model: object) -> list[HeldArrays]:
     """Return the attributes that hold arrays which are in no Variable."""
     return [
         HeldArrays(weakref.ref(node), name, (*map(key_text, path), name))
@@ -75,7 +75,7 @@ def note_arrays(nodes: Nodes) -> None:
                     setattr(node, name, nnx.data(value))
 
 
-def check_all_found(nodes: Nodes, state: Any) -> None:
+def check_all_found(nodes: Nodes, state: object) -> None:
     """Check that the state of a module has all traced arrays that are in the module.
 
     Raises:
@@ -83,7 +83,7 @@ def check_all_found(nodes: Nodes, state: Any) -> None:
     """
     found = {id(leaf) for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.core.Tracer)}
     owners = {path: node for path, node in nodes if isinstance(node, nnx.Pytree)}
-    checked: dict[int, Any] = {}
+    checked: dict[int, object] = {}
     for path, node in nodes:
         if isinstance(node, jax.core.Tracer) and id(node) not in found:
             length = next(n for n in range(len(path), -1, -1) if path[:n] in owners)
@@ -104,7 +104,7 @@ def check_all_found(nodes: Nodes, state: Any) -> None:
         checked[id(node)] = node
 
 
-def _hides_array(node: Any) -> bool:
+def _hides_array(node: object) -> bool:
     """Whether a function closes over a traced array, or an object that is no pytree has one as an attribute."""
     is_known = isinstance(node, (str, int, float, type, jax.Array)) or type(node).__module__.startswith(
         "flax."
@@ -120,5 +120,5 @@ def _hides_array(node: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(held, is_leaf=_is_of_flax))
 
 
-def _is_of_flax(value: Any) -> bool:
+def _is_of_flax(value: object) -> bool:
     return isinstance(value, (nnx.Pytree, nnx.Variable))

@@ -14,11 +14,11 @@ from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in
 from layoutmap.adapters.protocol import ScopeContext, Stored
 from layoutmap.core.variables import Kind
 
-_contexts: dict[int, tuple[weakref.ref[Any], ScopeContext]] = {}
+_contexts: dict[int, tuple[weakref.ref[object], ScopeContext]] = {}
 _STATE = "opt_state"
 
 
-def described(model: Any, optimizer: Any = None) -> list[Stored]:
+def described(model: Any, optimizer: object = None) -> list[Stored]:
     """Return the arrays of a model as variables of a plan, and those of an optimizer's state as slots."""
     parts = arrays_of(model)
     specs = parts.specs
@@ -33,13 +33,13 @@ def described(model: Any, optimizer: Any = None) -> list[Stored]:
     return found + optimizer_arrays(model, optimizer)
 
 
-def _has_both(model: Any) -> bool:
+def _has_both(model: object) -> bool:
     """Whether a pytree is a train state, as flax has one: parameters, and the state of their optimizer."""
     is_pytree = not isinstance(model, TrainState) and not is_nnx(model)
     return is_pytree and hasattr(model, "params") and hasattr(model, _STATE)
 
 
-def note_context(model: Any, context: ScopeContext) -> None:
+def note_context(model: object, context: ScopeContext) -> None:
     """Note the scope that a model is laid out in, for as long as it lives; a dict or a tuple cannot be noted."""
     for each in (model, model_in(model)):
         key = id(each)
@@ -47,7 +47,7 @@ def note_context(model: Any, context: ScopeContext) -> None:
             _contexts[key] = weakref.ref(each, lambda _, key=key: _contexts.pop(key, None)), context
 
 
-def context_of(model: Any) -> ScopeContext | None:
+def context_of(model: object) -> ScopeContext | None:
     """Return the scope that a model was laid out in."""
     ref, context = _contexts.get(id(model), (None, None))
     return context if ref is not None and ref() is model else None

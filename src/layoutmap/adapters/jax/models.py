@@ -12,13 +12,13 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.engines.tested import import_for, warn_if_untested
 
 
-def is_nnx(model: Any) -> bool:
+def is_nnx(model: object) -> bool:
     """Return whether a model is a module of flax.nnx."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(model, nnx.Module)
 
 
-def take_apart(model: Any) -> Parts:
+def take_apart(model: object) -> Parts:
     """Return a model as its arrays.
 
     Raises:

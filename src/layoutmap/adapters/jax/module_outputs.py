@@ -39,11 +39,11 @@ class Output:
     batch_dim: str | None
     path: str = field(compare=False)
 
-    def of(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Return what a module returns, its arrays in their layouts."""
         return self._laid_out(call(*args, **kwargs))
 
-    def _laid_out(self, result: Any) -> Any:
+    def _laid_out(self, result: object) -> object:
         policy, relayout = LayoutPolicy(self.layout.mesh, self.batch_dim), get_engine("jax").relayout
         leaves, tree_def = jax.tree.flatten(result)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -67,21 +67,21 @@ class TracedOutput:
     tracer: Tracer
     path: str
 
-    def of(self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Return what a module returns, or what the tracer has in its place."""
         function = _recomputed(call) if self.tracer.recomputes(self.path) else call
         return self.tracer.call(self.path, function, args, kwargs)
 
 
-def _recomputed(call: Any) -> Callable[..., Any]:
+def _recomputed(call: Any) -> Callable[..., object]:
     """A module's call of which only the input is kept for the backward pass; settings of Python stay what they are."""
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(*args: Any, **kwargs: object) -> object:
         given = {str(number): value for number, value in enumerate(args)} | kwargs
-        settings: dict[str, Any] = {k: value for k, value in given.items() if isinstance(value, _SETTINGS)}
+        settings: dict[str, object] = {k: value for k, value in given.items() if isinstance(value, _SETTINGS)}
         arrays = {k: value for k, value in given.items() if k not in settings}
 
-        def plain(module: Any, arrays: dict[str, Any]) -> Any:
+        def plain(module: Any, arrays: dict[str, object]) -> Any:
             every: dict[str, Any] = settings | arrays
             return call.func(module, *(every.pop(str(number)) for number in range(len(args))), **every)
 
@@ -116,12 +116,12 @@ def _class(plain: Any, is_pytree: bool) -> Any:
     """Return the class of modules of a class whose output has a layout."""
 
     @functools.wraps(plain.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: object, **kwargs: object) -> Any:
         plain_call = functools.partial(plain.__call__, self)
         output = vars(self).get(_ATTRIBUTE)  # a module that is made anew, of this type, has none
         return plain_call(*args, **kwargs) if output is None else output.of(plain_call, args, kwargs)
 
-    def copied(self: Any) -> Any:
+    def copied(self: object) -> Any:
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         return made

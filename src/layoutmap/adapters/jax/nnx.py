@@ -38,7 +38,7 @@ def take_apart(model: nnx.Module) -> Parts:
     used = uses(modules)
     paths: list[Sequence[str]] = []
 
-    def leaf(keys: Sequence[str], value: Any) -> Leaf:
+    def leaf(keys: Sequence[str], value: object) -> Leaf:
         length = next(n for n in range(len(keys) + 1) if tuple(keys[:n]) in variables)
         variable = variables[tuple(keys[:length])]
         if not isinstance(variable, nnx.Variable):
@@ -53,7 +53,7 @@ def take_apart(model: nnx.Module) -> Parts:
 
     parts = pytrees.take_apart(state, leaf)
 
-    def put_together(arrays: Sequence[Any]) -> nnx.Module:
+    def put_together(arrays: Sequence[object]) -> nnx.Module:
         return nnx.merge(graph, parts.put_together(arrays))
 
     layers = [path for same, _ in _layers(modules, shared) for path in same]
@@ -66,7 +66,7 @@ def _places(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[
     known: dict[int, dict[str, tuple[int, Any]]] = {}
     for keys in paths:
         place: list[int] = []
-        node: Any = model
+        node: object = model
         for key in keys:
             members = known.get(id(node))
             if members is None:
@@ -77,7 +77,7 @@ def _places(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[
         yield place
 
 
-def _members(node: Any) -> Iterator[tuple[str, Any]]:
+def _members(node: object) -> Iterator[tuple[str, object]]:
     """Return what a module or a container in it has, in its order."""
     if isinstance(node, nnx.Pytree):
         yield from vars(node).items()
@@ -95,21 +95,21 @@ def put_values(model: nnx.Module, values: Sequence[Any]) -> None:
         held.put(arrays)
 
 
-def _texts(keys: Sequence[Any]) -> tuple[str, ...]:
+def _texts(keys: Sequence[object]) -> tuple[str, ...]:
     return tuple(map(pytrees.key_text, keys))
 
 
-def _path(keys: Sequence[Any]) -> str:
+def _path(keys: Sequence[object]) -> str:
     return ".".join(_texts(keys))
 
 
-def _kind_of(variable: nnx.Variable[Any]) -> Kind:
+def _kind_of(variable: nnx.Variable[object]) -> Kind:
     if isinstance(variable, nnx.RngState):
         return Kind.RNG
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
-def _annotation(variable: nnx.Variable[Any]) -> str:  # why: decisions/0075
+def _annotation(variable: nnx.Variable[object]) -> str:  # why: decisions/0075
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # of a Format of JAX
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""
@@ -136,7 +136,7 @@ class _Shared:
 
 
 def _layers(
-    modules: Iterable[tuple[Sequence[Any], nnx.Module]], shared: _Shared
+    modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _Shared
 ) -> Iterator[tuple[list[str], nnx.Module]]:
     """Return each module inside of a model that can be called, with all its paths."""
     for path, module in modules:

@@ -19,13 +19,13 @@ from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.core.errors import ScopeError, listed
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: object) -> bool:
     """Whether a value is a module of nnx, an optimizer, or another object that holds Variables."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Pytree)
 
 
-def is_variable(value: Any) -> bool:
+def is_variable(value: object) -> bool:
     """Whether a value is a Variable of nnx."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Variable)
@@ -44,7 +44,7 @@ class StepObjects:  # why: decisions/0070
         signature: What the step has found for them.
     """
 
-    def __init__(self, nodes: Sequence[Any]):
+    def __init__(self, nodes: Sequence[object]):
         from flax import nnx
 
         from layoutmap.adapters.jax.held_arrays import held_arrays
@@ -65,7 +65,7 @@ class StepObjects:  # why: decisions/0070
         self._seen: list[tuple[Any, list[int], list[Any]]] = []
         self._look(nodes)
 
-    def are(self, nodes: Sequence[Any]) -> bool:
+    def are(self, nodes: Sequence[object]) -> bool:
         """Whether these are the same objects, with the same content but for the values of Variables."""
         return (
             len(nodes) == len(self._nodes)
@@ -78,7 +78,7 @@ class StepObjects:  # why: decisions/0070
         leaves, tree = jax.tree.flatten(self._values())
         return leaves if tree == self._values_tree else None
 
-    def write(self, changed: Mapping[int, Any]) -> None:
+    def write(self, changed: Mapping[int, object]) -> None:
         """Assign arrays to the Variables and attributes that hold them, by the numbers of the leaves."""
         values: Iterable[tuple[int, Any]] = changed.items()
         if self._values_tree.num_leaves != len(self._places):  # a Variable holds several
@@ -106,7 +106,7 @@ class StepObjects:  # why: decisions/0070
     def _values(self) -> list[Any]:
         return [place.get_raw_value() if is_variable(place) else place for place in self._places]
 
-    def _look(self, nodes: Sequence[Any]) -> None:
+    def _look(self, nodes: Sequence[object]) -> None:
         """Note what each container has. The nodes themselves are noted weakly, all below is theirs."""
         todo, known = list(nodes), set[int]()
         while todo:
@@ -121,15 +121,15 @@ class StepObjects:  # why: decisions/0070
                 self._seen.append((seen, list(map(id, content)), list(content)))
             todo += content
 
-    def _forget(self, _: Any) -> None:
+    def _forget(self, _: object) -> None:
         self._places, self._seen = [], []
 
 
-def _always(value: Any) -> Any:
+def _always(value: object) -> object:
     return lambda: value
 
 
-def _content(container: Any) -> Iterable[Any] | None:
+def _content(container: object) -> Iterable[Any] | None:
     """The values in a container, by key; `None`: it is no container."""
     if isinstance(container, dict):
         return container.values()
@@ -143,7 +143,7 @@ def _content(container: Any) -> Iterable[Any] | None:
     return None
 
 
-def open_objects(structure: Any, leaves: Sequence[Any]) -> Sequence[Any]:
+def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[Any]:
     """Make objects alike, with other arrays: those of a trace."""
     from flax import nnx
 
@@ -152,7 +152,11 @@ def open_objects(structure: Any, leaves: Sequence[Any]) -> Sequence[Any]:
 
 
 def closed_objects(
-    structure: Any, nodes: Sequence[Any], before: Sequence[Any], kept: Sequence[bool], names: Sequence[str]
+    structure: object,
+    nodes: Sequence[object],
+    before: Sequence[object],
+    kept: Sequence[bool],
+    names: Sequence[str],
 ) -> dict[int, Any]:
     """The arrays of objects that a step has changed, by the number of the leaf.
 
@@ -191,7 +195,7 @@ def closed_objects(
     }
 
 
-def _name(path: Sequence[Any]) -> str:
+def _name(path: Sequence[object]) -> str:
     """The path of a leaf in its object, without the number of the object and the Variable's own part."""
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return ".".join(parts[1:-1] if parts[-1] == "value" else parts[1:])

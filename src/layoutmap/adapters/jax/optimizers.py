@@ -37,7 +37,7 @@ class OptimizerVariables:
     slots: list[VariableSpec]
 
 
-def params_of(params: Any, wrt: Any = None) -> Any:
+def params_of(params: Any, wrt: Any = None) -> object:
     """The pytree of parameters: what was given, or the state of a module of nnx."""
     if not is_nnx(params):
         return params
@@ -46,7 +46,7 @@ def params_of(params: Any, wrt: Any = None) -> Any:
     return nnx.state(params, nnx.Param if wrt is None else wrt)
 
 
-def weights_of(params: Any) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, str], Layout]]:
+def weights_of(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, str], Layout]]:
     """Return parameters by the parts of their paths, and the layout of each that has one, by `key`.
 
     Args:
@@ -71,7 +71,7 @@ def weights_of(params: Any) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, 
     return weights, layouts
 
 
-def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
+def describe(init: Callable[[Any], object], params: object) -> OptimizerVariables:
     """Describe an optimizer's parameters and state; computes nothing.
 
     Args:
@@ -95,7 +95,7 @@ def describe(init: Callable[[Any], Any], params: Any) -> OptimizerVariables:
     return OptimizerVariables(list(weights.values()), layouts, slot_variables(weights, leaves))
 
 
-def make_state(init: Callable[[Any], Any], params: Any, layouts: Sequence[Layout]) -> Any:
+def make_state(init: Callable[[Any], object], params: object, layouts: Sequence[Layout]) -> object:
     """Return an optimizer's state, each leaf computed straight in its layout."""
     tree, native = jax.tree.structure(jax.eval_shape(init, params)), get_engine("jax").native
     shardings = [native(layout, layout.rank) for layout in layouts]
@@ -105,14 +105,14 @@ def make_state(init: Callable[[Any], Any], params: Any, layouts: Sequence[Layout
     return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))
 
 
-def move_state(state: Any, layouts: Sequence[Layout]) -> Any:
+def move_state(state: object, layouts: Sequence[Layout]) -> object:
     """Return an optimizer's state with its leaves in their layouts; Variables of nnx are changed in place."""
     moved = iter(layouts)
 
-    def moved_leaf(leaf: Any) -> Any:
+    def moved_leaf(leaf: object) -> object:
         return get_engine("jax").relayout(leaf, next(moved))
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Any) -> object:
         if not hasattr(leaf, "set_raw_value"):
             return moved_leaf(leaf)
         leaf.set_raw_value(jax.tree.map(moved_leaf, leaf.get_raw_value()))
@@ -121,13 +121,13 @@ def move_state(state: Any, layouts: Sequence[Layout]) -> Any:
     return jax.tree.map(move, state, is_leaf=is_variable)
 
 
-def is_nnx_optimizer(state: Any) -> bool:
+def is_nnx_optimizer(state: object) -> bool:
     """Whether an object is an optimizer of nnx."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(state, nnx.Optimizer)
 
 
-def nnx_optimizer(model: Any, tx: Any, wrt: Any, make: Callable[[Any], Any]) -> Any:
+def nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[Any], object]) -> object:
     """Return an `nnx.Optimizer` whose state is made by a function, and not by `tx.init`."""
     from flax import nnx
 

@@ -31,14 +31,14 @@ class Arguments:  # why: decisions/0069
     shapes: Sequence[Shape]
     shardings: Sequence[Any]
     donated: Sequence[bool]
-    _starts: dict[Any, list[int]] = field(default_factory=dict, init=False)
+    _starts: dict[object, list[int]] = field(default_factory=dict, init=False)
     _claimed: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         for tree, start in _subtrees(self.tree, 0):
             self._starts.setdefault(self._signature(tree, start, self.shapes), []).append(start)
 
-    def shardings_of(self, results: Any, otherwise: Callable[[Shape], Any]) -> Any:
+    def shardings_of(self, results: object, otherwise: Callable[[Shape], object]) -> Any:
         """Return a sharding for each result, in their tree.
 
         A subtree of the results has the layouts of the first subtree of the arguments with the same structure and
@@ -73,10 +73,10 @@ class Arguments:  # why: decisions/0069
             todo += reversed(list(_children(below, start)))
         return jax.tree.unflatten(tree, shardings)
 
-    def _signature(self, tree: Any, start: int, shapes: Sequence[Shape]) -> Any:
+    def _signature(self, tree: Any, start: int, shapes: Sequence[Shape]) -> object:
         return tree, tuple(shapes[start : start + tree.num_leaves])
 
-    def _of_leaf(self, path: KeyPath, shape: Shape) -> Any:
+    def _of_leaf(self, path: KeyPath, shape: Shape) -> object:
         """The sharding of the leaf of this shape whose path has the most keys in common with another, from the end."""
         best, most = None, 0
         for theirs, of, sharding, donated in zip(
@@ -128,7 +128,7 @@ def _children(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
         start += child.num_leaves
 
 
-def _subtrees(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
+def _subtrees(tree: Any, start: int) -> Iterator[tuple[object, int]]:
     """A tree and all below it that have leaves, each with the number of its first leaf; single leaves are left out."""
     if tree.num_leaves and not jax.tree_util.treedef_is_leaf(tree):
         yield tree, start

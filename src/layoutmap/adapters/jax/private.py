@@ -43,6 +43,6 @@ def has_plain_value(variable: Any) -> bool:
     return "_raw_value" in slots and not variable.hijax
 
 
-def put_value(variable: Any, value: Any) -> None:
+def put_value(variable: object, value: object) -> None:
     """Give a Variable of flax.nnx a value, where it is known that it may be changed."""
     object.__setattr__(variable, "_raw_value", value)

@@ -71,7 +71,7 @@ class Parts:
         ]
 
 
-def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
+def take_apart(tree: object, describe: Describe | None = None) -> Parts:
     """Return a pytree as its arrays; what is no array stays where it is.
 
     Args:
@@ -92,7 +92,7 @@ def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
         leaves = [describe([*map(key_text, found[place][0])], values[place]) for place in places]
     _check_distinct(leaves, tree)
 
-    def put_together(arrays: Sequence[Any]) -> Any:
+    def put_together(arrays: Sequence[object]) -> Any:
         filled = list(values)
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array
@@ -101,7 +101,7 @@ def take_apart(tree: Any, describe: Describe | None = None) -> Parts:
     return Parts(leaves, put_together)
 
 
-def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+def named_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:
     """The leaves of a pytree, in its order, with the parts of their paths; a box of flax is no part of one."""
     return [
         ((*map(key_text, path), *map(key_text, inner[1:])), leaf)
@@ -117,7 +117,7 @@ def kind_of(value: Any) -> Kind:
     return Kind.WEIGHT if jnp.issubdtype(value.dtype, jnp.inexact) else Kind.STATE
 
 
-def key_text(key: Any) -> str:
+def key_text(key: object) -> str:
     """Return one part of a path: the name of an attribute, the key of a dict, a number in a sequence.
 
     A dict's key that is a tuple, such as a path of flax, is joined by dots.
@@ -128,7 +128,7 @@ def key_text(key: Any) -> str:
     return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def _check_distinct(leaves: Sequence[Leaf], model: Any) -> None:
+def _check_distinct(leaves: Sequence[Leaf], model: object) -> None:
     paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
     twice = (
         next((path for path in paths if paths.count(path) > 1), None) if len({*paths}) < len(paths) else None

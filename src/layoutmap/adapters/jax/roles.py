@@ -7,7 +7,6 @@ one's own does with its weights is not known.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from flax import nnx
 
@@ -19,7 +18,7 @@ _HEAD_SIZE = "head_dim"
 """Names that attention modules have for the size of a head."""
 
 
-def uses(modules: Sequence[tuple[Sequence[Any], nnx.Module]]) -> dict[tuple[str, ...], Use]:
+def uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], Use]:
     """Return what the axes of the weights of modules are for, as far as it is known, by their keys."""
     head_sizes = {
         id(each): size
@@ -37,7 +36,7 @@ def uses(modules: Sequence[tuple[Sequence[Any], nnx.Module]]) -> dict[tuple[str,
     return found
 
 
-def _roles(module: Any) -> Iterator[tuple[str, Sequence[str]]]:
+def _roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
     """Return the attributes that hold a module's weights, and the roles of each one's axes."""
     if isinstance(module, nnx.LinearGeneral):
         batch = [""] * len(module.batch_axis)

@@ -67,7 +67,7 @@ class JaxSession:
             return self._with(model, parts.put_together(shapes))
         return self._with(model, parts.put_together(self._materialize(assignments, arrays)))
 
-    def _with(self, made: Any, model: Any) -> Any:
+    def _with(self, made: object, model: object) -> Any:
         """Return a model, its outputs laid out, in the `TrainState` that it was made in."""
         if not self._context.plan_only:
             lay_out_outputs(model, self._context.policy)
@@ -77,7 +77,7 @@ class JaxSession:
         note_context(model, self._context)
         return model
 
-    def take(self, model: Any) -> Any:
+    def take(self, model: object) -> object:
         """Lay out a model that exists. A module stays the same object, a pytree is replaced by another one."""
         parts = arrays_of(model)
         arrays = [leaf.value for leaf in parts.leaves]
@@ -95,7 +95,7 @@ class JaxSession:
             model.policy = self._context.policy
         return laid_out
 
-    def made(self, model: Any) -> bool:
+    def made(self, model: object) -> bool:
         """Return whether a model was made here: not if its arrays of JAX have values."""
         if isinstance(model, TrainState):
             return self.made(model.model)
@@ -112,16 +112,18 @@ class JaxSession:
         """Return nothing: a model of JAX has its arrays when it is made."""
         return ()
 
-    def complete(self, model: Any, inputs: Any) -> None:
+    def complete(self, model: object, inputs: object) -> None:
         """Nothing: a model of JAX has its arrays when it is made."""
 
-    def step(self, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None) -> TrainingStep:
+    def step(
+        self, model: object, inputs: object, optimizer: object, loss: Callable[..., object] | None
+    ) -> TrainingStep:
         """Return a training step of a model that was made in a dry run."""
         from layoutmap.adapters.jax.counted import training_step  # late: few ask for it
 
         return training_step(model, self._specs, inputs, optimizer, loss)
 
-    def _assign(self, model: Any, parts: Parts, arrays: Sequence[Any]) -> Sequence[Assignment]:
+    def _assign(self, model: object, parts: Parts, arrays: Sequence[object]) -> Sequence[Assignment]:
         specs = parts.specs
         order = parts.order or range(len(specs))
         self._specs = specs
@@ -141,7 +143,7 @@ class JaxSession:
             for _, assignment in sorted(zip(order, assigned, strict=True), key=lambda pair: pair[0])
         ]
 
-    def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[Any]) -> list[Any]:
+    def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[object]) -> list[Any]:
         """Return arrays in their layouts: traced ones computed there, and those that exist redistributed."""
         context = self._context
         todo = {
@@ -169,20 +171,20 @@ class JaxSession:
         ]
 
 
-def _is_made(values: Sequence[Any]) -> bool:
+def _is_made(values: Sequence[object]) -> bool:
     arrays = [value for value in values if isinstance(value, jax.Array)]
     return not arrays or any(map(_is_tracer, arrays))
 
 
-def _is_tracer(value: Any) -> bool:
+def _is_tracer(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _value(array: Any) -> Any:
+def _value(array: object) -> Any:
     return array.seed() if isinstance(array, Traced) else array
 
 
-def _data(array: Any) -> Any:
+def _data(array: object) -> Any:
     value = _value(array)
     return jax.random.key_data(value) if is_key(value) else value
 
@@ -198,7 +200,7 @@ def _unused_annotation(leaf: Leaf) -> Unsupported:
     )
 
 
-def _no_layers(model: Any) -> Unsupported:
+def _no_layers(model: object) -> Unsupported:
     return Unsupported(
         type(model).__name__,
         "the rules of layout_map.activations lay out nothing",

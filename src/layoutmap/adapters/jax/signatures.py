@@ -32,29 +32,29 @@ class Constants:
     tree: Any
     values: dict[int, Any]
 
-    def are_in(self, leaves: Sequence[Any]) -> bool:
+    def are_in(self, leaves: Sequence[object]) -> bool:
         """Whether the leaves of the same tree have equal constants."""
         return all(
             leaves[n] is value or (type(leaves[n]) is type(value) and leaves[n] == value)
             for n, value in self.values.items()
         )
 
-    def others(self, leaves: Sequence[Any]) -> list[Any]:
+    def others(self, leaves: Sequence[object]) -> list[Any]:
         """All leaves but the constants."""
         return [leaf for n, leaf in enumerate(leaves) if n not in self.values] if self.values else [*leaves]
 
-    def filled(self, others: Iterable[Any]) -> Any:
+    def filled(self, others: Iterable[object]) -> Any:
         """The tree, of its other leaves."""
         rest = iter(others)
         leaves = [self.values[n] if n in self.values else next(rest) for n in range(self.tree.num_leaves)]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def emptied(self, leaves: Sequence[Any]) -> Any:
+    def emptied(self, leaves: Sequence[object]) -> Any:
         """The tree with `None` for each constant."""
         return jax.tree.unflatten(self.tree, [None if n in self.values else x for n, x in enumerate(leaves)])
 
 
-def constants_in(tree: Any) -> Constants:  # why: decisions/0134
+def constants_in(tree: object) -> Constants:  # why: decisions/0134
     """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
 
     What holds arrays of its own, as JAX or numpy would read them, is none, and neither is what cannot be compared.
@@ -65,13 +65,13 @@ def constants_in(tree: Any) -> Constants:  # why: decisions/0134
     return Constants(jax.tree.structure(tree), found)
 
 
-def _is_constant(leaf: Any, in_module: bool) -> bool:
+def _is_constant(leaf: object, in_module: bool) -> bool:
     if isinstance(leaf, NUMBERS) and not isinstance(leaf, np.generic):
         return in_module
     return isinstance(leaf, Hashable) and not (hasattr(leaf, "__array__") or hasattr(leaf, "shape"))
 
 
-def _is_equinox(value: Any) -> bool:
+def _is_equinox(value: object) -> bool:
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(value, equinox.Module)
 
@@ -109,7 +109,7 @@ class Signature:
         """How many of the leaves are no object's."""
         return len(self.paths)
 
-    def takes(self, tree: Any, leaves: Sequence[Any], where: Any, static: Any) -> bool:
+    def takes(self, tree: object, leaves: Sequence[object], where: object, static: object) -> bool:
         """Whether it is that of these arguments, but for their objects."""
         return (
             self.where == where
@@ -118,7 +118,7 @@ class Signature:
             and self.constants.are_in(leaves)
         )
 
-    def arguments(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, leaves: Sequence[object]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of the compiled function: as they were passed, objects as lists of their arrays."""
         args, kwargs = jax.tree.unflatten(self.arrays, leaves[: self.num_plain])
         args = list(args)
@@ -153,14 +153,14 @@ def without(
     )
 
 
-def put(args: list[Any], kwargs: dict[str, Any], values: Iterable[tuple[Key, Any]]) -> None:
+def put(args: list[object], kwargs: dict[str, object], values: Iterable[tuple[Key, object]]) -> None:
     """Put arguments in place."""
     for key, value in values:
         into: Any = args if isinstance(key, int) else kwargs
         into[key] = value
 
 
-def parameters_of(function: Callable[..., Any]) -> list[str]:
+def parameters_of(function: Callable[..., object]) -> list[str]:
     """The names of a function's arguments that can be passed by position, if it says them."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -169,7 +169,7 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def check_given(step: str, names: Sequence[str], leaves: Sequence[Any], donated: Sequence[bool]) -> None:
+def check_given(step: str, names: Sequence[str], leaves: Sequence[object], donated: Sequence[bool]) -> None:
     """Check that arrays have values, and that none which is donated is passed twice: with such XLA ends the process.
 
     Args:

@@ -46,7 +46,7 @@ _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a
 
 @overload
 def jit_step(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -191,7 +191,7 @@ class JitStep:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         *,
         donate_argnums: int | Sequence[int] = (),
         static_argnums: int | Sequence[int] = (),
@@ -214,7 +214,7 @@ class JitStep:
         self._peers: dict[Mesh, Peers] = {}
         self._objects: StepObjects | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step; the first time for arguments of this kind, compile it."""
         program, leaves, objects = self._prepared(args, kwargs, ARRAYS)
         out, changed = program(leaves)
@@ -222,7 +222,7 @@ class JitStep:
             objects.write(changed)
         return out
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """Return the step lowered for arguments, as `jax.jit(..).lower` does; nothing is run.
 
         Objects of nnx are lists of their arrays in what it returns, and leaves that are no arrays are `None`.
@@ -237,7 +237,7 @@ class JitStep:
 
     def _prepared(
         self, args: Any, kwargs: Any, kinds: tuple[type, ...]
-    ) -> tuple[_Program, list[Any], StepObjects | None]:
+    ) -> tuple[_Program, list[object], StepObjects | None]:
         """The program for these arguments, their leaves on its mesh, and the objects of nnx among them."""
         given = (*enumerate(args), *kwargs.items())
         static = tuple((k, type(arg), arg) for k, arg in given if k in self._static) if self._static else ()
@@ -275,9 +275,9 @@ class JitStep:
 
     def _signature(
         self,
-        args: Any,
-        kwargs: Any,
-        leaves: Sequence[Any],
+        args: object,
+        kwargs: object,
+        leaves: Sequence[object],
         where: Any,
         static: Any,
         objects: StepObjects | None,
@@ -311,7 +311,7 @@ class JitStep:
         self._signatures.append(signature)
         return signature
 
-    def _check_arguments(self, args: Any, kwargs: Any, constants: Constants, static: Any) -> None:
+    def _check_arguments(self, args: Any, kwargs: object, constants: Constants, static: Any) -> None:
         last = max(self._numbers, default=-1)
         if last >= max(len(args), len(self._parameters)):
             raise ScopeError(
@@ -343,7 +343,7 @@ class JitStep:
             if len(path := found[number][0]) == 2:
                 self._refuse(path_text(path), constants.values[number])
 
-    def _refuse(self, name: str, leaf: Any) -> NoReturn:
+    def _refuse(self, name: str, leaf: object) -> NoReturn:
         raise LayoutError(
             f"{self._name}: {name} is not an array",
             why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
@@ -518,7 +518,7 @@ class JitStep:
             self._peers[mesh] = Peers(lambda text: gather_texts(text, gather))
         return self._peers[mesh]
 
-    def _check_no_object(self, out: Any) -> None:
+    def _check_no_object(self, out: object) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:
             if is_object(leaf):
                 raise ScopeError(
@@ -542,7 +542,7 @@ def _options(what: str, keys: Iterable[Key]) -> dict[str, Any]:
     }
 
 
-def _aval(leaf: Any) -> Any:
+def _aval(leaf: object) -> Any:
     return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)
 
 
@@ -551,7 +551,7 @@ def _sharding(native: Any, rank: int, dim: str | None = None) -> NamedSharding:
     return NamedSharding(native, PartitionSpec(*[dim, *[None] * (rank - 1)] if rank else ()))
 
 
-def _placed(leaf: Any, sharding: NamedSharding, is_batch: bool) -> Any:
+def _placed(leaf: object, sharding: NamedSharding, is_batch: bool) -> Any:
     """A leaf on the mesh. What is no array becomes one, of a weak type as where JAX traces it."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=sharding)

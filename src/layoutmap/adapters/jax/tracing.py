@@ -29,7 +29,7 @@ _MAX_SEED_SIZE = 1024
 """Elements of the largest array that is computed beforehand and passed to programs."""
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Return whether a value is an array, of JAX or of numpy, or stands for one in a plan."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)
@@ -41,7 +41,9 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def trace(make: Callable[[], tuple[Any, Sequence[Any]]]) -> tuple[Any, Sequence[Any]]:  # why: decisions/0073
+def trace(
+    make: Callable[[], tuple[object, Sequence[object]]],
+) -> tuple[Any, Sequence[Any]]:  # why: decisions/0073
     """Trace a function that makes a model.
 
     Args:
@@ -138,7 +140,7 @@ class _Slice:
     key: Hashable
     why_global: str
 
-    def run(self, seed: Sequence[Any]) -> Any:
+    def run(self, seed: Sequence[object]) -> Any:
         """Compute the array, one operation after the other, as the function itself does."""
         return jaxpr_as_fun(self.closed)(*seed)[0]
 
@@ -157,20 +159,20 @@ class Operations:
         reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
         self._used = {var for var in reads if not isinstance(var, Literal)}
         self._seed_eqns: list[Any] = []
-        self._seeds: set[Any] = {var for var in jaxpr.constvars if _may_be_seed(var.aval)}
+        self._seeds: set[object] = {var for var in jaxpr.constvars if _may_be_seed(var.aval)}
         for eqn in jaxpr.eqns:
             from_seeds = all(isinstance(v, Literal) or v in self._seeds for v in eqn.invars)
             if from_seeds and not eqn.effects and all(_may_be_seed(v.aval) for v in eqn.outvars):
                 self._seed_eqns.append(eqn)
                 self._seeds.update(eqn.outvars)
-        self._slices: dict[Any, _Slice] = {}
+        self._slices: dict[object, _Slice] = {}
         self._whys: dict[Hashable, str] = {}
 
-    def is_seed(self, var: Any) -> bool:
+    def is_seed(self, var: object) -> bool:
         """Return whether a value is computed beforehand."""
         return isinstance(var, Literal) or var in self._seeds
 
-    def seeds(self, wanted: Sequence[Any]) -> list[Any]:
+    def seeds(self, wanted: Sequence[object]) -> list[Any]:
         """Return the values of seeds."""
         return [
             jnp.asarray(var.val, _dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
@@ -187,7 +189,7 @@ class Operations:
             results = jaxpr_as_fun(closed_of(self._seed_eqns, takes, made))(*values.values())
         return values | dict(zip(made, results, strict=True))
 
-    def slice(self, result: Any) -> _Slice:
+    def slice(self, result: object) -> _Slice:
         """Return the operations that lead to a value, from its seeds."""
         if result not in self._slices:
             eqns, needs = self._leading_to(result)
@@ -200,7 +202,7 @@ class Operations:
             self._slices[result] = _Slice(closed, takes, key, self._whys[key])
         return self._slices[result]
 
-    def _leading_to(self, result: Any) -> tuple[list[Any], list[Any]]:
+    def _leading_to(self, result: object) -> tuple[list[object], list[object]]:
         """Return the operations that lead to a value from seeds and constants, in order, and these."""
         numbers: set[int] = set()
         needs: dict[Any, None] = {}
@@ -256,7 +258,7 @@ class _Unequal:
     """A stand-in for a value that cannot be compared: it is equal to nothing but itself."""
 
 
-def _hashable(parameter: tuple[str, Any]) -> Hashable:
+def _hashable(parameter: tuple[str, object]) -> Hashable:
     try:
         hash(parameter)
     except TypeError:

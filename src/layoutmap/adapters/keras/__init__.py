@@ -49,7 +49,7 @@ class KerasAdapter(Adapter):
                 fix="build the model outside, and call it inside",
             )
 
-    def owns(self, model: Any) -> bool:
+    def owns(self, model: object) -> bool:
         """Whether an object is a Keras layer or model."""
         return isinstance(model, keras.layers.Layer)
 
@@ -79,11 +79,11 @@ class KerasAdapter(Adapter):
         """Seed Python, numpy and the backend."""
         keras.utils.set_random_seed(seed)
 
-    def complete(self, model: Any, batch: Any) -> None:
+    def complete(self, model: object, batch: object) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, _x_of(batch))
 
-    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+    def with_optimizer(self, model: Any, optimizer: Any) -> object:
         """Return a model with an optimizer in place of its own, by its name or what makes it.
 
         Raises:
@@ -120,7 +120,7 @@ class KerasAdapter(Adapter):
             named[slot_path(slot, weight, paths.get(id(weight), ""), taken, kind)] = slot
         return named
 
-    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
+    def described(self, model: object, optimizer: object = None) -> list[Stored]:
         """Return the variables of a model that any program has made, and the slots of its optimizer."""
         return checkpoints.described(model, optimizer)
 
@@ -129,7 +129,7 @@ class KerasAdapter(Adapter):
         sessions = (session_of(layer) for layer in model._flatten_layers())
         return next((session.context for session in sessions if session is not None), None)
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: object) -> Any:
         """Return the global value of a variable, as a numpy array."""
         return backend_of(backend_name()).read(variable)
 
@@ -157,25 +157,27 @@ class KerasAdapter(Adapter):
         with backend_of(backend_name()).drawing(model):
             return _numbers(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True))
 
-    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
+    def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
         return checkpoints.stored(model, saved, backend_of(backend_name()))
 
-    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+    def restored(
+        self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
+    ) -> tuple[Any, Any]:
         """Give variables other values."""
         checkpoints.restored(model, arrays)
         return model, optimizer
 
-    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+    def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
         """Return the random states, and names of layers."""
         return checkpoints.settings(model, backend_of(backend_name()))
 
-    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
+    def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, object]) -> None:
         """Put back what `settings` returned."""
         checkpoints.restore_settings(backend_of(backend_name()), settings)
 
 
-def _tensors(batch: Any) -> Any:
+def _tensors(batch: object) -> Any:
     """The parts of a batch as `fit` passes them to a step: on torch `train_on_batch` passes on arrays of numpy."""
     return keras.tree.map_structure(
         lambda each: keras.ops.convert_to_tensor(each) if isinstance(each, np.ndarray) else each,
@@ -188,7 +190,7 @@ def _numbers(logs: Any) -> dict[str, float]:
     return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
 
 
-def _x_of(batch: Any) -> Any:
+def _x_of(batch: object) -> object:
     return keras.utils.unpack_x_y_sample_weight(batch)[0]
 
 

@@ -12,7 +12,7 @@ from layoutmap.adapters.keras.private import in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 
 
-def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> Callable[..., Any]:
+def laying_out(layer: object, session: KerasSession, plain: Callable[..., object]) -> Callable[..., Any]:
     """Return a layer's `call`, or what stands for it, that returns arrays in their layout.
 
     Args:
@@ -22,7 +22,7 @@ def laying_out(layer: Any, session: KerasSession, plain: Callable[..., Any]) -> 
     """
 
     @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         outputs = plain(*args, **kwargs)
         # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
         if in_symbolic_scope() or session.context.plan_only:

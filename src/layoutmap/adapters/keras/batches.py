@@ -14,11 +14,11 @@ from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import level_of_user
 
 
-def checking_callbacks(fit: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+def checking_callbacks(fit: Callable[..., object], session: KerasSession) -> Callable[..., Any]:
     """Return `fit` of a model that refuses a TensorBoard that would fail at the end of the first epoch."""
 
     @functools.wraps(fit)
-    def checked_fit(*args: Any, **kwargs: Any) -> Any:
+    def checked_fit(*args: object, **kwargs: object) -> object:
         given = kwargs.get("callbacks")
         for each in getattr(given, "callbacks", None) or keras.tree.flatten(given):
             if isinstance(each, keras.callbacks.TensorBoard) and each.histogram_freq:
@@ -38,11 +38,11 @@ def _refuse(option: str, session: KerasSession) -> None:
     )
 
 
-def sharding_batches(fit: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+def sharding_batches(fit: Callable[..., object], session: KerasSession) -> Callable[..., Any]:
     """Return `fit` of a model that warns at its end if no batch could be sharded over the scope's batch dim."""
 
     @functools.wraps(fit)
-    def checked_fit(*args: Any, **kwargs: Any) -> Any:
+    def checked_fit(*args: object, **kwargs: object) -> object:
         batches = session.policy.batches
         batches.clear()
         result = fit(*args, **kwargs)

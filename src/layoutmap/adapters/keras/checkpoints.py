@@ -39,7 +39,7 @@ from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
 
 
-def stored(model: Any, saved: Saved | None, backend: Backend) -> list[Stored]:
+def stored(model: object, saved: Saved | None, backend: Backend) -> list[Stored]:
     """Return the variables of a model with their values, those of its optimizer too.
 
     An optimizer without slots makes them, if there are some that were saved.
@@ -73,14 +73,14 @@ def described(model: Any, optimizer: Any) -> list[Stored]:
     return [Stored(each.spec, each.variable.value) for each in _synced_entries(model, optimizer)]
 
 
-def restored(model: Any, arrays: Iterable[tuple[str, Any]]) -> None:
+def restored(model: object, arrays: Iterable[tuple[str, object]]) -> None:
     """Give variables other values."""
     variables = {each.spec.path: each.variable for each in _entries(model)}
     for path, array in arrays:
         variables[path].assign(array)
 
 
-def settings(model: Any, backend: Backend) -> dict[str, Any]:
+def settings(model: object, backend: Backend) -> dict[str, object]:
     """Return names of layers, and the random states of Python, of numpy, of Keras and of its backend."""
     generator = global_seed_state()
     seed = None if generator is None else backend.read(generator).tolist()
@@ -97,7 +97,7 @@ def restore_settings(backend: Backend, found: Mapping[str, Any]) -> None:
     random_states.restore(states)  # last: a generator of Keras's is made with a number of Python's
 
 
-def _synced_entries(model: Any, optimizer: Any = None) -> list[Entry]:
+def _synced_entries(model: Any, optimizer: object = None) -> list[Entry]:
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()  # in `fit`, Keras on JAX keeps new values from the model until an epoch ends
     return _entries(model, optimizer)
@@ -128,7 +128,7 @@ def _entries(model: Any, optimizer: Any = None) -> list[Entry]:
 
 
 @contextmanager
-def _numbered_anew(layers: Iterable[Any]) -> Generator[None]:  # why: decisions/0081
+def _numbered_anew(layers: Iterable[object]) -> Generator[None]:  # why: decisions/0081
     """While open, names of layers that a scope knows nothing of count as Keras's own if they look like it."""
     unknown = [layer for layer in layers if not is_noted(layer)]
     for layer in unknown:
@@ -199,7 +199,7 @@ def check_names(saved: Names, own: Names) -> None:
         )
 
 
-def _are_names(saved: Any) -> bool:
+def _are_names(saved: object) -> bool:
     return isinstance(saved, Mapping) and all(
         isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], str)
         for each in cast("Mapping[Any, Any]", saved).values()

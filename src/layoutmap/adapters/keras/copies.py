@@ -29,7 +29,7 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any
     own = getattr(layer, "__deepcopy__", None)
     plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config
 
-    def deepcopy(memo: Any) -> Any:
+    def deepcopy(memo: object) -> object:
         with session.defer():
             if own is not None:
                 return own(memo)
@@ -37,7 +37,7 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any
             return make(*arguments)
 
     @functools.wraps(plain_reduce)
-    def reduce_ex(protocol: Any) -> Any:
+    def reduce_ex(protocol: Any) -> object:
         _warn(
             f"{layer.name}: a pickle of it has no layouts",
             why="it holds values and a configuration, and may be read where other devices are",
@@ -76,7 +76,7 @@ def warn_of_plain_layers(model: Any, plain: list[Any]) -> None:
     )
 
 
-def step_of(model: Any, names: Container[str]) -> str:
+def step_of(model: object, names: Container[str]) -> str:
     """Return the name of the step that a model is taking, if it is one of some; else an empty text."""
     frame = inspect.currentframe()
     while frame is not None:

@@ -78,7 +78,7 @@ class ReducedSlot:
     axes: Axes
 
 
-def reduced_slots(optimizer: Any) -> Iterator[ReducedSlot]:
+def reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
     """Yield the slots of an optimizer that have fewer axes than their weight."""
     inner = getattr(optimizer, "inner_optimizer", None) or optimizer
     if not isinstance(inner, keras.optimizers.Adafactor) or not inner.built:
@@ -95,13 +95,13 @@ def reduced_slots(optimizer: Any) -> Iterator[ReducedSlot]:
 _Derived = Iterator[tuple[Any, Derivation]]  # variables, or `None` where the layer has none, and from what
 
 
-def _get(layer: Any, name: str) -> Any:
+def _get(layer: object, name: str) -> Any:
     """A variable of a layer by its attribute; `None` if it has none of this name, or computes it."""
     value = vars(layer).get(name)
     return value if isinstance(value, keras.Variable) else None
 
 
-def _lora(layer: Any, name: str, shape: tuple[int, ...]) -> _Derived:
+def _lora(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
     last = len(shape) - 1
     rest = tuple((axis,) for axis in range(last))
     yield _get(layer, f"lora_{name}_a"), Derivation(name, shape, (*rest, ()))

@@ -64,7 +64,7 @@ def describe(registry: Registry) -> list[Entry]:
     return entries
 
 
-def _outermost(optimizers: Sequence[Any]) -> list[Any]:
+def _outermost(optimizers: Sequence[object]) -> list[Any]:
     """Optimizers of a list that are not inside of others, which have their variables, too."""
     inner = {
         id(each)
@@ -74,7 +74,7 @@ def _outermost(optimizers: Sequence[Any]) -> list[Any]:
     return [optimizer for optimizer in optimizers if id(optimizer) not in inner]
 
 
-def _in_order(registry: Registry, layers: Sequence[Any], optimizers: Sequence[Any]) -> list[Any]:
+def _in_order(registry: Registry, layers: Sequence[object], optimizers: Sequence[object]) -> list[Any]:
     """The variables of a scope, those of optimizers and metrics last, each in the order of its owner.
 
     Some of them are numbered: the number is the same whatever was made first.
@@ -89,7 +89,7 @@ def _in_order(registry: Registry, layers: Sequence[Any], optimizers: Sequence[An
     return sorted(registry.variables(), key=lambda variable: place.get(id(variable), -1))
 
 
-def _with_slots(optimizers: Sequence[Any]) -> list[Any]:
+def _with_slots(optimizers: Sequence[object]) -> list[Any]:
     """Variables that optimizers have slots for, in the order of the slots: some may be frozen by now."""
     every = [(each, getattr(each, "inner_optimizer", None)) for each in optimizers]
     return [v for pair in every for o in pair for v in getattr(o, "_trainable_variables", ())]
@@ -103,13 +103,13 @@ def describe_alone(variable: Any, kind: Kind) -> Entry:
     return _entry(variable, path, Kind.RNG if is_seed_state(variable) else kind)
 
 
-def describe_below(layer: Any, prefix: str, variable: Any) -> Entry | None:
+def describe_below(layer: object, prefix: str, variable: object) -> Entry | None:
     """Return a variable that is below a layer; `None` if it is not."""
     entries = _of_layer(layer, "", prefix, derivations([layer]), {})
     return next((entry for entry in entries if entry.variable is variable), None)
 
 
-def layer_paths(layers: Sequence[Any]) -> list[tuple[str, Any]]:
+def layer_paths(layers: Sequence[object]) -> list[tuple[str, Any]]:
     """All layers below models, and those that stand alone, under each of their paths."""
     paths: list[tuple[str, Any]] = []
     for _, prefix, root in _roots(layers):
@@ -134,7 +134,7 @@ def unsupported_of(backend: Backend, layers: Sequence[Any], entries: Sequence[En
     return found
 
 
-def _roots(layers: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
+def _roots(layers: Sequence[object]) -> Iterator[tuple[str, str, object]]:
     """The layers that are in no other one: the model's name in the plan, what paths begin with, and the layer."""
     tops = roots(layers)
     names = stable_names(tops)
@@ -142,7 +142,7 @@ def _roots(layers: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
         yield model, "" if isinstance(root, keras.Model) else f"{name}.", root
 
 
-def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
+def _of_layers(layers: Sequence[object]) -> Iterator[Entry]:
     seen: set[int] = set()
     derived, used = derivations(layers), uses(layers)
     for model, prefix, root in _roots(layers):
@@ -153,7 +153,7 @@ def _of_layers(layers: Sequence[Any]) -> Iterator[Entry]:
 
 
 def _of_layer(
-    layer: Any, model: str, prefix: str, derived: Mapping[int, Derivation], used: Mapping[int, Use]
+    layer: object, model: str, prefix: str, derived: Mapping[int, Derivation], used: Mapping[int, Use]
 ) -> Iterator[Entry]:
     for found in find_variables(layer):
         path = prefix + found.path
@@ -169,7 +169,7 @@ def _of_layer(
 
 
 def _held(
-    layers: Sequence[Any], known: Sequence[Any], described: set[int], kind_of: Callable[[Any], Kind]
+    layers: Sequence[object], known: Sequence[object], described: set[int], kind_of: Callable[[Any], Kind]
 ) -> Iterator[Entry]:
     """Variables that other objects than layers hold, by attribute; a metric that a model has goes by its own name."""
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
@@ -182,7 +182,7 @@ def _held(
             yield _entry(found.variable, prefix + found.path, kind, model=model)
 
 
-def _slot(variable: Any, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:
+def _slot(variable: object, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:
     spec = weight.spec
     path = slot_path(variable, weight.variable, spec.path, taken, reduced.kind if reduced else "")
     rest: dict[str, Any] = {"parent": spec.path, "model": spec.model}

@@ -13,7 +13,7 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 
 
-def keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: Any) -> Any:
+def keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) -> object:
     """A layout map of Keras's with a key for each name that matches that name alone.
 
     Args:
@@ -30,7 +30,7 @@ def keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: Any) -> An
     return made
 
 
-def _checked(mesh: Mesh, device_mesh: Any) -> Any:
+def _checked(mesh: Mesh, device_mesh: Any) -> object:
     dims = list(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
     if dims != list(mesh.dim_sizes.items()):
         raise MeshError(
@@ -42,7 +42,7 @@ def _checked(mesh: Mesh, device_mesh: Any) -> Any:
     return device_mesh
 
 
-def _device_mesh(mesh: Mesh) -> Any:
+def _device_mesh(mesh: Mesh) -> object:
     names = [name.rpartition("device:")[2].lower() for name in mesh.devices or ()]
     devices = names or keras.distribution.list_devices()
     if len(devices) != mesh.size:

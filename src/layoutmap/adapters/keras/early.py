@@ -29,7 +29,7 @@ class EarlyPaths:  # why: decisions/0050
         self._above: MutableMapping[Any, ref[Any]] = WeakKeyDictionary()
         self._names: MutableMapping[Any, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
 
-    def entry(self, variable: Any, layer: Any) -> Entry | None:
+    def entry(self, variable: object, layer: object) -> Entry | None:
         """Return a variable as the core will see it; `None` if the layer does not hold it."""
         prefix = ""
         top, seen = layer, {id(layer)}

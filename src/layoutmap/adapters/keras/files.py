@@ -44,13 +44,13 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.keep()
         return self._source if dtype is None else self._source.astype(dtype)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: object, method: str, *inputs: object, **kwargs: object) -> object:
         return getattr(ufunc, method)(*map(_in_memory, inputs), **kwargs)
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(np.asarray(self))
 
     def __int__(self) -> int:
@@ -62,7 +62,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __bool__(self) -> bool:
         return bool(np.asarray(self))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_"):  # nor is it an array of this or that framework
             raise AttributeError(name)
         return getattr(np.asarray(self), name)
@@ -80,7 +80,7 @@ class FileStore:
         store: The `H5IOStore`, or one in several files.
     """
 
-    def __init__(self, store: Any):
+    def __init__(self, store: object):
         self._store = store
         self._given: list[weakref.ref[FileArray]] = []
         self._opened: dict[str, Any] = {}
@@ -132,5 +132,5 @@ def _dtype_of(dataset: Any) -> np.dtype[Any] | None:
     return dataset.dtype if dataset.dtype.kind in "biufc" else None
 
 
-def _in_memory(value: Any) -> Any:
+def _in_memory(value: object) -> object:
     return np.asarray(value) if isinstance(value, FileArray) else value

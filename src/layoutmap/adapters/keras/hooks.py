@@ -25,7 +25,7 @@ from layoutmap.engines.patches import Attribute, Patches, temporarily
 
 def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def init(variable: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+    def init(variable: object, initializer: object, *args: object, **kwargs: object) -> None:
         session = current()
         if not _is_ours(session) or getattr(_inside, "variable", None) is variable:
             plain(variable, initializer, *args, **kwargs)
@@ -41,11 +41,11 @@ def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _making_layers(found: Any) -> Any:
+def _making_layers(found: Any) -> object:
     plain: Callable[..., Any] = found.__func__
 
     @functools.wraps(plain)
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: type, *args: object, **kwargs: object) -> Any:
         layer = plain(cls, *args, **kwargs)
         session = current()
         if _is_ours(session):
@@ -69,7 +69,7 @@ class _Refused(BaseException):
 
 def _building(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def maybe_build(layer: Any, call_spec: Any) -> None:
+    def maybe_build(layer: object, call_spec: object) -> None:
         try:
             plain(layer, call_spec)
         except _Refused as refused:
@@ -87,9 +87,9 @@ def _is_being_built(frame: Any) -> bool:
     return frame is not None
 
 
-def _drawing(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _drawing(plain: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(plain)
-    def draw(generator: Any, ordered: bool = True) -> Any:
+    def draw(generator: object, ordered: bool = True) -> object:
         session = current()
         if not _is_ours(session):
             return plain(generator, ordered)
@@ -101,7 +101,7 @@ def _drawing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _making_optimizers(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+    def optimizer(self: object, *args: object, **kwargs: object) -> None:
         session = current()
         if _is_ours(session):
             session.optimizer_created(self)
@@ -110,9 +110,9 @@ def _making_optimizers(plain: Callable[..., None]) -> Callable[..., None]:
     return optimizer
 
 
-def _silenced(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _silenced(plain: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(plain)
-    def silent(*args: Any, **kwargs: Any) -> Any:
+    def silent(*args: object, **kwargs: object) -> object:
         return plain(*args, **kwargs) if current() is None else None
 
     return silent
@@ -137,12 +137,12 @@ _PATCHES = Patches(
 
 
 @functools.cache
-def _quiet(methods: tuple[tuple[Any, str], ...]) -> Patches:
+def _quiet(methods: tuple[tuple[object, str], ...]) -> Patches:
     return Patches(Attribute(owner, name, _silenced) for owner, name in methods)
 
 
 @contextmanager
-def installed(quiet: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
+def installed(quiet: Sequence[tuple[object, str]] = ()) -> Iterator[None]:
     """Keep the class hooks in place for a while; threads and nested scopes share them.
 
     Args:

@@ -21,7 +21,7 @@ from layoutmap.adapters.keras.private import draw_seed
 from layoutmap.core.initializers import Initializer, Program
 
 
-def why_global(initializer: Any, global_init: Mapping[str, str]) -> str:
+def why_global(initializer: object, global_init: Mapping[str, str]) -> str:
     """Return why a variable's global value must be computed on one device; empty if its shards can be computed apart.
 
     Args:
@@ -80,19 +80,19 @@ def initializer_of_seed(initializer: Any, shape: tuple[int, ...], dtype: str) ->
     return Initializer(value, Program(("seed", shape, dtype), value(), lambda seed: seed))
 
 
-def draws_a_seed(initializer: Any) -> bool:
+def draws_a_seed(initializer: object) -> bool:
     """Whether an initializer of Keras's own draws its seed from a generator, when it is called."""
     return _is_kerass_own(initializer) and isinstance(
         getattr(initializer, "seed", None), keras.random.SeedGenerator
     )
 
 
-def may_draw(initializer: Any) -> bool:
+def may_draw(initializer: object) -> bool:
     """Whether an initializer may draw from a generator when it is called."""
     return draws_a_seed(initializer) or not _is_kerass_own(initializer)
 
 
-def with_its_seed(initializer: Any, plain: Callable[[Any], Any]) -> Any:
+def with_its_seed(initializer: Any, plain: Callable[[Any], Any]) -> object:
     """An initializer that `draws_a_seed`, with the seed that it draws now."""
     drawn = copy.copy(initializer)
     drawn.seed = _Given(plain(draw_seed(initializer.seed)))
@@ -102,7 +102,7 @@ def with_its_seed(initializer: Any, plain: Callable[[Any], Any]) -> Any:
 class _Given(keras.random.SeedGenerator):
     """A seed that is drawn already, in the form in which every backend takes one."""
 
-    def __init__(self, seed: Any):
+    def __init__(self, seed: object):
         # Not the base's, which makes a variable to draw from; and past its tracking of what it is given.
         self.__dict__["seed"] = seed
 
@@ -111,7 +111,7 @@ class _Given(keras.random.SeedGenerator):
         return self.__dict__["seed"]
 
 
-def _exactly(value: Any) -> Any:
+def _exactly(value: object) -> object:
     """A setting that JSON does not know, as text that no other value has; `repr` shortens arrays."""
     if not hasattr(value, "shape"):
         return repr(value)
@@ -119,7 +119,7 @@ def _exactly(value: Any) -> Any:
     return [str(array.dtype), list(array.shape), array.tobytes().hex()]
 
 
-def _is_kerass_own(initializer: Any) -> bool:
+def _is_kerass_own(initializer: object) -> bool:
     return isinstance(initializer, keras.initializers.Initializer) and type(
         initializer
     ).__module__.startswith("keras.src.initializers.")

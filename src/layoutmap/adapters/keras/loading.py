@@ -28,7 +28,7 @@ from layoutmap.engines import get_engine
 _FILES = (".weights.h5", ".weights.json", ".keras")
 
 
-def is_on_host(value: Any) -> bool:
+def is_on_host(value: object) -> bool:
     """Whether something is an array that is on no device: of numpy, or in a file."""
     if isinstance(value, (np.ndarray, FileArray)):
         return True
@@ -38,7 +38,7 @@ def is_on_host(value: Any) -> bool:
     return like_an_array and not hasattr(value, "__dlpack__")  # that is how tensors of others are told
 
 
-def from_host(assignment: Assignment, value: Any) -> Any:
+def from_host(assignment: Assignment, value: Any) -> object:
     """An array of the engine from one on the host, of which each different shard is read once."""
     engine = get_engine(backend_of(backend_name()).engine_name)
     name = assignment.variable.dtype
@@ -47,13 +47,13 @@ def from_host(assignment: Assignment, value: Any) -> Any:
     return engine.from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
 
 
-def sharded_on_the_host(variable: Any, assignment: Assignment) -> None:
+def sharded_on_the_host(variable: object, assignment: Assignment) -> None:
     """Have a variable take what is assigned to it from the host shard by shard, in a scope and after it."""
     # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
     variable.__dict__["_convert_to_tensor"] = functools.partial(_converted, variable, assignment)
 
 
-def _converted(variable: Any, assignment: Assignment, value: Any, dtype: Any = None) -> Any:
+def _converted(variable: Any, assignment: Assignment, value: object, dtype: object = None) -> object:
     plain = type(variable)._convert_to_tensor
     if not is_on_host(value):
         return plain(variable, value, dtype=dtype)
@@ -117,7 +117,7 @@ def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) 
     plain = model.load_weights
 
     @functools.wraps(plain)
-    def load_weights(filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+    def load_weights(filepath: object, skip_mismatch: bool = False, **kwargs: object) -> Any:
         name = str(filepath)
         if name.endswith(_FILES) and "://" not in name and not skip_mismatch:
             found: dict[str, str] = {}
@@ -149,7 +149,7 @@ def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
         )
 
 
-def _only_assigns(method: Any) -> bool:
+def _only_assigns(method: object) -> bool:
     """Whether it can be called without a trace: Keras's own can, but for layers that compute with what they load."""
     module = method.__module__
     return (
@@ -157,17 +157,19 @@ def _only_assigns(method: Any) -> bool:
     )
 
 
-def _variables_of(thing: Any) -> Iterable[Any]:
+def _variables_of(thing: Any) -> Iterable[object]:
     if isinstance(thing, keras.Optimizer):
         return thing.variables
     return [*thing._trainable_variables, *thing._non_trainable_variables]
 
 
 @contextmanager
-def _only_checked(variables: Iterable[Any], session: KerasSession, found: dict[str, str]) -> Iterator[None]:
+def _only_checked(
+    variables: Iterable[object], session: KerasSession, found: dict[str, str]
+) -> Iterator[None]:
     """While open, what is assigned to variables is looked at, and not taken; notes those that have another shape."""
 
-    def check(variable: Any, value: Any) -> Any:
+    def check(variable: Any, value: Any) -> object:
         wanted, there = tuple(variable.shape), tuple(value.shape)
         if wanted != there:
             found[session.path_of(variable)] = f"{wanted}, in the file {there}"

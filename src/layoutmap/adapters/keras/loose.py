@@ -47,7 +47,7 @@ def loose(registry: Registry) -> set[int]:  # why: decisions/0047
     return found | ({id(top) for top in tops} if len(tops) > 1 else set())
 
 
-def find_held(root: Any, wanted: Collection[int] | None = None) -> list[Found]:
+def find_held(root: object, wanted: Collection[int] | None = None) -> list[Found]:
     """Find variables in objects that are no layers, below a layer or model.
 
     Args:
@@ -64,7 +64,7 @@ def find_held(root: Any, wanted: Collection[int] | None = None) -> list[Found]:
     return with_distinct_paths(found.values())
 
 
-def _held_by(owner: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any, bool]]:
+def _held_by(owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, object, bool]]:
     for name, child in _children(owner):
         if isinstance(child, keras.Variable):
             yield name, child, isinstance(owner, keras.random.SeedGenerator)
@@ -74,7 +74,7 @@ def _held_by(owner: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any,
                 yield f"{name}.{path}", variable, is_seed
 
 
-def _children(owner: Any) -> list[tuple[str, Any]]:
+def _children(owner: object) -> list[tuple[str, Any]]:
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items()]
     if isinstance(owner, (list, tuple)):

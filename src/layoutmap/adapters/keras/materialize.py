@@ -39,7 +39,7 @@ class Materializer:
         if may_draw(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))
 
-    def draw_before(self, variable: Any, make_now: Callable[[Any], None]) -> None:
+    def draw_before(self, variable: object, make_now: Callable[[Any], None]) -> None:
         """Draw what plain Keras has drawn before it makes a variable: each variable draws when it is made.
 
         Args:
@@ -96,7 +96,7 @@ class Materializer:
             variable._deferred_initialize()
         self._session.registry.forget(variable)
 
-    def assign(self, variable: Any, assignment: Assignment, value: Any) -> None:
+    def assign(self, variable: Any, assignment: Assignment, value: object) -> None:
         """Give a pending variable an assigned value; its initializer never runs, and its seed is drawn all the same."""
         if draws_a_seed(variable._initializer):
             with self._initializing():
@@ -112,7 +112,7 @@ class Materializer:
         """Place a variable that has its value in its layout."""
         self._store(variable, assignment, self._session.engine.relayout(variable._value, assignment.layout))
 
-    def _first_value(self, variable: Any, assignment: Assignment, array: Any) -> None:
+    def _first_value(self, variable: Any, assignment: Assignment, array: object) -> None:
         self._store(variable, assignment, array)
         end_pending(variable)  # after that: an interrupt before leaves it pending
         variable._initializer = None
@@ -131,5 +131,5 @@ class Materializer:
             return initializer_of_seed(variable._initializer, shape, dtype)
         return initializer_of(variable._initializer, shape, dtype, self._off_mesh)
 
-    def _off_mesh(self, seed: Any) -> Any:
+    def _off_mesh(self, seed: object) -> object:
         return keras.ops.convert_to_tensor(self._session.engine.to_numpy(seed))

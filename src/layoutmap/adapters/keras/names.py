@@ -19,17 +19,17 @@ from layoutmap.adapters.keras.private import to_snake_case
 _GIVEN = "_layoutmap_given"
 
 
-def note_given(layer: Any, texts: Iterable[str]) -> None:
+def note_given(layer: object, texts: Iterable[str]) -> None:
     """Note the texts that a layer is constructed with: its name was given if it is one of them."""
     layer.__dict__[_GIVEN] = frozenset(texts)
 
 
-def unnote(layer: Any) -> None:
+def unnote(layer: object) -> None:
     """Forget what `note_given` noted."""
     layer.__dict__.pop(_GIVEN, None)
 
 
-def is_noted(layer: Any) -> bool:
+def is_noted(layer: object) -> bool:
     """Whether the texts that a layer is constructed with are noted."""
     return _GIVEN in layer.__dict__
 
@@ -70,6 +70,6 @@ def split_number(name: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else (name, 0)
 
 
-def _numbered(layer: Any) -> tuple[str, int] | None:
+def _numbered(layer: object) -> tuple[str, int] | None:
     """The prefix and number of a name that Keras made up, or `None`."""
     return like_keras(layer) if is_given(layer) is False else None

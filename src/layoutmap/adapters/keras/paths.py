@@ -64,7 +64,7 @@ class Found:
     is_seed: bool = False
 
 
-def find_variables(root: Any) -> list[Found]:
+def find_variables(root: object) -> list[Found]:
     """All variables of a layer or model, in a fixed order, each once.
 
     Args:
@@ -88,7 +88,7 @@ def with_distinct_paths(found: Iterable[Found]) -> list[Found]:
     return every
 
 
-def sublayers(layer: Any) -> Iterator[Any]:
+def sublayers(layer: object) -> Iterator[Any]:
     """The layers directly below a layer, also the model that a `Sequential` keeps inside."""
     yield from getattr(layer, "_layers", ())
     inner = getattr(layer, "_functional", None)
@@ -96,18 +96,18 @@ def sublayers(layer: Any) -> Iterator[Any]:
         yield inner
 
 
-def roots(layers: Sequence[Any]) -> list[Any]:
+def roots(layers: Sequence[object]) -> list[Any]:
     """The layers that are in no other one."""
     below = {id(child) for layer in layers for child in sublayers(layer)}
     return [layer for layer in layers if id(layer) not in below]
 
 
-def find_layers(root: Any) -> list[tuple[str, Any]]:
+def find_layers(root: object) -> list[tuple[str, Any]]:
     """All layers below a layer or model under each of their paths, in the order of the variables."""
     found: dict[tuple[str, int], Any] = {}
     above: set[int] = set()
 
-    def look(owner: Any, prefix: str) -> None:
+    def look(owner: object, prefix: str) -> None:
         if id(owner) in above:  # an object that holds its parent
             return
         above.add(id(owner))
@@ -123,11 +123,11 @@ def find_layers(root: Any) -> list[tuple[str, Any]]:
     return [(path, layer) for (path, _), layer in found.items()]
 
 
-def names_below(layer: Any) -> dict[int, str]:
+def names_below(layer: object) -> dict[int, str]:
     """The names that the layers directly below a layer have in it, by the id of the layer."""
     names: dict[int, str] = {}
 
-    def look(owner: Any, prefix: str) -> None:
+    def look(owner: object, prefix: str) -> None:
         for name, child in _children(owner):
             if isinstance(child, keras.layers.Layer):
                 names.setdefault(id(child), prefix + name)
@@ -163,10 +163,10 @@ class _Walk:
     """One walk over a model. What is below a shared object is looked at once and repeated under each of its paths."""
 
     def __init__(self) -> None:
-        self._below: dict[int, list[tuple[str, Any, bool]]] = {}
+        self._below: dict[int, list[tuple[str, object, bool]]] = {}
         self._above: set[int] = set()
 
-    def paths(self, owner: Any) -> list[tuple[str, Any, bool]]:
+    def paths(self, owner: object) -> list[tuple[str, Any, bool]]:
         """Path, variable and whether it is a seed's state, for all that is below an object."""
         if id(owner) in self._above:  # an object that holds its parent
             return []
@@ -180,19 +180,19 @@ class _Walk:
             self._above.discard(id(owner))
         return self._below[id(owner)]
 
-    def _at(self, owner: Any, child: Any) -> list[tuple[str, Any, bool]]:
+    def _at(self, owner: object, child: object) -> list[tuple[str, Any, bool]]:
         if isinstance(child, keras.Variable):
             return [("", child, isinstance(owner, keras.random.SeedGenerator))]
         return self.paths(child)
 
 
-def _children(owner: Any) -> list[tuple[str, Any]]:
+def _children(owner: object) -> list[tuple[str, Any]]:
     """The values that an object holds, under public names."""
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items() if _is_walked(value)]
     if isinstance(owner, (list, tuple)):
         return [(str(i), value) for i, value in enumerate(owner) if _is_walked(value)]
-    children: list[tuple[str, Any]] = []
+    children: list[tuple[str, object]] = []
     if isinstance(owner, (keras.Sequential, Functional)):
         children += zip(stable_names(owner.layers), owner.layers, strict=True)
     walked = [(name, value) for name, value in attributes(owner) if _is_walked(value)]
@@ -203,7 +203,7 @@ def _children(owner: Any) -> list[tuple[str, Any]]:
     return children
 
 
-def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+def attributes(owner: object) -> Iterator[tuple[str, object]]:
     """The values of an object's attributes, under public names; not Keras's own trackers."""
     # torch keeps sublayers apart from the other attributes. They come first, as most are made before a layer's
     # variables: a variable of two paths, as that of a wrapped layer, has the same first path on each backend.
@@ -213,14 +213,14 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
             yield _public_name(owner, name, values), value
 
 
-def _public_name(owner: Any, name: str, values: Mapping[str, Any]) -> str:
+def _public_name(owner: object, name: str, values: Mapping[str, object]) -> str:
     public = name.lstrip("_")
     if public == name or not public or public in values:
         return name
     return public if isinstance(getattr(type(owner), public, None), (property, type(None))) else name
 
 
-def _is_walked(value: Any) -> bool:
+def _is_walked(value: object) -> bool:
     if isinstance(value, keras.Metric):
         return False
     if isinstance(value, (keras.Variable, keras.layers.Layer, keras.random.SeedGenerator)):
@@ -230,7 +230,7 @@ def _is_walked(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(_is_walked(v) for v in value)
 
 
-def _unattached(layer: Any, children: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _unattached(layer: object, children: list[tuple[str, object]]) -> list[tuple[str, object]]:
     """Layers that a layer tracks and no attribute holds: each goes by its own name."""
     held: set[int] = set()
     for _, child in children:
@@ -249,7 +249,7 @@ def _unattached(layer: Any, children: list[tuple[str, Any]]) -> list[tuple[str, 
     ]
 
 
-def _ids(child: Any, ids: set[int]) -> None:
+def _ids(child: object, ids: set[int]) -> None:
     ids.add(id(child))
     if isinstance(child, keras.random.SeedGenerator):
         ids.add(id(child.state))

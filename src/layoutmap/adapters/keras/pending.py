@@ -38,13 +38,13 @@ class _Pending:  # why: decisions/0051
             return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
         return self.value  # that of its own class now
 
-    def _maybe_autocast(self, value: Any) -> Any:
+    def _maybe_autocast(self, value: object) -> object:
         # An initializer may give a number of Python, which Keras makes an array of only when it stores it.
         if not keras.ops.is_tensor(value):
             value = keras.ops.convert_to_tensor(value, dtype=self._dtype)
         return super()._maybe_autocast(value)  # type: ignore[misc]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> object:
         if in_stateless_scope():
             return super().__array__(dtype)  # type: ignore[misc]
         getattr(self, SESSION).make_now(self)
@@ -53,17 +53,17 @@ class _Pending:  # why: decisions/0051
             return np.broadcast_to(np.zeros((), dtype or own), self.shape)
         return np.asarray(self, dtype=dtype)
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: object) -> Any:
         if in_stateless_scope() or not is_on_host(value):
             return super().assign(value)  # type: ignore[misc]
         getattr(self, SESSION).assign_now(self, value)
         return value if is_pending(self) else self.value
 
-    def _direct_assign(self, value: Any) -> None:
+    def _direct_assign(self, value: object) -> None:
         getattr(self, SESSION).assign_now(self, value)
 
 
-def make_pending(variable: Any, session: Any) -> None:
+def make_pending(variable: object, session: object) -> None:
     """Turn a variable without a value into a pending one."""
     plain = type(variable)
     if plain not in _classes:
@@ -72,12 +72,12 @@ def make_pending(variable: Any, session: Any) -> None:
     variable.__class__ = _classes[plain]
 
 
-def is_pending(variable: Any) -> bool:
+def is_pending(variable: object) -> bool:
     """Whether a variable has no value yet."""
     return isinstance(variable, _Pending)
 
 
-def end_pending(variable: Any) -> None:
+def end_pending(variable: object) -> None:
     """Turn a pending variable back into what it was; it has its value, or is about to."""
     if isinstance(variable, _Pending):
         variable.__class__ = type(variable).__mro__[2]

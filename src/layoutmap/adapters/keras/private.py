@@ -60,7 +60,7 @@ with Needed("keras", ScopeError):
     from keras.src.utils.naming import to_snake_case, uniquify
     from keras.src.utils.python_utils import is_default
 
-CommonVariable: Any = KerasVariable
+CommonVariable: object = KerasVariable
 BaseOptimizer: Any = KerasOptimizer
 Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
@@ -142,7 +142,7 @@ def check_names(more: Names = ()) -> None:
         raise unsupported("keras", ", ".join(missing), ScopeError)
 
 
-def _lineage(owner: Any) -> list[Any]:
+def _lineage(owner: object) -> list[Any]:
     """A class and those that it inherits from, but for Python's own; or a module."""
     return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
@@ -278,7 +278,7 @@ def set_global_seed(state: Sequence[int] | None) -> None:
         variable.assign(np.asarray(state, keras.backend.standardize_dtype(variable.dtype)))
 
 
-def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> Any:
+def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> object:
     """The `h5py.Dataset` that a store of Keras's would read for a key; `None` if there is none.
 
     Args:
@@ -299,13 +299,13 @@ def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> Any:
     return None
 
 
-def outermost_layer() -> Any:
+def outermost_layer() -> object:
     """The layer or model whose call is going on, on this thread, outside of all others; `None`: there is none."""
     context = global_state.get_global_attribute(_CALL)
     return None if context is None else context.entry_layer
 
 
-def is_global_seed(variable: Any) -> bool:
+def is_global_seed(variable: object) -> bool:
     """Whether a variable is the state of Keras's global seed generator, which belongs to no model."""
     return variable is global_seed_state()
 

@@ -24,7 +24,7 @@ _STEPS = ("compute_loss", "compute_metrics", "predict_step", "test_step", "train
 _GRAPH = ("layers", "input_layers", "output_layers")
 
 
-def program_of(model: Any, step: str) -> list[Part]:
+def program_of(model: object, step: str) -> list[Part]:
     """The program of a step of a model, in parts that processes compare.
 
     Args:
@@ -47,7 +47,7 @@ def program_of(model: Any, step: str) -> list[Part]:
     return [*versions("keras", *backend), *program.settings, *program.lines]
 
 
-def _add_layer(program: Program, path: str, layer: Any) -> None:
+def _add_layer(program: Program, path: str, layer: object) -> None:
     kind = type(layer)
     name = f'{kind.__name__} "{path}"' if path else kind.__name__
     program.value(path or "model", kind)
@@ -63,7 +63,7 @@ def _add_layer(program: Program, path: str, layer: Any) -> None:
             program.value(f"{name}: inputs of {inputs_of}", inputs)
 
 
-def _config(thing: Any) -> dict[str, Any]:
+def _config(thing: Any) -> dict[str, object]:
     """The configuration that Keras would make an object anew from, and its kind; else the kind alone."""
     try:
         return _unpacked(thing.get_config())
@@ -71,13 +71,13 @@ def _config(thing: Any) -> dict[str, Any]:
         return {}
 
 
-def _function_or(value: Any, layer: Any, key: str) -> Any:
+def _function_or(value: object, layer: object, key: str) -> object:
     """A setting; a function itself, where Keras has a dump of its code with its file and its line."""
     held = getattr(layer, key, None)
     return held if isinstance(held, FunctionType) and not isinstance(value, str) else value
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: object) -> Any:
     """Settings, and those of objects in them."""
     if isinstance(value, Mapping):
         kept = {key: each for key, each in value.items() if key not in _LEFT_OUT}
@@ -93,12 +93,12 @@ def _unpacked(value: Any) -> Any:
     return value
 
 
-def _graph(model: Any) -> Iterator[tuple[str, list[Any]]]:
+def _graph(model: Any) -> Iterator[tuple[str, list[object]]]:
     """How a Functional model joins its layers: for each call of one what it is called with."""
     operations = model.operations
     names = dict(zip(map(id, operations), stable_names(operations), strict=True))
 
-    def source(value: Any) -> Any:
+    def source(value: object) -> object:
         history = getattr(value, "_keras_history", None)
         if history is None:
             return value

@@ -73,7 +73,7 @@ class KerasSession(Protocol):
     registry: Registry
     """The layers, optimizers and variables of the scope."""
 
-    outer_models: weakref.WeakSet[Any]
+    outer_models: weakref.WeakSet[object]
     """Models outside of all scopes that have layers of this one, and were looked at."""
 
     gathering: int
@@ -99,7 +99,7 @@ class KerasSession(Protocol):
         """Find the layouts of what is pending, before values come one by one, as from a file."""
         ...
 
-    def optimizer_replaced(self, optimizer: Any) -> None:
+    def optimizer_replaced(self, optimizer: object) -> None:
         """A model was given another optimizer than this one."""
         ...
 
@@ -107,11 +107,11 @@ class KerasSession(Protocol):
         """Raise if this is a dry run, in which nothing gets a value."""
         ...
 
-    def path_of(self, variable: Any) -> str:
+    def path_of(self, variable: object) -> str:
         """Return the object path of a variable, for messages."""
         ...
 
-    def output_layout(self, layer: Any) -> tuple[str, Layout | None]:
+    def output_layout(self, layer: object) -> tuple[str, Layout | None]:
         """Return a layer's path, and the layout of what it returns; `None`: it stays as it is."""
         ...
 
@@ -124,7 +124,7 @@ class Backend(ABC):  # why: decisions/0043
     global_init: ClassVar[Mapping[str, str]]
     """Keras's own initializers, by class name, that this backend's engine draws on one device, and why."""
 
-    quiet: ClassVar[Sequence[tuple[Any, str]]] = ()
+    quiet: ClassVar[Sequence[tuple[object, str]]] = ()
     """Classes of Keras, and methods of theirs that do nothing on a thread that is in a scope."""
 
     chooses_layouts: ClassVar[bool] = False
@@ -136,12 +136,12 @@ class Backend(ABC):  # why: decisions/0043
     unreadable_boards: ClassVar[Sequence[str]] = ()
     """Options of Keras's TensorBoard with which it computes with weights themselves, which fails in layouts."""
 
-    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+    def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return classes or modules of Keras, and the private names of theirs that this backend uses."""
         return ()
 
     @abstractmethod
-    def outside(self) -> AbstractContextManager[Any]:
+    def outside(self) -> AbstractContextManager[object]:
         """Leave any tracing that goes on, so that what is made in here are real arrays."""
 
     @abstractmethod
@@ -149,63 +149,65 @@ class Backend(ABC):  # why: decisions/0043
         """Whether the code runs inside a compiled function's trace."""
 
     @abstractmethod
-    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
+    def store(self, variable: object, held: object, assignment: Assignment, session: KerasSession) -> Any:
         """Give a variable its value; later values keep the layout. Returns the tag that slots will carry."""
 
     def read(self, variable: Any) -> Any:
         """Return the global value of a variable, as a numpy array."""
         return get_engine(self.engine_name).to_numpy(variable.value)
 
-    def value_of(self, variable: Any) -> Any:
+    def value_of(self, variable: Any) -> object:
         """Return the value of a variable in the element type that Keras says it has."""
         return variable.value
 
-    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:
         """Return what a layer returns in a layout; gradients find their way back."""
         return session.engine.relayout(array, layout)
 
-    def values_changed(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
+    def values_changed(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
         """Fix what optimizers and layers remember of variables that have got new values."""
         return
 
-    def own_memory(self, variables: Sequence[Any]) -> None:
+    def own_memory(self, variables: Sequence[object]) -> None:
         """Make sure that no two variables share memory, where a step would give it away twice."""
         return
 
-    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+    def quantizing(self, layer: object, session: KerasSession) -> AbstractContextManager[object]:
         """While open, Keras quantizes a layer."""
         return nullcontext()
 
-    def check_call(self, layer: Any, given: Any, session: KerasSession) -> None:
+    def check_call(self, layer: object, given: object, session: KerasSession) -> None:
         """Raise where a layer cannot be called; it is called with this first argument."""
         return
 
-    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+    def layer_wraps(self, layer: object, session: KerasSession) -> Wraps:
         """Return what to wrap on a layer or model so that it computes in its layouts."""
         return {}
 
     @staticmethod
     @abstractmethod
-    def training_wraps(model: Any, session: KerasSession) -> Wraps:
+    def training_wraps(model: object, session: KerasSession) -> Wraps:
         """Return what to wrap on a model so that `fit`, `evaluate` and `predict` work in its layouts."""
 
-    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+    def optimizer_wraps(self, optimizer: object, session: KerasSession) -> Wraps:
         """Return what to wrap on an optimizer so that it updates variables in their layouts."""
         return {}
 
     @staticmethod
-    def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterable[Unsupported]:
+    def unsupported_of(layer: object, path: str, weights: list[str]) -> Iterable[Unsupported]:
         """Yield what the backend cannot do with a layer, given its path and those of its own weights."""
         return ()
 
     @abstractmethod
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    def gradients(
+        self, model: object, x: object, y: object, sample_weight: object
+    ) -> tuple[dict[str, Any], list[Any]]:
         """Return the losses in training by name, and the gradient for each trainable variable, as numpy arrays.
 
         The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
         """
 
-    def drawing(self, model: Any) -> AbstractContextManager[Any]:
+    def drawing(self, model: object) -> AbstractContextManager[object]:
         """While open, what is drawn from a generator of the process depends on how often the model drew before.
 
         Keras draws from generators that are variables; only what does not is to be looked after.
@@ -216,7 +218,7 @@ class Backend(ABC):  # why: decisions/0043
         """Return the states of generators of the process from which layers draw, by name: numbers and arrays."""
         return {}
 
-    def restore_random_states(self, found: Mapping[str, Any]) -> None:
+    def restore_random_states(self, found: Mapping[str, object]) -> None:
         """Put back what `random_states` returned, where it is in here."""
         return
 

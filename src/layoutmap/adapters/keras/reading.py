@@ -31,7 +31,7 @@ def read_by() -> str:  # why: decisions/0027
     return ""
 
 
-def makers(depth: int) -> Iterator[Any]:
+def makers(depth: int) -> Iterator[object]:
     """The layers, optimizers, metrics and seed generators of which any method runs, from the innermost one outwards.
 
     Args:

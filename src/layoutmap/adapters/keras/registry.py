@@ -35,23 +35,23 @@ class Registry:
     def __init__(self) -> None:
         self.version = 0
         self._layers: list[weakref.ref[Any]] = []
-        self._optimizers: list[weakref.ref[Any]] = []
+        self._optimizers: list[weakref.ref[object]] = []
         self._records: dict[int, _Record] = {}  # by id, in the order in which they were made
         self._tagged: dict[int, _Record] = {}  # by the id of the tag
 
     # -- layers and optimizers
 
-    def add_layer(self, layer: Any) -> None:
+    def add_layer(self, layer: object) -> None:
         """Add a layer."""
         self.version += 1
         self._layers.append(weakref.ref(layer))
 
-    def add_optimizer(self, optimizer: Any) -> None:
+    def add_optimizer(self, optimizer: object) -> None:
         """Add an optimizer, once."""
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def let_go(self, thing: Any) -> None:
+    def let_go(self, thing: object) -> None:
         """Forget a layer or an optimizer, with its variables."""
         self._layers = [ref for ref in self._layers if ref() is not thing]
         self._optimizers = [ref for ref in self._optimizers if ref() is not thing]
@@ -71,7 +71,7 @@ class Registry:
 
     # -- variables
 
-    def add(self, variable: Any, layer: Any = None, kind: Kind = Kind.METRIC) -> None:
+    def add(self, variable: object, layer: object = None, kind: Kind = Kind.METRIC) -> None:
         """Add a variable, once.
 
         Args:
@@ -83,21 +83,21 @@ class Registry:
             record = self._record_of(variable)
             record.layer, record.kind = None if layer is None else weakref.ref(layer), kind
 
-    def layer_of(self, variable: Any) -> Any:
+    def layer_of(self, variable: object) -> object:
         """Return the layer that made a variable; `None` if none did, or it is not known."""
         record = self._records.get(id(variable))
         return record.layer() if record is not None and record.layer is not None else None
 
-    def kind_of(self, variable: Any) -> Kind:
+    def kind_of(self, variable: object) -> Kind:
         """Return what a variable is that belongs to no layer and no optimizer."""
         record = self._records.get(id(variable))
         return record.kind if record is not None else Kind.METRIC
 
-    def forget(self, variable: Any) -> None:
+    def forget(self, variable: object) -> None:
         """Forget a variable."""
         self._forget(id(variable))
 
-    def knows(self, variable: Any) -> bool:
+    def knows(self, variable: object) -> bool:
         """Whether a variable was added."""
         return id(variable) in self._records
 
@@ -105,16 +105,16 @@ class Registry:
         """Return the variables that are alive, in the order in which they were made."""
         return [v for record in list(self._records.values()) if (v := record.variable()) is not None]
 
-    def set_parent(self, variable: Any, parent: Any) -> None:
+    def set_parent(self, variable: object, parent: object) -> None:
         """Say whose slot a variable is."""
         self._record_of(variable).parent = weakref.ref(parent)
 
-    def parent_of(self, variable: Any) -> Any:
+    def parent_of(self, variable: object) -> Any:
         """Return the weight whose slot a variable is; `None` if none is known."""
         record = self._records.get(id(variable))
         return record.parent() if record is not None and record.parent is not None else None
 
-    def set_layout(self, variable: Any, layout: Layout, tag: Any) -> None:
+    def set_layout(self, variable: object, layout: Layout, tag: object) -> None:
         """Note where a variable has been placed, and the object that is its `_layout` now."""
         record = self._record_of(variable)
         self._tagged.pop(id(record.tag), None)
@@ -122,19 +122,19 @@ class Registry:
         self._tagged[id(tag)] = record
         record.layout = layout  # at last: an interrupt before leaves the variable to be placed again
 
-    def layout_of(self, variable: Any) -> Layout | None:
+    def layout_of(self, variable: object) -> Layout | None:
         """Return where a variable has been placed; `None`: nowhere yet."""
         record = self._records.get(id(variable))
         return record.layout if record is not None else None
 
-    def weight_of(self, reference: Any) -> Any:
+    def weight_of(self, reference: object) -> object:
         """Return the variable whose `_layout` this is: Keras hands it on from a weight to the slots of an optimizer."""
         if isinstance(reference, weakref.ref):
             return reference()
         record = self._tagged.get(id(reference))
         return record.variable() if record is not None and record.tag is reference else None
 
-    def _record_of(self, variable: Any) -> _Record:
+    def _record_of(self, variable: object) -> _Record:
         key = id(variable)
         record = self._records.get(key)
         if record is None or record.variable() is not variable:  # an interrupt can keep one that is dead
@@ -164,6 +164,6 @@ class Table(Generic[T]):
         """Take what is known now, by the id of the object."""
         self._version, self._entries = self._registry.version, entries
 
-    def get(self, thing: Any) -> T | None:
+    def get(self, thing: object) -> T | None:
         """Return what is known of an object; `None`: nothing, or nothing that still holds."""
         return self._entries.get(id(thing)) if self.is_current() else None

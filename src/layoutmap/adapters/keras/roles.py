@@ -13,7 +13,6 @@ What a layer of one's own does with its weights is not known.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import keras
 
@@ -26,7 +25,7 @@ _HEAD_SIZES = ("head_dim", "key_value_dim")
 """Names that attention layers with all heads in one axis have for the size of a head."""
 
 
-def uses(layers: Iterable[Any]) -> dict[int, Use]:
+def uses(layers: Iterable[object]) -> dict[int, Use]:
     """The roles of the axes of weights, as far as they are known, by the id of the variable."""
     layers = list(layers)
     head_sizes = {
@@ -45,12 +44,12 @@ def uses(layers: Iterable[Any]) -> dict[int, Use]:
     return found
 
 
-def _head_size(layer: Any) -> int | None:
+def _head_size(layer: object) -> int | None:
     sizes = (getattr(layer, name, None) for name in _HEAD_SIZES)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _roles(layer: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The attributes that hold a layer's weights, and the roles of each one's axes."""
     if isinstance(layer, keras.layers.Dense):
         yield "_kernel", ("in.0", "out.0")

@@ -103,7 +103,7 @@ class Session(KerasSession):
             else:
                 self.materialize()
 
-    def layer_created(self, layer: Any, *, given: Iterable[str] | None = None) -> None:
+    def layer_created(self, layer: object, *, given: Iterable[str] | None = None) -> None:
         """A layer was constructed, with these texts among its arguments; `None`: it was there before the scope."""
         if given is not None:
             if is_noted(layer):  # another library wraps the hook that has reported this once
@@ -112,7 +112,7 @@ class Session(KerasSession):
         self.registry.add_layer(layer)
         wrap_layer(layer, self)
 
-    def made(self, model: Any) -> bool:
+    def made(self, model: object) -> bool:
         """Return whether a model was made here."""
         return session_of(model) is self
 
@@ -146,16 +146,16 @@ class Session(KerasSession):
             self.draw_before()
             yield
 
-    def draw_before(self, variable: Any = None) -> None:
+    def draw_before(self, variable: object = None) -> None:
         """Draw what plain Keras has drawn before it makes a variable, or up to now."""
         with self.lock, self._outside():
             self._materializer.draw_before(variable, self.make_now)
 
-    def optimizer_created(self, optimizer: Any) -> None:
+    def optimizer_created(self, optimizer: object) -> None:
         """An optimizer is being constructed: look after it, whoever it is for."""
         wrap_optimizer(optimizer, self)
 
-    def optimizer_replaced(self, optimizer: Any) -> None:
+    def optimizer_replaced(self, optimizer: object) -> None:
         """A model was given another optimizer than this one."""
         if not any(getattr(layer, "optimizer", None) is optimizer for layer in self.registry.layers()):
             unwrap_optimizer(optimizer)
@@ -199,7 +199,7 @@ class Session(KerasSession):
 
     # -- materializing
 
-    def _outside(self) -> AbstractContextManager[Any]:
+    def _outside(self) -> AbstractContextManager[object]:
         """Leave any tracing that goes on. A plan makes no arrays, and to leave some tracing starts a backend."""
         return nullcontext() if self.context.plan_only else self.backend.outside()
 
@@ -235,7 +235,7 @@ class Session(KerasSession):
             gc.collect()
             self._kept = loose(self.registry)
 
-    def _materialize(self, waiting: list[Any]) -> None:
+    def _materialize(self, waiting: list[object]) -> None:
         entries = describe(self.registry)
         assignments = self._assign(entries, complete=not self.unbuilt())
         if not self.context.plan_only:
@@ -266,7 +266,7 @@ class Session(KerasSession):
         for layer in list(existing_below(layers, lambda layer: session_of(layer) is not None)):
             self._take_layer(layer)
 
-    def _take_layer(self, layer: Any) -> None:
+    def _take_layer(self, layer: object) -> None:
         self.layer_created(layer)
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
@@ -292,7 +292,7 @@ class Session(KerasSession):
 
     # -- activations
 
-    def output_layout(self, layer: Any) -> tuple[str, Layout | None]:
+    def output_layout(self, layer: object) -> tuple[str, Layout | None]:
         """Return a layer's path, and the layout of what it returns; `None`: it stays as it is."""
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
@@ -321,7 +321,7 @@ class Session(KerasSession):
     def _is_open(self) -> bool:
         return is_entered(self)
 
-    def make_now(self, variable: Any) -> None:
+    def make_now(self, variable: object) -> None:
         """Give a pending variable its value, since somebody reads it.
 
         Inside the scope that is an early read, and only this variable is made; in a plan it stays pending. After it,
@@ -368,7 +368,7 @@ class Session(KerasSession):
                 pairs = zip(entries, found, strict=True)
                 self._planned_ahead.fill({id(e.variable): a for e, a in pairs})
 
-    def path_of(self, variable: Any) -> str:
+    def path_of(self, variable: object) -> str:
         """Return the object path of a variable, for messages."""
         with self.lock, self._outside():
             return self._entry_of(variable).spec.path
@@ -407,7 +407,7 @@ class Session(KerasSession):
                 fix="compute from the weight after the model is made, or plan the model with a smaller weight there",
             )
 
-    def _entry_of(self, variable: Any) -> Entry:
+    def _entry_of(self, variable: object) -> Entry:
         layer = self.registry.layer_of(variable)
         found = self._early_paths.entry(variable, layer) if layer is not None else None
         if found is not None:
@@ -419,12 +419,12 @@ class Session(KerasSession):
 
     # -- models that exist, and models to be
 
-    def build(self, make: Callable[[], Any]) -> Any:
+    def build(self, make: Callable[[], object]) -> Any:
         """Return the model that a function makes, materialized."""
         with self.defer():
             return make()
 
-    def take(self, model: Any) -> Any:
+    def take(self, model: Any) -> object:
         """Lay out a model that exists, and look after it as if it had been built here; returns it."""
         for layer in model._flatten_layers():
             self._take_layer(layer)
@@ -437,11 +437,13 @@ class Session(KerasSession):
         self.materialize()
         return model
 
-    def complete(self, model: Any, inputs: Any) -> None:
+    def complete(self, model: object, inputs: object) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, inputs)
 
-    def step(self, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None) -> TrainingStep:
+    def step(
+        self, model: object, inputs: object, optimizer: object, loss: Callable[..., object] | None
+    ) -> TrainingStep:
         """Return a training step of a model that was made in a dry run; see `ScopeContext`."""
         from layoutmap.adapters.keras.backends.jax_cost import training_step  # late: it imports JAX
 

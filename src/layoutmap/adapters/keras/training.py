@@ -21,7 +21,7 @@ from layoutmap.core.errors import LayoutMapError, ScopeError, brief
 from layoutmap.engines.agreement import check_batch, check_program
 
 
-def complete(model: Any, inputs: Any) -> None:
+def complete(model: Any, inputs: object) -> None:
     """Have a model make what it would make at its first call and training step; computes nothing.
 
     Args:
@@ -62,7 +62,7 @@ def _call(model: Any, symbols: Any) -> None:
         ) from error
 
 
-def _symbol(inputs: Any, leaf: Any) -> Any:
+def _symbol(inputs: Any, leaf: Any) -> object:
     """A symbol of the shape and type of one of the inputs."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         sizes = isinstance(inputs, tuple | list) and all(n is None or isinstance(n, int) for n in inputs)
@@ -76,7 +76,7 @@ def _symbol(inputs: Any, leaf: Any) -> Any:
     return keras.KerasTensor(leaf.shape, str(leaf.dtype))
 
 
-def adopt_for_training(model: Any, session: KerasSession) -> list[Any]:
+def adopt_for_training(model: Any, session: KerasSession) -> list[object]:
     """Have the scope know every variable that a step touches; returns them."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
@@ -132,19 +132,21 @@ def step_wraps(
     return {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
 
 
-def _compared(step: Callable[..., Any], model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def _compared(
+    step: Callable[..., object], model: object, session: KerasSession, name: str
+) -> Callable[..., Any]:
     """A step of which the processes have compared the program, and which counts how often it is begun."""
     check_program(f"the {name} step", program_of(model, name), session.context.gather)
 
     @functools.wraps(step)
-    def compared(*args: Any) -> Any:
+    def compared(*args: object) -> object:
         session.context.begin()
         return step(*args)
 
     return compared
 
 
-def build_for_step(model: Any, session: KerasSession, batch: Any) -> bool:
+def build_for_step(model: Any, session: KerasSession, batch: object) -> bool:
     """Have a model that was never called make its weights, for inputs of a batch's shapes; whether it had to."""
     if all(layer.built for layer in model._flatten_layers()):
         return False
@@ -158,7 +160,7 @@ def build_for_step(model: Any, session: KerasSession, batch: Any) -> bool:
     return True
 
 
-def place_batch(batch: Any, session: KerasSession) -> Any:
+def place_batch(batch: object, session: KerasSession) -> Any:
     """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide."""
 
     def place(array: Any) -> Any:
@@ -169,7 +171,7 @@ def place_batch(batch: Any, session: KerasSession) -> Any:
     return keras.tree.map_structure(place, batch, none_is_leaf=True)
 
 
-def check_same_batch(batch: Any, session: KerasSession) -> None:
+def check_same_batch(batch: object, session: KerasSession) -> None:
     """Refuse a batch that is another one in another process, where every process brings all of it.
 
     Raises:
@@ -186,7 +188,7 @@ def has_own_step(model: Any) -> bool:
 
 
 @contextmanager
-def recording(model: Any) -> Generator[dict[int, Any]]:
+def recording(model: Any) -> Generator[dict[int, object]]:
     """While open, a model's optimizers update nothing: yields the gradients passed to them, by `id` of the variable."""
     found: dict[int, Any] = {}
     held = [model.optimizer, *vars(model).values()]

@@ -87,7 +87,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         wrap_optimizer(each, session)
 
 
-def unwrap_optimizer(optimizer: Any) -> None:
+def unwrap_optimizer(optimizer: object) -> None:
     """Make an optimizer plain again, which no model has any more: what was wrapped would keep it and its slots."""
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if each is not None:
@@ -96,7 +96,7 @@ def unwrap_optimizer(optimizer: Any) -> None:
         unwrap_optimizer(each)
 
 
-def session_of(thing: Any) -> KerasSession | None:
+def session_of(thing: object) -> KerasSession | None:
     """The scope that looks after a layer, model or optimizer."""
     return thing.__dict__.get(SESSION)
 
@@ -122,7 +122,7 @@ def _sessions_below(model: Any) -> set[KerasSession]:
     return {session for layer in model._flatten_layers() if (session := session_of(layer)) is not None}
 
 
-def _begin(thing: Any, session: KerasSession) -> bool:
+def _begin(thing: object, session: KerasSession) -> bool:
     """Whether something is still to be wrapped; what another scope wrapped is plain again."""
     if thing.__dict__.get(SESSION) is session:
         return False
@@ -131,7 +131,7 @@ def _begin(thing: Any, session: KerasSession) -> bool:
     return True
 
 
-def _unwrap(thing: Any) -> None:
+def _unwrap(thing: object) -> None:
     own = thing.__dict__
     for name, before in own.pop(_BEFORE, {}).items():
         if before is _ABSENT:
@@ -152,9 +152,9 @@ def _put(thing: Any, wraps: dict[str, Any]) -> None:
     own.update(wraps)
 
 
-def _reopening(session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:
+def _reopening(session: KerasSession, method: Callable[..., object]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def reopening(*args: Any, **kwargs: Any) -> Any:
+    def reopening(*args: object, **kwargs: object) -> object:
         with session.defer():
             return method(*args, **kwargs)
 
@@ -165,18 +165,18 @@ def _quantizing(layer: Any, session: KerasSession) -> Callable[..., Any]:
     plain = _reopening(session, layer.quantize)
 
     @functools.wraps(plain)
-    def quantize(*args: Any, **kwargs: Any) -> Any:
+    def quantize(*args: object, **kwargs: object) -> Any:
         with session.backend.quantizing(layer, session):
             return plain(*args, **kwargs)
 
     return _changing(layer, session, quantize)
 
 
-def _changing(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:
+def _changing(layer: object, session: KerasSession, method: Callable[..., object]) -> Callable[..., Any]:
     """A method that replaces variables of a layer, and leaves it as it was if the new ones do not fit."""
 
     @functools.wraps(method)
-    def changing(*args: Any, **kwargs: Any) -> Any:
+    def changing(*args: object, **kwargs: object) -> object:
         with all_or_nothing(layer, session):
             return method(*args, **kwargs)
 
@@ -234,7 +234,7 @@ def _compiling(model: Any, session: KerasSession) -> Callable[..., Any]:
     plain = model.compile
 
     @functools.wraps(plain)
-    def compile(*args: Any, **kwargs: Any) -> Any:
+    def compile(*args: object, **kwargs: object) -> Any:
         before = getattr(model, "optimizer", None)
         with session.defer():
             result = plain(*args, **kwargs)

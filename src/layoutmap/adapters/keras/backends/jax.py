@@ -43,7 +43,7 @@ class JaxBackend(Backend):
         }
     )
 
-    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+    def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Private names of Keras's trainer that `jax_steps` wraps."""
         return PRIVATE
 
@@ -74,7 +74,7 @@ class JaxBackend(Backend):
             own["_direct_assign"] = functools.partial(_assign, variable)
         return tag
 
-    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:  # why: decisions/0053
+    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:  # why: decisions/0053
         """Constrain an array in a trace; else redistribute it."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
@@ -86,7 +86,7 @@ class JaxBackend(Backend):
                 variable._value = variable._value.copy()
             held.add(id(variable._value))
 
-    def check_call(self, layer: Any, given: Any, session: KerasSession) -> None:
+    def check_call(self, layer: Any, given: object, session: KerasSession) -> None:
         """Refuse a call with arrays on another mesh than the weights', or on explicit axes."""
         set_mesh = jax.sharding.get_abstract_mesh()
         if set_mesh.empty or not isinstance(given, jax.Array) or in_stateless_scope():
@@ -102,14 +102,16 @@ class JaxBackend(Backend):
         )
 
     @staticmethod
-    def training_wraps(model: Any, session: KerasSession) -> Wraps:
+    def training_wraps(model: object, session: KerasSession) -> Wraps:
         """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
         wraps = training_wraps(model, session)
         if session.context.across:
             wraps = {**wraps, **{name: saving(model, session, name) for name in ("save", "save_weights")}}
         return wraps
 
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    def gradients(
+        self, model: Any, x: object, y: object, sample_weight: object
+    ) -> tuple[dict[str, Any], list[Any]]:
         """Logs of a training step, and the gradients that it passes to optimizers, in the layouts of the step."""
         session, batch = session_of(model), (x, y, sample_weight)
         weights = model.trainable_variables
@@ -137,7 +139,7 @@ def _assign(variable: Any, value: Any) -> None:
         variable._value = get_engine("jax").relayout(value, variable.layout)
 
 
-def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> object:
     # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
     known = variable.__dict__.get(GATHERED)
     return np.asarray(get_engine("jax").to_numpy(variable.value) if known is None else known, dtype=dtype)

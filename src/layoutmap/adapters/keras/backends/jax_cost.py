@@ -75,9 +75,9 @@ class _Step:
         self,
         model: Any,
         entries: Sequence[Entry],
-        layers: Sequence[tuple[str, Any]],
+        layers: Sequence[tuple[str, object]],
         loss: Loss | None,
-        tree: Any,
+        tree: object,
         num_inputs: int,
     ):
         self._model = model
@@ -86,7 +86,7 @@ class _Step:
         self._loss = loss
         self._tree = tree
         self._num_inputs = num_inputs
-        self.target_tree: Any = None
+        self.target_tree: object = None
         self.optimizer = getattr(model, "optimizer", None)
         self._trained = {id(variable) for variable in model.trainable_variables}
 
@@ -105,7 +105,7 @@ class _Step:
         leaves, tree = jax.tree.flatten(found)
         return tree.unflatten(map(self._target, leaves, self._losses(found, len(leaves))))
 
-    def _losses(self, found: Any, number: int) -> Sequence[Any]:
+    def _losses(self, found: Any, number: int) -> Sequence[object]:
         """The loss of each output."""
         loss: Any = self._model.loss
         if isinstance(loss, Mapping):
@@ -113,7 +113,7 @@ class _Step:
             return [cast("Any", loss).get(name) for name in names]
         return cast("Any", loss) if isinstance(loss, list | tuple) else [loss] * number
 
-    def _target(self, output: Any, loss: Any) -> Any:
+    def _target(self, output: Any, loss: object) -> object:
         name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
         if "sparse" in str(name).lower():
             return jax.ShapeDtypeStruct(output.shape[:-1], "int32")
@@ -123,7 +123,7 @@ class _Step:
         more = {"training": True} if self._model._call_has_training_arg else {}
         return self._model(jax.tree.unflatten(self._tree, inputs), **more)
 
-    def run(self, tracer: Tracer, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
+    def run(self, tracer: Tracer, values: Mapping[Key, object], batch: Sequence[object]) -> Mapping[Key, Any]:
         """Return new values of variables."""
         given = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
         trained = [key for key, variable in given.items() if id(variable) in self._trained]
@@ -132,7 +132,7 @@ class _Step:
             (e.variable, tracer.unread[e.spec.key]) for e in self._entries if e.spec.key in tracer.unread
         ]
 
-        def loss_of(weights: Sequence[Any]) -> tuple[Any, Any]:
+        def loss_of(weights: Sequence[object]) -> tuple[Any, Any]:
             state = dict(zip(trained, weights, strict=True)) | {key: values[key] for key in frozen}
             mapping = [(given[key], value) for key, value in state.items()]
             with keras.StatelessScope(state_mapping=mapping + unread, collect_losses=True) as scope:
@@ -158,7 +158,7 @@ class _Step:
             self.optimizer.apply(gradients, [given[key] for key in trained])
         return after | {key: scope.get_current_value(variable) for key, variable in given.items()}
 
-    def _loss_value(self, outputs: Any, batch: Sequence[Any]) -> Any:
+    def _loss_value(self, outputs: Any, batch: Sequence[object]) -> Any:
         if self._loss is not None:
             return self._loss(outputs)
         if self.target_tree is None:
@@ -169,7 +169,7 @@ class _Step:
         return self._model.compute_loss(x=x, y=targets, y_pred=outputs, training=True)
 
 
-def _with_paths(tree: Any) -> Sequence[tuple[Any, Any]]:
+def _with_paths(tree: object) -> Sequence[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
@@ -202,12 +202,12 @@ def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]], state: Sequence[A
 
 
 def _telling(
-    tracer: Tracer, path: str, plain: Callable[..., Any], state: Sequence[Any]
+    tracer: Tracer, path: str, plain: Callable[..., object], state: Sequence[object]
 ) -> Callable[..., Any]:
     first = next(iter(inspect.signature(plain).parameters), "")
 
     @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if not args and first in kwargs:  # as the decoders of Whisper are called
             args = (kwargs.pop(first),)
         function = _recomputed(plain, state) if tracer.recomputes(path) else plain
@@ -216,17 +216,17 @@ def _telling(
     return call
 
 
-def _recomputed(plain: Callable[..., Any], state: Sequence[Any]) -> Callable[..., Any]:
+def _recomputed(plain: Callable[..., object], state: Sequence[Any]) -> Callable[..., object]:
     """A layer's call of which only the input is kept for the backward pass.
 
     Not Keras's own: that traces all arguments, `training` too, of which layers need the value.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         scope: Any = get_stateless_scope()
         changed: list[Any] = []
 
-        def pure() -> Any:
+        def pure() -> object:
             before, num_losses = [scope.get_current_value(v) for v in state], len(scope.losses)
             found = plain(*args, **kwargs)
             pairs = [
@@ -250,11 +250,11 @@ def _recomputed(plain: Callable[..., Any], state: Sequence[Any]) -> Callable[...
     return call
 
 
-def _where_asked(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _where_asked(plain: Callable[..., object]) -> Callable[..., object]:
     """Lets layers have the fused kernel that they ask for, and no others: those depend on this machine's devices."""
 
     @functools.wraps(plain)
-    def can_use(*args: Any, raise_error: bool = False, **kwargs: Any) -> bool:
+    def can_use(*args: object, raise_error: bool = False, **kwargs: object) -> bool:
         return raise_error
 
     return can_use
@@ -263,10 +263,10 @@ def _where_asked(plain: Callable[..., Any]) -> Callable[..., Any]:
 class _WithoutDevices:
     """JAX for Keras's attention, which asks for the first device: that would start a backend, to count a step."""
 
-    def __init__(self, plain: Any):
+    def __init__(self, plain: object):
         self._plain = plain
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._plain, name)
 
     def devices(self) -> list[SimpleNamespace]:
@@ -281,7 +281,7 @@ _PATCHES = Patches(
 )
 
 
-def _paths(session: KerasSession) -> list[tuple[str, Any]]:
+def _paths(session: KerasSession) -> list[tuple[str, object]]:
     """Each layer with the path under which rules find it: the first one that a rule for activations is for."""
     found: dict[int, tuple[str, Any]] = {}
     for path, layer in layer_paths(session.registry.layers()):
@@ -289,7 +289,7 @@ def _paths(session: KerasSession) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def _settings(layer: Any) -> Any:
+def _settings(layer: Any) -> object:
     """The settings that layers must share to be equal. Not their `get_config`, which fails for layers of keras-hub."""
     policy = layer.dtype_policy
     return policy.compute_dtype, policy.variable_dtype, plain_attributes(layer, _NAMES)

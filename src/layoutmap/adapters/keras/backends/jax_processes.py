@@ -58,7 +58,7 @@ class Rows:  # why: decisions/0019
         self._own = self._part_of[self._processes.index(jax.process_index())]
         self.placed: list[int] = []  # how many rows the batches of the present step have, of all processes
 
-    def place(self, batches: Iterator[Any]) -> Generator[Any]:
+    def place(self, batches: Iterator[object]) -> Generator[Any]:
         """The batches on the mesh, of the parts that the processes bring.
 
         Raises:
@@ -69,13 +69,13 @@ class Rows:  # why: decisions/0019
             yield keras.tree.map_structure(self._placed, batch, none_is_leaf=True)
         self._compare("no more batches", 0)
 
-    def own(self, outputs: Any) -> Any:
+    def own(self, outputs: object) -> Any:
         """Return this process's own rows of what a model returned, as numpy arrays; what has no rows is global."""
         return keras.tree.map_structure(self._own_rows, outputs)
 
     # -- comparing
 
-    def _check(self, batch: Any) -> None:
+    def _check(self, batch: object) -> None:
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
                 f"{self._verb}: sparse batches are not divided between processes",
@@ -140,7 +140,7 @@ class Rows:  # why: decisions/0019
 
     # -- reading
 
-    def _own_rows(self, output: Any) -> Any:
+    def _own_rows(self, output: Any) -> object:
         rows, number = self.placed, sum(self.placed)
         if not np.ndim(output) or len(output) != number:
             return self._engine.to_numpy(output)
@@ -170,7 +170,7 @@ def _processes(session: KerasSession) -> list[int]:
     return sorted({device.process_index for device in devices.flat})
 
 
-def _blocks(layout: Layout, devices: Any) -> dict[int, tuple[int, ...]]:
+def _blocks(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
     """Which blocks of a batch each process holds, by the process's number."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
     dims = layout.mesh_dims_of(0)
@@ -195,7 +195,7 @@ def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, 
     )
 
 
-def _is_here(array: Any) -> bool:
+def _is_here(array: object) -> bool:
     """Whether something is an array that this process has all of."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
@@ -224,11 +224,11 @@ def _unlike(verb: str, texts: dict[int, str]) -> ScopeError:
     )
 
 
-def reporting(plain: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
+def reporting(plain: Callable[..., object], session: KerasSession, name: str) -> Callable[..., object]:
     """`fit`, `evaluate` or `predict`; if it fails here, in a callback or in the data, the others do not wait."""
 
     @functools.wraps(plain)
-    def reported(*args: Any, **kwargs: Any) -> Any:
+    def reported(*args: object, **kwargs: object) -> object:
         try:
             return plain(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
@@ -246,7 +246,7 @@ def reporting(plain: Callable[..., Any], session: KerasSession, name: str) -> Ca
 # -- saving variables
 
 
-def saving(model: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def saving(model: Any, session: KerasSession, name: str) -> Callable[..., object]:
     """`save` or `save_weights` of all processes together: of those that name one file, the first writes it."""
     plain = getattr(model, name)
 

@@ -35,7 +35,7 @@ from layoutmap.engines.torch.gather import Gradients
 
 _to_numpy = get_engine("torch").to_numpy
 _UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32}
-_num_draws: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_draws: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 class TorchBackend(Backend):  # why: decisions/0018
@@ -91,7 +91,7 @@ class TorchBackend(Backend):  # why: decisions/0018
         variable._value = held
         return tag
 
-    def value_of(self, variable: Any) -> Any:
+    def value_of(self, variable: Any) -> object:
         """Return the value of a variable; Keras holds unsigned integers as larger signed ones."""
         dtype = _UNSIGNED.get(variable.dtype)
         return variable.value if dtype is None else variable.value.to(dtype)
@@ -109,7 +109,7 @@ class TorchBackend(Backend):  # why: decisions/0018
         self._gradients = Gradients(value for value in held.values() if value is not None)
 
     @staticmethod
-    def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
+    def unsupported_of(layer: object, path: str, weights: list[str]) -> Iterator[Unsupported]:
         """The reasons for which a layer cannot be laid out; all of Keras's own that were tried with torch 2.13 can."""
         if isinstance(layer, keras.layers.TorchModuleWrapper):
             yield Unsupported(
@@ -119,7 +119,7 @@ class TorchBackend(Backend):  # why: decisions/0018
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
 
-    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+    def quantizing(self, layer: object, session: KerasSession) -> AbstractContextManager[object]:
         """Keras hands weights to numpy."""
         return weights_off_mesh(layer, session, torch.as_tensor)
 
@@ -134,12 +134,12 @@ class TorchBackend(Backend):  # why: decisions/0018
             wraps["export"] = refusing_export(layer)
         return wraps
 
-    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+    def optimizer_wraps(self, optimizer: object, session: KerasSession) -> Wraps:
         """Updates run on the mesh, with each gradient in the layout of its weight."""
         return {"apply": applying(optimizer, session)}
 
     @contextmanager
-    def drawing(self, model: Any) -> Generator[None]:
+    def drawing(self, model: object) -> Generator[None]:
         """A dropout without a seed draws from torch's own generator: seeded anew here, and put back."""
         _num_draws[model] = number = _num_draws.get(model, 0) + 1
         with torch.random.fork_rng():
@@ -151,14 +151,16 @@ class TorchBackend(Backend):  # why: decisions/0018
         found = {"torch": torch.get_rng_state().numpy()}
         return found | ({"cuda": torch.cuda.get_rng_state().numpy()} if torch.cuda.is_initialized() else {})
 
-    def restore_random_states(self, found: Mapping[str, Any]) -> None:
+    def restore_random_states(self, found: Mapping[str, object]) -> None:
         """Put back what `random_states` returned."""
         if "torch" in found:
             torch.set_rng_state(torch.from_numpy(found["torch"]))
         if "cuda" in found and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(torch.from_numpy(found["cuda"]))
 
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    def gradients(
+        self, model: Any, x: object, y: object, sample_weight: object
+    ) -> tuple[dict[str, Any], list[Any]]:
         """The losses in training, and their gradients."""
         session = session_of(model)
         if session is None:
@@ -169,7 +171,7 @@ class TorchBackend(Backend):  # why: decisions/0018
             return _gradients(model, *batch)
 
 
-def _gradients(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+def _gradients(model: Any, x: object, y: object, sample_weight: object) -> tuple[dict[str, Any], list[Any]]:
     moved = [*model.non_trainable_variables, *model.metrics_variables]
     kept = [(variable, np.asarray(variable)) for variable in moved]
     model.zero_grad()
@@ -218,7 +220,7 @@ def _assign(variable: Any, value: Any) -> None:
             held.copy_(new)
 
 
-def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> object:
     return np.asarray(_to_numpy(variable.value), dtype=dtype)
 
 

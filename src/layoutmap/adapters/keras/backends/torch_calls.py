@@ -29,7 +29,7 @@ from layoutmap.engines.torch.dtensor_ops import (
 from layoutmap.engines.torch.placing import full_tensor, reduced
 
 
-def placed(values: Any, session: KerasSession) -> Any:
+def placed(values: object, session: KerasSession) -> Any:
     """Return plain arrays on the mesh: each sharded along its first axis where the batch is and it divides."""
 
     def place(value: Any) -> Any:
@@ -40,12 +40,12 @@ def placed(values: Any, session: KerasSession) -> Any:
     return keras.tree.map_structure(place, values, none_is_leaf=True)
 
 
-def plain(values: Any) -> Any:
+def plain(values: object) -> Any:
     """Return plain global tensors in the place of DTensors; gradients find their way back."""
     return keras.tree.map_structure(_off_mesh, values, none_is_leaf=True)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     return is_tensor or (isinstance(value, np.ndarray) and value.dtype.kind in "biufcV")
 
@@ -62,7 +62,7 @@ def on_mesh(session: KerasSession) -> Generator[None]:
 
 
 @contextmanager
-def running(session: KerasSession, values: Any) -> Generator[None]:
+def running(session: KerasSession, values: object) -> Generator[None]:
     """The same, for the outermost call on a thread, or a step: the layers called in it are not the outermost.
 
     Args:
@@ -81,7 +81,7 @@ def _is_running(session: KerasSession) -> bool:
     return session.on_thread.call_depth > 0
 
 
-def _each(change: Callable[[Any], Any], values: Any) -> Any:
+def _each(change: Callable[[Any], object], values: object) -> Any:
     return keras.tree.map_structure(change, values, none_is_leaf=True)
 
 
@@ -93,7 +93,7 @@ def _has_no_values(session: KerasSession) -> bool:
 # -- calls
 
 
-def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., object]:
     """The `call` of a layer, or what stands for it; the outermost one takes plain tensors to the mesh and back."""
     function = _with_weights(layer, session, name)
 
@@ -157,7 +157,7 @@ def _computing_layouts(layer: Any, session: KerasSession) -> list[tuple[Any, Lay
     return found
 
 
-def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+def own_losses(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Return a method for losses of a layer; outside of calls and steps they are plain numbers."""
 
     @functools.wraps(method)
@@ -170,12 +170,12 @@ def own_losses(method: Callable[..., Any], session: KerasSession) -> Callable[..
     return losses
 
 
-def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:
+def _by_rows(outputs: object, layer: object, session: KerasSession) -> object:
     """Return a model's output in a step, sharded along the batch only: losses look along the other axes."""
     if session.on_thread.model_in_step is not layer:
         return outputs
 
-    def by_rows(value: Any) -> Any:
+    def by_rows(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         return session.engine.relayout(value, session.policy.batch_layout(tuple(value.shape)))
@@ -186,7 +186,7 @@ def _by_rows(outputs: Any, layer: Any, session: KerasSession) -> Any:
 # -- off the mesh
 
 
-def _off_mesh(value: Any) -> Any:
+def _off_mesh(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
     with simulation.on_mesh(value.device_mesh):
