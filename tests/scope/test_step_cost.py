@@ -675,7 +675,9 @@ def test_a_step_is_counted_as_xla_compiles_it(kind):
     assert (made.argument_bytes, sum(made.sent_by_kind.values())) == (found.argument_bytes, found.sent_bytes)
     assert 0.97 < found.peak_bytes / made.peak_bytes < 1.03
     plain = step.count(lm.LayoutMap(MESH, rules))
-    assert (plain.flops, {*collectives(plain)}) == (found.flops, {*collectives(found)})
+    assert {*collectives(plain)} == {*collectives(found)}
+    # XLA makes sums of products of a small matrix product, and computes no product twice.
+    assert 0.5 < found.flops["float32"] / plain.flops["float32"] <= 1
 
 
 @pytest.mark.parametrize("library", ["nnx", "keras", "pytree"])

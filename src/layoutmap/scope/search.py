@@ -30,7 +30,7 @@ from layoutmap.scope.costing import compiler_at_hand, target_of
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.searching.experts import Expert, expert_of, experts, fitting_preset
-from layoutmap.searching.finalists import best_compiled, first_that_fits
+from layoutmap.searching.finalists import best_compiled, first_that_fits, to_search_from, with_further
 from layoutmap.searching.kept import KeptFigures
 from layoutmap.searching.loop import Evaluate, Figures, Outcome, Tried
 from layoutmap.searching.loop import search as find
@@ -275,14 +275,21 @@ def search(
     compiled, for_gpu = None, compiler_at_hand(verify, machine)
     if for_gpu and outcome.is_complete:
 
-        def as_compiled(tried: Tried) -> Figures:
+        def by_compiler(tried: Tried) -> Evaluate:
             of = evaluation(tried)
             more = f"{' remat' * tried.recomputes} {for_gpu} {version('jaxlib')}"
-            compiled = kept_figures(lambda rules: of.figures(of.counted(rules, for_gpu, progress)), more)
-            return compiled(tried.layout_map)
+            return kept_figures(lambda rules: of.figures(of.counted(rules, for_gpu, progress)), more)
 
         try:
-            outcome = best_compiled(outcome, as_compiled)
+            counted = outcome
+            outcome = best_compiled(outcome, lambda tried: by_compiler(tried)(tried.layout_map))
+            if outcome.is_complete and (first := to_search_from(counted, outcome)):
+                grid = next(grid for grid in meshes if grid.mesh == first.layout_map.mesh)
+                near = [expert_of("start", model, grid, first.layout_map)]
+                figures = by_compiler(first)
+                outcome = with_further(
+                    outcome, find(model, near, figures, limit=limit, most=min(_COMPILED, tries), seed=seed)
+                )
         finally:
             if known is not None:
                 known.write()
@@ -297,6 +304,9 @@ def search(
     plan = evaluation(best).plan(best.layout_map, compiled, counted_for, progress)
     return SearchResult(outcome, plan, evaluate.batch_dim(best.layout_map), target, recompute)
 
+
+_COMPILED = 8
+"""How many maps near the best one are compiled where the counts had chosen another one."""
 
 _WIDEST = 32
 """The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.core.text_table import size
 from layoutmap.cost.verified import TooLargeError, Verified
-from layoutmap.searching.loop import Figures, Outcome, Tried, least
+from layoutmap.searching.loop import Figures, Outcome, Tried, is_better, least
 
 _OTHERS = 2  # of the maps that were found, beside the best
 _ERROR = 0.05  # of the time, by which a count may be wrong where others were exact
@@ -67,6 +67,35 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
         others=tuple(sorted(fitting, key=lambda each: each.score)),
         is_complete=is_complete,
     )
+
+
+def to_search_from(counted: Outcome, compiled: Outcome) -> Tried | None:
+    """The best map as XLA compiles it, where counts chose one that is slower or does not fit; `None`: they did not.
+
+    Args:
+        counted: What was found by counting.
+        compiled: The same after `best_compiled`.
+    """
+    best, was = compiled.best, counted.best.layout_map
+    if best.compiled_bytes is None or best.layout_map is was:
+        return None
+    same = next((each for each in compiled.others if each.layout_map is was), None)
+    return best if same is None or is_better(best, same) else None
+
+
+def with_further(outcome: Outcome, further: Outcome) -> Outcome:
+    """The outcome with the best map of a search from its best one by XLA's own figures, where that is better."""
+    assert further.best.figures is not None
+    num_tried, is_complete = outcome.num_tried + further.num_tried, further.is_complete
+    outcome = replace(outcome, num_tried=num_tried, is_complete=is_complete)
+    best = replace(
+        further.best,
+        compiled_bytes=further.best.figures.peak_bytes,
+        recomputes=outcome.best.recomputes,
+    )
+    if not is_better(best, outcome.best):
+        return outcome
+    return replace(outcome, best=best, others=(outcome.best, *outcome.others))
 
 
 def _as_compiled(expert: Tried, made: Tried | None) -> Tried:

@@ -30,7 +30,7 @@ from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.corrections import lowered_without_devices
 from layoutmap.engines.jax.cost.attention import attention_named
 from layoutmap.engines.jax.cost.compiled import CompiledStep, compile_modules, partitioned
-from layoutmap.engines.jax.cost.counting import Counts, collectives_of, count
+from layoutmap.engines.jax.cost.counting import Counts, collectives_of, count, flops_of
 from layoutmap.engines.jax.cost.graph import LAYER, UPDATE, place_of
 from layoutmap.engines.jax.cost.memory import upper_bound
 from layoutmap.engines.jax.cost.partitioned import read
@@ -81,7 +81,7 @@ class LoweredStep:  # why: decisions/0090
             assignments: Each variable of the step and its layout, in their order.
             policy: The layouts of batches and of what layers return.
             with_held: Whether to say what is held at the peak.
-            target: A name of `targets`: collectives and peak are those of its compiler; `None`: of the partitioner.
+            target: A name of `targets`: collectives, peak and FLOPs are of its compiler; `None`: of the partitioner.
             on_wait: Called several times a second while XLA compiles.
 
         Raises:
@@ -196,8 +196,12 @@ class LoweredStep:  # why: decisions/0090
             return found
         block = read(made.text, policy.mesh)
         separate(block)
-        collectives = collectives_of(block, names, len(donated))
-        return replace(found, collectives=collectives, compiled_bytes=made.peak_bytes - made.argument_bytes)
+        return replace(
+            found,
+            collectives=collectives_of(block, names, len(donated)),
+            flops=flops_of(block),
+            compiled_bytes=made.peak_bytes - made.argument_bytes,
+        )
 
     def _tied(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
         """The stacks whose blocks have equal layouts, and so cost the same."""
