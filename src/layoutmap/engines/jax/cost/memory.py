@@ -43,6 +43,7 @@ _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while
 
 
 _MORE, _WORKSPACE, _COMBINED = 1.1, 4 << 20, 30 << 20
+"""The factor of what was counted; bytes of a workspace; bytes of one kind of collectives that XLA combines at most."""
 
 
 def upper_bound(num_bytes: int, collectives: Iterable[Collective] = ()) -> int:  # why: decisions/0165
@@ -195,7 +196,7 @@ class Memory:
                 last.setdefault(id(value), number)
             for operand in _padded(op):
                 if id(operand) not in copies:  # made for the first product, and held for that of the gradient
-                    copies[id(operand)] = Value(operand.shape, operand.dtype)
+                    copies[id(operand)] = Value(operand.shape, operand.dtype, operand.maker, operand.number)
                     made[number] = [*made[number], copies[id(operand)]]
                 last[id(copies[id(operand)])] = number
             self._count_traffic(op, sources, op.results if op.name == "all_reduce" else new)
