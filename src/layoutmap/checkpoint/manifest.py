@@ -25,12 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from layoutmap.checkpoint.chunk_table import (
-    Chunk,
-    checked_chunks,
-    chunk_from_json,
-    chunk_to_json,
-)
+from layoutmap.checkpoint.chunk_table import Chunk, checked_chunks, chunk_from_json, chunk_to_json
 from layoutmap.checkpoint.manifest_form import check_form
 from layoutmap.checkpoint.source import SavedVariable, Specs
 from layoutmap.core.errors import CheckpointError, brief

@@ -11,14 +11,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.searching.descent import Point
 from layoutmap.searching.groups import Group, groups_of, kernels_of_biases, searched
-from layoutmap.searching.options import (
-    Grid,
-    Specs,
-    activation_options,
-    bias_specs,
-    options_of,
-    specs_of,
-)
+from layoutmap.searching.options import Grid, Specs, activation_options, bias_specs, options_of, specs_of
 from layoutmap.searching.written import rules_for
 
 Layouts = Mapping[Group, Specs]

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.adapters.jax.slots import StateLeaf, slot_variables
-from layoutmap.adapters.jax.training import (
-    TrainState,
-    arrays_of,
-    called,
-    model_in,
-    with_targets,
-)
+from layoutmap.adapters.jax.training import TrainState, arrays_of, called, model_in, with_targets
 from layoutmap.adapters.stacks import equal_blocks, plain_attributes
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief

@@ -14,14 +14,7 @@ from typing import Any, cast
 from layoutmap.adapters import random_states
 from layoutmap.adapters.keras.describing import Entry, describe
 from layoutmap.adapters.keras.loose import find_held
-from layoutmap.adapters.keras.names import (
-    is_given,
-    is_noted,
-    like_keras,
-    note_given,
-    split_number,
-    unnote,
-)
+from layoutmap.adapters.keras.names import is_given, is_noted, like_keras, note_given, split_number, unnote
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import (
     global_seed_state,

@@ -59,12 +59,7 @@ from layoutmap.engines.torch.element_types import canonical, dtype_name, to_nump
 from layoutmap.engines.torch.malloc import give_back
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.processes import (
-    across,
-    common_seeds,
-    gathered,
-    random_state,
-)
+from layoutmap.engines.torch.processes import across, common_seeds, gathered, random_state
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 

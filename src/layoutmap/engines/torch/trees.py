@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from layoutmap.engines.tested import Needed
 
-with Needed("torch"):  # torch.utils.pytree is public from torch 2.14 on only
+with Needed("torch"):  # torch 2.13 has no public form of it
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map

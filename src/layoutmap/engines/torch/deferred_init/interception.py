@@ -86,11 +86,7 @@ class _Operations(TorchDispatchMode):
 
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _COPIES = (torch.Tensor.__deepcopy__,)
-_READS = {
-    getattr(torch.Tensor, name)
-    for name in ("numpy", "tolist", "__array__", "__reduce_ex__")
-    if hasattr(torch.Tensor, name)
-}
+_READS = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__reduce_ex__")}
 
 
 class _Reads(TorchFunctionMode):

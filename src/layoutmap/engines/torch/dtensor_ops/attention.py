@@ -16,13 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
-from layoutmap.engines.torch.dtensor_ops.shards import (
-    join,
-    kept_axes,
-    local_shard,
-    mesh_of,
-    shard_placements,
-)
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of, shard_placements
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import local_of

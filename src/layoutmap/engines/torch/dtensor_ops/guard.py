@@ -31,14 +31,7 @@ from layoutmap.engines.torch.dtensor_ops.dispatch import (
 from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
 from layoutmap.engines.torch.dtensor_ops.memories import copied, count_unseen, note_redistributed, spread
-from layoutmap.engines.torch.dtensor_ops.proven import (
-    ALONG,
-    ANY_ORDER,
-    PROVEN,
-    QUIET,
-    REDUCTIONS,
-    SUMS_PASS,
-)
+from layoutmap.engines.torch.dtensor_ops.proven import ALONG, ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import (
     Args,

@@ -15,13 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import (
-    attainable_placements,
-    everywhere,
-    on_mesh,
-    placed,
-    reduced,
-)
+from layoutmap.engines.torch.placing import attainable_placements, everywhere, on_mesh, placed, reduced
 from layoutmap.engines.torch.storages import base_of
 
 
