@@ -459,6 +459,30 @@ def test_an_embedding_leaves_the_order_of_gradients_as_it_is():
     assert saved == pytest.approx([saved[0]] * 2, rel=0.01)
 
 
+@pytest.mark.parametrize("dear", [jnp.tanh, jax.scipy.special.erfc])
+def test_results_of_dear_functions_are_held(dear):
+    """XLA keeps them for the backward pass; erfc is many operations. Those of cheap ones are computed again."""
+
+    def peak(function):
+        class Chain(nnx.Module):
+            def __init__(self, rngs):
+                self.layers = nnx.List(
+                    [nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(4)]
+                )
+
+            def __call__(self, x):
+                for layer in self.layers:
+                    x = layer(x)
+                    x = x * function(x)
+                return x
+
+        inputs = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")
+        return lowered(Chain, inputs=inputs).count(lm.LayoutMap(MESH)).least_peak_bytes
+
+    activation = 64 * ROWS // 4 * WIDTH * 4
+    assert peak(dear) >= peak(lambda x: 2 * x + 1) + 3 * activation
+
+
 def test_operands_of_odd_sizes_are_held_padded():
     """XLA for GPUs multiplies bfloat16 on copies that are padded to multiples of 8; float32 as it is."""
 

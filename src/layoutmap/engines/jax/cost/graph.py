@@ -70,6 +70,7 @@ class Op:
         trips: Of a loop: how often.
         flops: Of a matrix product or a convolution: its operations.
         key: What else two operations of the same operands must have in common to be one.
+        function: The function of many operations, as erfc, that it is a part of; empty: none.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Op:
     trips: int = 1
     flops: int = 0
     key: Any = None
+    function: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ FUSED = frozenset(_FUSED.split())
 """Operations that are computed inside of what takes their results, and so hold nothing."""
 
 DEAR = frozenset(("tanh", "erf"))
-"""Operations of these whose results XLA keeps for the backward pass, rather than compute them again."""
+"""Operations whose results XLA keeps for the backward pass, as it does those of `Op.function`: to compute is dear."""
 
 ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
 """Operations whose results are their operands."""
@@ -310,8 +310,9 @@ def _padded(op: Op) -> Sequence[Value]:
 
 
 def _is_kept(op: Op) -> bool:
-    is_used = any(use.is_backward for result in op.results for use in result.uses)
-    return op.name in DEAR and is_used and not op.is_backward and not op.is_update
+    uses = [use for result in op.results for use in result.uses]
+    is_dear = op.name in DEAR or (op.function and any(use.function != op.function for use in uses))
+    return bool(is_dear) and any(use.is_backward for use in uses) and not op.is_backward and not op.is_update
 
 
 COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"))

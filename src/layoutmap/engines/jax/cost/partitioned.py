@@ -158,6 +158,7 @@ class _Reader:
             place = made.where, made.is_backward, made.is_update, made.is_fused
             made.blocks += [self.block(name, place) for name in inner_computations(each.rest)]
             made.trips = _trips(made) if each.op == "while" else 1
+        made.function = _attribute(each, r'op_name="[^"]*/(erfc?|erf_inv)"')
         values, _, attributes = each.rest.partition(")")
         is_alone = made.blocks or ("to_apply=" in attributes and each.op not in NAMES)
         made.key = (
