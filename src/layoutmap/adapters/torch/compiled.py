@@ -203,7 +203,7 @@ class _WithZeros(torch.autograd.Function):
 
     @staticmethod
     @plainly
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return tuple(
             _zeros(*form) if each is None else each for each, form in zip(upstream, ctx.forms, strict=True)
         )

@@ -228,7 +228,7 @@ class _ShardTensor(torch.autograd.Function):
         return shard(tensor.detach(), layout)
 
     @staticmethod
-    def backward(ctx: Ctx, *upstream: DTensor) -> Any:
+    def backward(ctx: Ctx, *upstream: DTensor) -> object:
         return gather(upstream[0]), None
 
 

@@ -146,7 +146,7 @@ class OwnGradient(torch.autograd.Function):
     def __init_subclass__(cls) -> None:
         own = plainly(cls.backward)
 
-        def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+        def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
             unseen.check(ctx.numbers)
             return own(ctx, *upstream)
 
@@ -177,20 +177,20 @@ class _Sum(OwnGradient):
         return local
 
     @staticmethod
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return _Sum.of(upstream[0], ctx.mesh, ctx.dims), None, None
 
 
 class _Redistributed(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, placements: tuple[Placement, ...]) -> Any:
+    def forward(ctx: Ctx, tensor: DTensor, placements: tuple[Placement, ...]) -> Any:
         now, attainable = spec_of(tensor).placements, attainable_placements(tensor)
         ctx.before = tuple(p if p.is_partial() else a for p, a in zip(now, attainable, strict=True))
         ctx.mesh = tensor.device_mesh
         return _redistributed(tensor, placements)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # What was a sum to be made gets a gradient that is made, or one that is to be made alike.
         gradient = on_mesh(upstream[0], ctx.mesh)
         have = gradient.placements
@@ -209,19 +209,19 @@ class _Shard(OwnGradient):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements), None
 
 
 class _FromShards(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, local: Any, mesh: Any, placements: tuple[Placement, ...]) -> Any:
+    def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
         ctx.mesh, ctx.placements = mesh, placements
         spec = spec_of_shards(mesh, placements, local.shape, local.stride(), local.dtype)
         return dtensor(local.detach(), spec)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # A summand's gradient is the sum's; what devices make of it differs, and so does what comes back from that.
         gradient, wanted = on_mesh(upstream[0], ctx.mesh), summed_placements(ctx.placements)
         if gradient.placements != wanted:
@@ -233,7 +233,7 @@ class _Reduced(OwnGradient):
     # DTensor's own step fails backwards where a mean meets a sum.
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Any:
+    def forward(ctx: Ctx, tensor: DTensor) -> Any:
         ctx.mesh = tensor.device_mesh
         return placed(tensor, attainable_placements(tensor))
 
@@ -245,13 +245,13 @@ class _Reduced(OwnGradient):
         return (tensor,) if is_sum else (tensor, result)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: DTensor) -> Any:
+    def backward(ctx: Ctx, *upstream: DTensor) -> object:
         return reduced(on_mesh(upstream[0], ctx.mesh))
 
 
 class _FullTensor(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> Any:
+    def forward(ctx: Any, tensor: DTensor) -> Any:
         ctx.mesh, ctx.placements = tensor.device_mesh, attainable_placements(tensor)
         plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
@@ -261,7 +261,7 @@ class _FullTensor(OwnGradient):
         return strided.copy_(plain)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return placed(on_mesh(upstream[0], ctx.mesh), ctx.placements)
 
 
@@ -275,7 +275,7 @@ class _Everywhere(OwnGradient):
         )
 
     @staticmethod
-    def backward(ctx: Ctx, *upstream: DTensor) -> Any:
+    def backward(ctx: Ctx, *upstream: DTensor) -> object:
         return full_tensor(upstream[0]), None
 
 
@@ -286,7 +286,7 @@ class _WithGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return ctx.change(upstream[0]), None
 
 

@@ -34,7 +34,7 @@ spec_of = attrgetter("_spec")
 """The mesh, placements, shape and element type of a `DTensor`."""
 
 
-def set_pieces(array: DTensor, local: torch.Tensor, spec: Any) -> None:
+def set_pieces(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Have a `DTensor` hold another local tensor, placed as a spec says."""
     array._local_tensor, array._spec = local, spec
 

@@ -33,7 +33,7 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Ca
         pieces = {rank: torch.ones(rows * size, size, device=device_of(native)) for rank in ranks}
         tensor = DTensor.from_local(simulation.join(pieces, torch.float32), native, there, run_check=False)
 
-    def run() -> Any:
+    def run() -> object:
         with simulation.on_mesh(native), torch.no_grad():
             return tensor.redistribute(native, wanted)
 

@@ -45,13 +45,12 @@ def in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iter
         parts: list[Part] = []
         offset = 0
         for box in boxes(shape, start, stop):
+            of_box = block_shape(box)
             for number, index in enumerate(indices):
                 both = intersect(box, index)
                 if both is not None:
-                    parts.append(
-                        Part(number, within(both, index), offset, block_shape(box), within(both, box))
-                    )
-            offset += math.prod(block_shape(box))
+                    parts.append(Part(number, within(both, index), offset, of_box, within(both, box)))
+            offset += math.prod(of_box)
         if parts:
             yield Run(start, stop - start), parts
 

@@ -174,7 +174,7 @@ class _Summed(OwnGradient):
         return dtensor(made, spec_of_shards(mesh, tuple(replicated(mesh)), (), (), made.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # Each device goes on with it for its own part: the gradient of it is the sum of theirs.
         of_gradient = replicated(ctx.mesh)
         for dim in ctx.dims:

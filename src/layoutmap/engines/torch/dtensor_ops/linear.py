@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
         return dtensor(F.linear(local_of(x), local_of(weight), of_bias), plan.result)
 
     @staticmethod
-    def backward(ctx: Ctx, *upstream: Any) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         x, weight = ctx.saved_tensors
         plan: _Plan = ctx.plan
         given = redistributed(on_mesh(upstream[0], plan.result.mesh), plan.upstream)

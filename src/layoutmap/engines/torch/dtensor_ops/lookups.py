@@ -104,7 +104,7 @@ def all_here(size: int, mesh: Any, dims: Collection[int], device: Any) -> Any:
     return local_shard(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
 
 
-def sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int]) -> Any:
+def sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int]) -> object:
     """The DTensor of local shards, summed up over some mesh dims and sharded over others."""
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(shard_placements(mesh, axes))

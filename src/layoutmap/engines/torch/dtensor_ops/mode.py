@@ -210,7 +210,7 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType
 
 
-def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> Any:
+def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> object:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
     with outside_of_modes():
         if joins:

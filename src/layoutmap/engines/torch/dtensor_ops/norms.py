@@ -61,7 +61,7 @@ def _batch_norm(function: Function, args: Any, kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def _track(running: Any, value: Any, momentum: float) -> None:
+def _track(running: Any, value: DTensor, momentum: float) -> None:
     """Move a running statistic towards the value of a batch."""
     if running is None:
         return

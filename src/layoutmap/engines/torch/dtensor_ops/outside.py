@@ -18,7 +18,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +60,7 @@ def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
 
 @plainly
 @torch.no_grad()
-def _assign_data(own: Callable[..., None], tensor: Any, value: Any) -> None:
+def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor) -> None:
     """`tensor.data = value`: the tensor has these values from now on, in the layout that it has."""
     if is_guarded(tensor.device_mesh):
         if value.shape != tensor.shape:

@@ -92,7 +92,7 @@ class _GatherOver(torch.autograd.Function):
 
     @staticmethod
     @plainly
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return None, *_ScatterOver.apply(ctx.gather, *upstream)
 
 
@@ -123,7 +123,7 @@ class _ScatterOver(torch.autograd.Function):
 
     @staticmethod
     @plainly
-    def backward(ctx: Any, *upstream: DTensor) -> Any:
+    def backward(ctx: Ctx, *upstream: DTensor) -> object:
         groups: dict[Any, list[int]] = {}  # in one order in all processes, as their collectives are
         for number, each in enumerate(upstream):
             if each is not None:
@@ -148,7 +148,7 @@ class Cast(torch.autograd.Function):
 
     @staticmethod
     @plainly
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         """See above."""
         return Cast.apply(upstream[0], ctx.dtype), None
 

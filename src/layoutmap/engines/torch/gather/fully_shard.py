@@ -242,7 +242,7 @@ class _Reachable(torch.autograd.Function):
         return gathered.view_as(gathered)
 
     @staticmethod
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         if not will_be_reached(ctx.node):
             raise RuntimeError(_BY_WEIGHTS)
         return None, *upstream, *[None] * ctx.number
