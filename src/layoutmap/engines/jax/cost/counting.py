@@ -10,7 +10,7 @@ from typing import Any
 from layoutmap.core.paths import starred
 from layoutmap.cost.table import Collective, HeldKind, Phase
 from layoutmap.engines.jax.cost.graph import Block, Op, Value, operand_of, results_of
-from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, memory_of
+from layoutmap.engines.jax.cost.memory import COLLECTIVE_NAMES, memory_of, recomputes
 from layoutmap.engines.jax.cost.rewrites import MOVES
 
 
@@ -25,6 +25,7 @@ class Counts:
         peaks: The most bytes beside the arguments, by the order of `memory_of`, the layer that computes, and the phase.
         held: What these bytes are: the same keys, and what `Causes.describe` says; empty if nobody asked.
         compiled_bytes: The most bytes beside the arguments, by XLA's compiler; 0: it was not asked.
+        recomputes: Whether activations are computed again, outside of loops.
     """
 
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
@@ -33,6 +34,7 @@ class Counts:
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
     compiled_bytes: int = 0
+    recomputes: bool = False
 
     def __sub__(self, other: Counts) -> Counts:
         return self.plus(other, -1)
@@ -46,6 +48,7 @@ class Counts:
             _sum(self.peaks, other.peaks, times),
             _sum(self.held, other.held, times),
             self.compiled_bytes + other.compiled_bytes * times,
+            self.recomputes,
         )
 
 
@@ -73,7 +76,8 @@ def count(
         for key, found in memory.held.items()
         for what, num_bytes in found.items()
     }
-    return Counts(_collectives(block, causes), flops_of(block), memories[0].traffic, peaks, held)
+    counts = _collectives(block, causes), flops_of(block), memories[0].traffic, peaks, held
+    return Counts(*counts, recomputes=any(map(recomputes, block.ops)))
 
 
 def flops_of(block: Block) -> Mapping[str, int]:

@@ -108,7 +108,7 @@ class LoweredStep:  # why: decisions/0090
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
-        peaks = [upper_bound(peak, collectives) for peak in peaks]
+        peaks = [upper_bound(peak, collectives, counts.recomputes) for peak in peaks]
         held = _held_at_the_peak(counts)
         if target:
             peaks = [counts.compiled_bytes]

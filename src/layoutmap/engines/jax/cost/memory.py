@@ -42,22 +42,29 @@ _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while
 """Operations that a gradient of a weight is made by."""
 
 
-_MORE, _WORKSPACE, _COMBINED = 1.1, 4 << 20, 30 << 20
-"""The factor of what was counted; bytes of a workspace; bytes of one kind of collectives that XLA combines at most."""
+_MORE, _RECOMPUTED, _WORKSPACE, _COMBINED = 1.1, 1.5, 4 << 20, 30 << 20
+"""The factors of what was counted, plain or with activations that are computed again; bytes of a workspace; bytes of
+one kind of collectives that XLA combines at most.
+"""
 
 
-def upper_bound(num_bytes: int, collectives: Iterable[Collective] = ()) -> int:  # why: decisions/0165
+def upper_bound(
+    num_bytes: int, collectives: Iterable[Collective] = (), recomputes: bool = False
+) -> int:  # why: decisions/0165
     """Return the most bytes that XLA for GPUs needs beside a step's arguments.
 
     Args:
         num_bytes: What was counted. A tenth of it is added for copies in other orders of axes and gaps between buffers,
             and the workspace of matrix products.
         collectives: Those of the step: XLA combines those of one kind up to 30 MiB, and their operands wait for it.
+        recomputes: Whether activations are computed again, outside of loops: half of what was counted is added then, as
+            XLA may have the gradients of weights wait, and what they are made of with them.
     """
     kinds = Counter[str]()
     for each in collectives:
         kinds[each.kind] += each.calls * each.tensor_bytes
-    return int(num_bytes * _MORE) + _WORKSPACE + sum(min(each, _COMBINED) for each in kinds.values())
+    combined = sum(min(each, _COMBINED) for each in kinds.values())
+    return int(num_bytes * (_RECOMPUTED if recomputes else _MORE)) + _WORKSPACE + combined
 
 
 def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
@@ -67,7 +74,7 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
     waits for them. So the products that make them come last, and what these read is held until then. Where activations
     are computed again, which a barrier says, that would hold all of them at once; there they come first.
     """
-    if any(map(_recomputes, ops)):
+    if any(map(recomputes, ops)):
         return gradients_first(ops)
     late, backward = _late(ops), _backward(ops)
     first = [op for op in ops if id(op) not in late]
@@ -81,8 +88,8 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
     ]
 
 
-def _recomputes(op: Op) -> bool:
-    """Whether activations are computed again from what an operation returns; JAX puts barriers before numbers, too."""
+def recomputes(op: Op) -> bool:
+    """Return whether activations are computed again from its results; JAX puts barriers before numbers, too."""
     return op.name == BARRIER and not op.is_fused and any(value.size > 1 for value in op.operands)
 
 
