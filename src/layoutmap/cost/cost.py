@@ -296,7 +296,7 @@ class Cost:  # why: decisions/0092
         given, beside = size(step.argument_bytes), size(self.activation_bytes)
         most = "at most " * (step.known_by == PARTITIONED)
         least, short = step.least_peak_bytes - step.argument_bytes, ""
-        if step.known_by == PARTITIONED and least < 0.95 * self.activation_bytes:
+        if step.known_by == PARTITIONED and 0 < least < 0.95 * self.activation_bytes:
             short = f", {size(least)} where memory is short"
         return (
             f"each device computes {flops or 'nothing'}, sends {sent}, and reads and writes {moved}",

@@ -47,6 +47,8 @@ def cost_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
     """The written fields of a cost: the collectives, and all else."""
     step, machine = cost.step, cost.machine
     written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
+    if 0 < step.least_peak_bytes < step.peak_bytes:
+        written["least_peak_bytes"] = step.least_peak_bytes
     if cost.batch_dim is not None:
         written["batch_dim"] = cost.batch_dim
     if step.notes:
@@ -77,7 +79,8 @@ def read_cost(top: Fields, mesh: Mesh) -> Cost:
     traffic, arguments, peak = (fields(name, a_number) for name in _COUNTS)
     held = fields("held", list_of(_read_held), ())
     notes, known_by = fields("notes", _texts, ()), fields("known_by", a_text, ESTIMATE)
-    step = StepCost(mesh, collectives, flops, traffic, arguments, peak, notes, held=held, known_by=known_by)
+    least = fields("least_peak_bytes", a_number, 0)
+    step = StepCost(mesh, collectives, flops, traffic, arguments, peak, notes, least, held, known_by)
     machine = fields("machine", _read_machine)
     batch_dim = fields("batch_dim", or_null(a_text), None)
     if batch_dim is not None:
