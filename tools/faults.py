@@ -104,10 +104,10 @@ FAULTS = (
         "torch,keras-torch",
     ),
     Fault(
-        "a gradient is not redistributed to its parameter's layout",
+        "the gradient of one shard of the batch stands for all",
         "engines/torch/gather/gradients.py",
-        "_redistribute(parameter)\n        parameters",
-        "pass\n        parameters",
+        "part.clone().view(piece.shape), placed_over(",
+        "piece.clone().view(piece.shape), placed_over(",
         "torch",
     ),
     Fault(

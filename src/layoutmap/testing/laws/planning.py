@@ -19,7 +19,7 @@ import numpy as np
 from layoutmap.cli.main import main
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import Assignment, itemsize
+from layoutmap.core.variables import Assignment, Kind, itemsize
 from layoutmap.engines import get_engine
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
@@ -101,13 +101,14 @@ def _unlike(trial: Trial, found: Assignment, specs: Sequence[tuple[str, ...]], u
 def the_memory_is_the_sum_of_shards(trial: Trial) -> Iterator[str]:
     """The memory of a plan is that of weights, their gradients, slots and the rest, each divided by its shards."""
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
-    total = 0
+    total = slots = 0
     for a in trial.plan.assignments:
         shards = math.prod(sizes[d] for axis in range(a.layout.rank) for d in a.layout.mesh_dims_of(axis))
         num_bytes = math.ceil(math.prod(a.variable.shape) // shards * itemsize(a.variable.dtype))
         total += 2 * num_bytes if a.variable.is_trained else num_bytes
-    if total != trial.plan.memory.total:
-        yield f"{total} bytes by hand, {trial.plan.memory.total} in the plan"
+        slots += num_bytes * (a.variable.kind is Kind.SLOT)
+    if (total, slots) != (trial.plan.memory.total, trial.plan.memory.slots):
+        yield f"{total} bytes by hand, {slots} of slots, and in the plan {trial.plan.memory!r}"
 
 
 def _as_dims(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -235,6 +236,11 @@ def the_exit_code_is_the_verdict(trial: Trial) -> Iterator[str]:
         if code != (0 if expected.passes else 1):
             yield f"exit code {code}, and the verdict is {expected.headline!r}: {err.getvalue()}"
             return
+        expected_of_half = trial.plan.judged(device_memory=limit // 4 * 2).verdict
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            code = main(["plan", str(kept), "--device-memory", f"{limit // 4 * 2 / 1024:.9f}KiB"])
+        if code != (0 if expected_of_half.passes else 1):
+            yield f"exit code {code} of the plan's file, and the verdict is {expected_of_half.headline!r}"
         verdicts = {
             "terminal": out.getvalue().partition("\n")[0],
             "page": page.read_text(encoding="utf-8"),

@@ -274,10 +274,8 @@ def _flops_of_call(made: Op, each: Operation) -> int:
         return 2 * made.results[0].size * length
     if not target.startswith("__cudnn$conv"):
         return 0
-    given, result = (
-        made.operands,
-        made.results[0],
-    )  # of gradients the label of each is that of the convolution itself
+    # Of gradients, too, the labels are those of the convolution itself.
+    given, result = made.operands, made.results[0]
     if target.endswith("BackwardInput"):
         return _flops_of_convolution(given[0], given[1], each)
     of = (given[1], result) if target.endswith("BackwardFilter") else (result, given[1])
