@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 
 KERAS = ("decoder", "experts", "speech", "vit", "bert", "convolutions")
 FLAX = ("scan", "remat", "blocks", "towers")
@@ -12,8 +13,6 @@ MESHES = ((2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (4, 4), (8, 4), (16, 1), (8, 8
 
 def draw(seed):
     """Return a model's name and facts in a line, what makes it, its layout map and the options of a count."""
-    import jax
-
     numbers = random.Random(seed)
     name = (*KERAS, *FLAX)[seed % (len(KERAS) + len(FLAX))]
     data, model = numbers.choice(MESHES)
@@ -39,9 +38,7 @@ def draw(seed):
         keras.config.set_dtype_policy(dtype)
         make, inputs = keras_model(name, rows, sizes)
         library, optimizer = "keras", numbers.choice(("adamw", "sgd", "adafactor"))
-    layout_map, how = drawn_map(
-        make, jax.tree.map(lambda each: each, inputs), library, (data, model), numbers
-    )
+    layout_map, how = drawn_map(make, inputs, library, (data, model), numbers)
     facts = " ".join(f"{key} {value}" for key, value in sizes.items())
     options = {"inputs": inputs, "batch_dim": "data", "optimizer": optimizer, "library": library}
     return f"{name} {seed}, {data}x{model}, {how}, {dtype}, {rows} rows, {facts}", make, layout_map, options
@@ -104,16 +101,14 @@ def keras_model(name, rows, sizes):
     common = {"vocabulary_size": sizes["words"], "num_layers": sizes["depth"], "hidden_dim": width}
     grouped = {"num_query_heads": sizes["heads"], "num_key_value_heads": 8}
     if name == "decoder":
-        make = lambda: hub.Llama3Backbone(intermediate_dim=sizes["inner"], **common, **grouped)  # noqa: E731
-        return make, text
+        return partial(hub.Llama3Backbone, intermediate_dim=sizes["inner"], **common, **grouped), text
     if name == "experts":
         experts = {"num_experts": 8, "top_k": 2, "output_router_logits": False}
-        make = lambda: hub.MixtralBackbone(  # noqa: E731
-            intermediate_dim=sizes["inner"] // 2, **common, **grouped, **experts
-        )
-        return make, text
+        inner = sizes["inner"] // 2
+        return partial(hub.MixtralBackbone, intermediate_dim=inner, **common, **grouped, **experts), text
     if name == "speech":
-        make = lambda: hub.WhisperBackbone(  # noqa: E731
+        make = partial(
+            hub.WhisperBackbone,
             num_heads=sizes["heads"],
             intermediate_dim=sizes["inner"],
             max_encoder_sequence_length=2 * length,
@@ -126,7 +121,8 @@ def keras_model(name, rows, sizes):
             "decoder_padding_mask": tokens(rows, 64),
         }
     if name == "vit":
-        make = lambda: hub.ViTBackbone(  # noqa: E731
+        make = partial(
+            hub.ViTBackbone,
             image_shape=(128, 128, 3),
             patch_size=16,
             num_layers=sizes["depth"],
@@ -136,7 +132,8 @@ def keras_model(name, rows, sizes):
         )
         return make, jax.ShapeDtypeStruct((rows, 128, 128, 3), "float32")
     if name == "bert":
-        make = lambda: hub.BertBackbone(  # noqa: E731
+        make = partial(
+            hub.BertBackbone,
             num_heads=sizes["heads"],
             intermediate_dim=sizes["inner"],
             max_sequence_length=length,
