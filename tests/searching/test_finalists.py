@@ -7,7 +7,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import TooLargeError, Verified
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.searching.finalists import best_compiled, first_that_fits, to_search_from, with_further
+from layoutmap.searching.finalists import best_compiled, first_that_fits, searched_on
 from layoutmap.searching.loop import Figures, Outcome, Tried
 from layoutmap.searching.shown import rows, verdict
 
@@ -99,28 +99,47 @@ def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
     assert not best_compiled(counted, compiled(KeyboardInterrupt(), (1.0, 9), (1.0, 9))).is_complete
 
 
-def test_it_is_searched_on_where_counts_chose_another_map_than_the_compiler():
+def searched_near(found):
+    """Both searches of three maps whose figures of XLA's are given; the second finds a map of 0.5 seconds or fails."""
+
+    def after(*seconds_and_sizes):
+        asked = []
+
+        def near(first):
+            asked.append(first.name)
+            if isinstance(found, BaseException):
+                raise found
+            best = Tried("near", RuleSet("data=2", {"up": ("data",)}), Figures(found, 9 * GIB), LIMIT)
+            return Outcome(best, (), 5, True)
+
+        counted = outcome(10, 11, 12)
+        return searched_on(counted, best_compiled(counted, compiled(*seconds_and_sizes)), near), asked
+
+    return after
+
+
+@pytest.mark.parametrize(
+    ("figures", "best", "asked"),
+    [
+        (((1.0, 10), (2.0, 10), (3.0, 10)), "map 1", []),
+        (((2.0, 10), (1.0, 10), (3.0, 10)), "near", ["map 2"]),
+        (((2.0, 10), (1.999, 9), (3.0, 10)), "map 2", []),
+        (((1.0, 17), (2.0, 10), (3.0, 10)), "near", ["map 2"]),
+    ],
+)
+def test_it_is_searched_on_where_counts_chose_another_map_than_the_compiler(figures, best, asked):
     """From the compiler's choice, if that is better by more than a tie, or if the counts' choice does not fit."""
-    counted = outcome(10, 11, 12)
-    for seconds_and_sizes, wanted in (
-        (((1.0, 10), (2.0, 10), (3.0, 10)), None),
-        (((2.0, 10), (1.0, 10), (3.0, 10)), "map 2"),
-        (((1.0, 10), (1.001, 9), (3.0, 10)), None),
-        (((1.0, 17), (2.0, 10), (3.0, 10)), "map 2"),
-    ):
-        found = to_search_from(counted, best_compiled(counted, compiled(*seconds_and_sizes)))
-        assert wanted == (found.name if found else None)
+    found, near = searched_near(0.5)(*figures)
+    assert (best, asked) == (found.best.name, near)
+    assert found.best.figures.peak_bytes == found.best.compiled_bytes
+    assert found.num_tried == 3 + 5 * len(asked)
 
 
-def test_what_is_found_near_the_compilers_choice_is_the_result_where_it_is_better():
-    """By the compiler's figures; how many maps were tried is the sum of both searches."""
-    counted = outcome(10, 11, 12)
-    chosen = best_compiled(counted, compiled((2.0, 10), (1.0, 10), (3.0, 10)))
-    for seconds, best in ((0.5, "near"), (0.999, "map 2")):
-        near = Tried("near", RuleSet("data=2", {"up": ("data",)}), Figures(seconds, 9 * GIB), LIMIT)
-        found = with_further(chosen, Outcome(near, (), 5, True))
-        assert (best, counted.num_tried + 5) == (found.best.name, found.num_tried)
-        assert found.best.figures.peak_bytes == found.best.compiled_bytes
+@pytest.mark.parametrize(("further", "is_complete"), [(0.999, True), (KeyboardInterrupt(), False)])
+def test_a_search_that_goes_on_loses_nothing(further, is_complete):
+    """What it finds is the result if it is better by more than a tie, and an interrupt leaves what there was."""
+    found, asked = searched_near(further)((2.0, 10), (1.0, 10), (3.0, 10))
+    assert (["map 2"], "map 2", is_complete) == (asked, found.best.name, found.is_complete)
 
 
 def test_none_fits():

@@ -30,7 +30,7 @@ from layoutmap.scope.costing import compiler_at_hand, target_of
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.searching.experts import Expert, expert_of, experts, fitting_preset
-from layoutmap.searching.finalists import best_compiled, first_that_fits, to_search_from, with_further
+from layoutmap.searching.finalists import best_compiled, first_that_fits, searched_on
 from layoutmap.searching.kept import KeptFigures
 from layoutmap.searching.loop import Evaluate, Figures, Outcome, Tried
 from layoutmap.searching.loop import search as find
@@ -281,15 +281,15 @@ def search(
             return kept_figures(lambda rules: of.figures(of.counted(rules, for_gpu, progress)), more)
 
         try:
-            counted = outcome
-            outcome = best_compiled(outcome, lambda tried: by_compiler(tried)(tried.layout_map))
-            if outcome.is_complete and (first := to_search_from(counted, outcome)):
+            found = best_compiled(outcome, lambda tried: by_compiler(tried)(tried.layout_map))
+
+            def near(first: Tried) -> Outcome:
                 grid = next(grid for grid in meshes if grid.mesh == first.layout_map.mesh)
-                near = [expert_of("start", model, grid, first.layout_map)]
-                figures = by_compiler(first)
-                outcome = with_further(
-                    outcome, find(model, near, figures, limit=limit, most=min(_COMPILED, tries), seed=seed)
-                )
+                start = expert_of("start", model, grid, first.layout_map)
+                most = min(_COMPILED, tries)
+                return find(model, [start], by_compiler(first), limit=limit, most=most, seed=seed)
+
+            outcome = searched_on(outcome, found, near)
         finally:
             if known is not None:
                 known.write()

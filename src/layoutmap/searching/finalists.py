@@ -69,33 +69,33 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
     )
 
 
-def to_search_from(counted: Outcome, compiled: Outcome) -> Tried | None:
-    """The best map as XLA compiles it, where counts chose one that is slower or does not fit; `None`: they did not.
+def searched_on(counted: Outcome, compiled: Outcome, near: Callable[[Tried], Outcome]) -> Outcome:
+    """Search on from the best map as XLA compiles it, where counts chose one that is slower or does not fit.
 
     Args:
         counted: What was found by counting.
         compiled: The same after `best_compiled`.
+        near: Searches from a map on by XLA's own figures.
+
+    Returns:
+        What was found in both searches, the best first; `compiled` where counts were right, or an interrupt came.
     """
-    best, was = compiled.best, counted.best.layout_map
-    if best.compiled_bytes is None or best.layout_map is was:
-        return None
+    first, was = compiled.best, counted.best.layout_map
     same = next((each for each in compiled.others if each.layout_map is was), None)
-    return best if same is None or is_better(best, same) else None
-
-
-def with_further(outcome: Outcome, further: Outcome) -> Outcome:
-    """The outcome with the best map of a search from its best one by XLA's own figures, where that is better."""
-    assert further.best.figures is not None
-    num_tried, is_complete = outcome.num_tried + further.num_tried, further.is_complete
-    outcome = replace(outcome, num_tried=num_tried, is_complete=is_complete)
-    best = replace(
-        further.best,
-        compiled_bytes=further.best.figures.peak_bytes,
-        recomputes=outcome.best.recomputes,
+    if not compiled.is_complete or first.compiled_bytes is None or first.layout_map is was:
+        return compiled
+    if same is not None and not is_better(first, same):
+        return compiled
+    try:
+        further = near(first)
+    except KeyboardInterrupt:
+        return replace(compiled, is_complete=False)
+    found = replace(
+        compiled, num_tried=compiled.num_tried + further.num_tried, is_complete=further.is_complete
     )
-    if not is_better(best, outcome.best):
-        return outcome
-    return replace(outcome, best=best, others=(outcome.best, *outcome.others))
+    assert further.best.figures is not None
+    best = replace(further.best, compiled_bytes=further.best.figures.peak_bytes, recomputes=first.recomputes)
+    return replace(found, best=best, others=(first, *found.others)) if is_better(best, first) else found
 
 
 def _as_compiled(expert: Tried, made: Tried | None) -> Tried:

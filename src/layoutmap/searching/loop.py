@@ -335,7 +335,7 @@ def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanErro
             "missing": size(nearest.missing_bytes),
             "maps tried": num_tried,
         },
-        why="the memory of a step, of which an estimate is the most that XLA may need, is more than a device has",
+        why="a step needs more memory than a device has, with each map that was tried; a count is an upper bound",
         fix="use more devices or a smaller batch, or raise the limit"
         if nearest.recomputes
         else "use more devices or a smaller batch, recompute activations (jax.checkpoint), or raise the limit",

@@ -78,10 +78,7 @@ def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
         return gradients_first(ops)
     late, backward = _late(ops), _backward(ops)
     first = [op for op in ops if id(op) not in late]
-    updates: set[int] = set()
-    for op in ops:
-        if op.is_update or any(id(value.maker) in updates for value in op.operands):
-            updates.add(id(op))
+    updates = _and_after({id(op) for op in ops if op.is_update}, ops)
     return [
         *_early(first, backward),
         *sorted((op for op in ops if id(op) in late), key=lambda op: id(op) in updates),
@@ -133,9 +130,14 @@ def _numbers(ops: Sequence[Op]) -> Set[int]:
 
 def _backward(ops: Sequence[Op]) -> Set[int]:
     """The operations of the backward pass, and all that needs them; what is computed again comes after a barrier."""
-    found: set[int] = set()
+    return _and_after({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
+
+
+def _and_after(some: Set[int], ops: Sequence[Op]) -> Set[int]:
+    """Some operations, and all that need their results."""
+    found = set(some)
     for op in ops:
-        if op.is_backward or op.name == BARRIER or any(id(value.maker) in found for value in op.operands):
+        if any(id(value.maker) in found for value in op.operands):
             found.add(id(op))
     return found
 
@@ -148,10 +150,7 @@ def _late(ops: Sequence[Op]) -> Set[int]:
         ends = all(use.is_update or (id(use) in late and use.name not in _PRODUCTS) for use in uses)
         if op.is_update or (uses and ends and op.is_backward):
             late.add(id(op))
-    for op in ops:
-        if any(id(value.maker) in late for value in op.operands):
-            late.add(id(op))
-    return late
+    return _and_after(late, ops)
 
 
 class Memory:
@@ -248,28 +247,24 @@ class Memory:
         if op.name == "while":
             return self._carried(op, result)
         if op.name in IN_PLACE:
-            roots = self.roots(op.operands[0])
-            return roots if len(roots) == 1 and roots[0].num_bytes == result.num_bytes else (result,)
+            return self._taken(op.operands[0], result)
         if op.name in FUSED and not self._is_read(result) and not _is_kept(op):
             return tuple(sources)
         return (result,)
 
     def _carried(self, op: Op, result: Value) -> tuple[Value, ...]:
-        operand = op.operands[result.number]
-        roots = self.roots(operand)
-        body = op.blocks[-1]
+        operand, body = op.operands[result.number], op.blocks[-1]
         if body.returned[result.number] is body.arguments[result.number]:
-            return roots
+            return self.roots(operand)
+        taken = self._taken(operand, result)
         # One of the results has the place of what several begin with, such as zeros; the others have their own.
         is_first = all(each is not operand for each in op.operands[: result.number])
-        if (
-            is_first
-            and len(roots) == 1
-            and roots[0].num_bytes == result.num_bytes
-            and id(roots[0]) not in self._kept
-        ):
-            return roots
-        return (result,)
+        return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
+
+    def _taken(self, operand: Value, result: Value) -> tuple[Value, ...]:
+        """The value whose place a result takes: what its operand is read from, if that is as large."""
+        roots = self.roots(operand)
+        return roots if len(roots) == 1 and roots[0].num_bytes == result.num_bytes else (result,)
 
     def _is_read(self, value: Value) -> bool:
         made = value.maker
