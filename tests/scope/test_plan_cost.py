@@ -158,7 +158,7 @@ def test_the_optimizer_that_is_given_takes_the_place_of_the_models():
         lm.plan(make, layout_map, **options, optimizer="adamww")
 
 
-@pytest.mark.long  # XLA compiles in a process of its own; test_step_cost.py compares all figures
+@pytest.mark.long  # XLA compiles in a process of its own; test_step_compiled.py compares all figures
 def test_a_cost_that_is_verified_has_the_figures_of_xla_beside_its_own():
     """Of the step in the plan: the same bytes of arguments, and both are printed."""
     plan = plan_of({"up.kernel": (None, "model"), "down.kernel": ("model", None)}, on="h100", verify="cpu")

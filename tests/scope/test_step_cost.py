@@ -1,118 +1,42 @@
-"""What a training step costs, from shapes: the collectives that theory says, and XLA's own figures."""
+"""What a training step costs, from shapes: the collectives that theory says, for models of all kinds."""
 
-import importlib.util
 import types
 from collections import Counter
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 import optax
 import pytest
-from cases import compiled_for_gpus
 from flax import nnx
+from step_models import (
+    BATCH,
+    DEPTH,
+    INNER,
+    MEGATRON,
+    MESH,
+    NAMES,
+    ROWS,
+    WIDTH,
+    Block,
+    KerasBlock,
+    Scanned,
+    Unrolled,
+    collectives,
+    keras_blocks,
+    lowered,
+)
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
 from layoutmap.adapters.stacks import plain_attributes
-from layoutmap.core.variables import itemsize
-from layoutmap.engines.jax.cost import hlo
-from layoutmap.engines.jax.cost.counting import flops_of
-from layoutmap.engines.jax.cost.memory import upper_bound
-from layoutmap.engines.jax.cost.partitioned import read
-from layoutmap.testing import models
 
-MESH = lm.Mesh(None, "data=4,model=2")
-ROWS, WIDTH, INNER, DEPTH = 32, 64, 128, 6
-BATCH = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
 KERNEL = WIDTH * INNER * 4
-MEGATRON = {r".*up\.kernel": (None, "model"), r".*down\.kernel": ("model", None)}
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(INNER, WIDTH, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.relu(self.up(x)))
-
-
-class Unrolled(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(DEPTH)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Recomputing(Block):
-    @nnx.remat
-    def __call__(self, x):
-        return super().__call__(x)
-
-
-class UnrolledRecomputing(Unrolled):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([Recomputing(rngs) for _ in range(DEPTH)])
-
-
-class Scanned(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.split_rngs(splits=DEPTH)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
-
-    def __call__(self, x):
-        return nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
-
-
-@keras.saving.register_keras_serializable("step_cost")
-class KerasBlock(keras.layers.Layer):
-    def build(self, shape):
-        self.up = keras.layers.Dense(INNER, activation="relu", use_bias=False)
-        self.down = keras.layers.Dense(WIDTH, use_bias=False)
-        self.up.build((None, WIDTH))
-        self.down.build((None, INNER))
-
-    def call(self, x):
-        return x + self.down(self.up(x))
-
-
-NAMES = [f"block_{number}" for number in range(DEPTH)]
-
-
-def keras_blocks():
-    return keras.Sequential([keras.Input((WIDTH,)), *(KerasBlock(name=name) for name in NAMES)])
-
-
-def keras_blocks_recomputing():
-    with keras.RematScope("list_of_layers", layer_names=NAMES):
-        return keras_blocks()
-
-
-def lowered(kind, rules=None, optimizer=None, inputs=BATCH, **options):
-    make, library = (kind, "keras") if "keras" in kind.__name__ else (lambda: kind(nnx.Rngs(0)), "jax")
-    layout_map = lm.LayoutMap(MESH, rules or {})
-    return lm.lower_step(
-        make, layout_map, inputs=inputs, batch_dim="data", optimizer=optimizer, library=library, **options
-    )
 
 
 @pytest.fixture(scope="module")
 def block():
     return lowered(Block, optimizer=optax.sgd(1e-3))
-
-
-def collectives(cost):
-    """All that are of more than a number, by kind, dims and size."""
-    found = Counter()
-    for each in cost.collectives:
-        if each.tensor_bytes > 8:
-            found[each.kind, each.dims, each.tensor_bytes] += each.calls
-    return dict(found)
 
 
 def test_data_parallel_sums_each_gradient_over_the_data(block):
@@ -414,119 +338,6 @@ def test_functions_of_any_kind_are_settings():
     assert (True, False) == (empty == same, empty == complete)
 
 
-def test_what_gradients_are_made_of_is_held_until_the_backward_pass_is_through():
-    """With memory to spare a step holds what each product was given and its output's gradient, else the former only."""
-    rows, width, depth = 2048, 32, 5
-
-    class Chain(nnx.Module):
-        def __init__(self, rngs):
-            layers = [nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(depth)]
-            self.layers = nnx.List(layers)
-
-        def __call__(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    inputs = jax.ShapeDtypeStruct((rows, width), "float32")
-    cost = lowered(Chain, optimizer=optax.sgd(1e-3), inputs=inputs).count(lm.LayoutMap(MESH))
-    activation, gradient, loss = rows // 4 * width * 4, width * width * 4, 4
-    # What the first layer is given is an argument. When memory is short, two gradients are alive at a time.
-    plenty, short = (depth - 1 + depth) * activation + gradient + loss, (depth - 1 + 2) * activation + loss
-    found = [peak - cost.argument_bytes for peak in (cost.peak_bytes, cost.least_peak_bytes)]
-    assert [upper_bound(each, cost.collectives) for each in (plenty, short)] == found
-
-
-def test_an_embedding_leaves_the_order_of_gradients_as_it_is():
-    """JAX puts a barrier before its gradient's index; only one before activations says that these are recomputed."""
-
-    class Embedded(Unrolled):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.table = nnx.Embed(8, WIDTH, rngs=rngs)
-
-        def __call__(self, ids):
-            return super().__call__(self.table(ids))
-
-    rows = 64 * ROWS
-    inputs = jax.ShapeDtypeStruct((rows, WIDTH), "float32"), jax.ShapeDtypeStruct((rows,), "int32")
-    plain, embedded = (
-        lowered(kind, inputs=each, optimizer=optax.sgd(1e-3)).count(lm.LayoutMap(MESH))
-        for kind, each in zip((Unrolled, Embedded), inputs, strict=True)
-    )
-    saved = [each.peak_bytes - each.least_peak_bytes for each in (plain, embedded)]
-    assert min(saved) > 0
-    assert saved == pytest.approx([saved[0]] * 2, rel=0.01)
-
-
-@pytest.mark.parametrize("dear", [jnp.tanh, jax.scipy.special.erfc])
-def test_results_of_dear_functions_are_held(dear):
-    """XLA keeps them for the backward pass; erfc is many operations. Those of cheap ones are computed again."""
-
-    def peak(function):
-        class Chain(nnx.Module):
-            def __init__(self, rngs):
-                self.layers = nnx.List(
-                    [nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(4)]
-                )
-
-            def __call__(self, x):
-                for layer in self.layers:
-                    x = layer(x)
-                    x = x * function(x)
-                return x
-
-        inputs = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")
-        return lowered(Chain, inputs=inputs).count(lm.LayoutMap(MESH)).least_peak_bytes
-
-    activation = 64 * ROWS // 4 * WIDTH * 4
-    assert peak(dear) >= peak(lambda x: 2 * x + 1) + 3 * activation
-
-
-def test_operands_of_odd_sizes_are_held_padded():
-    """XLA for GPUs multiplies bfloat16 on copies that are padded to multiples of 8; float32 as it is."""
-
-    def beside_arguments(dtype, width):
-        def make(rngs):
-            options = {"use_bias": False, "rngs": rngs, "dtype": dtype, "param_dtype": dtype}
-            return nnx.Sequential(*(nnx.Linear(width, width, **options) for _ in range(3)))
-
-        inputs = jax.ShapeDtypeStruct((64 * ROWS, width), dtype)
-        cost = lowered(make, inputs=inputs, optimizer=optax.sgd(1e-3)).count(lm.LayoutMap(MESH))
-        return (cost.peak_bytes - upper_bound(0, cost.collectives)) - cost.argument_bytes
-
-    odd, even = beside_arguments("bfloat16", 63), beside_arguments("bfloat16", 64)
-    assert odd > 1.5 * even
-    assert beside_arguments("float32", 63) < beside_arguments("float32", 64)
-
-
-def test_what_a_scan_stacks_has_memory_of_its_own():
-    """Each array that a loop fills, though all begin as the same zeros; its weights are held as they are given."""
-
-    class Stack(nnx.Module):
-        def __init__(self, rngs):
-            self.blocks = nnx.split_rngs(splits=DEPTH)(nnx.vmap(Layers, in_axes=0, out_axes=0))(rngs)
-
-        def __call__(self, x):
-            axes = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
-            return nnx.scan(lambda block, x: block(x), **axes)(self.blocks, x)
-
-    class Layers(nnx.Module):
-        def __init__(self, rngs):
-            self.first, self.last = (nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(2))
-
-        def __call__(self, x):
-            return self.last(self.first(x))
-
-    rows = 64 * ROWS
-    inputs = jax.ShapeDtypeStruct((rows, WIDTH), "float32")
-    cost = lowered(Stack, inputs=inputs, optimizer=optax.sgd(1e-3)).count(lm.LayoutMap(MESH))
-    activation, weights = rows // 4 * WIDTH * 4, 2 * DEPTH * WIDTH * WIDTH * 4
-    held = (cost.peak_bytes - upper_bound(0, cost.collectives) - cost.argument_bytes) / 1.1
-    # Of each block what its two products are given; the gradients of all, and a few activations at a time.
-    assert 2 * DEPTH * activation + weights <= held <= (2 * DEPTH + 4) * activation + 2 * weights
-
-
 def test_a_sum_of_scattered_sums_is_scattered_once():
     """Where two layers read the same sharded input, its gradient is reduce-scattered once, as the sum of both."""
 
@@ -545,32 +356,6 @@ def test_a_sum_of_scattered_sums_is_scattered_once():
     cost = lowered(Pair, inputs=jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")).count(rules)
     scattered = [each for each in cost.collectives if each.kind == "reduce_scatter"]
     assert [(1, 64 * ROWS // 4 * WIDTH * 4)] == [(each.calls, each.tensor_bytes) for each in scattered]
-
-
-@pytest.mark.parametrize(
-    ("plain", "own", "remat"),
-    [
-        (Unrolled, UnrolledRecomputing, "blocks"),
-        pytest.param(keras_blocks, keras_blocks_recomputing, r"block_\d$", marks=pytest.mark.long),
-    ],
-)
-def test_recomputed_activations_cost_what_the_librarys_own_way_costs(plain, own, remat):
-    """With remat, blocks keep their inputs and compute the first product again: as `nnx.remat` and `RematScope` do."""
-    rows = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")
-    layout_map = lm.LayoutMap(MESH, MEGATRON)
-    kept, recomputed, same = (
-        lowered(kind, MEGATRON, inputs=rows, remat=each).count(layout_map)
-        for kind, each in ((plain, None), (plain, remat), (own, None))
-    )
-    notes = ("activations inside of layers are computed again",)
-    assert replace(recomputed, notes=()) == replace(same, notes=())
-    assert notes == tuple(note[: len(notes[0])] for note in set(recomputed.notes) - set(same.notes))
-    product = 2 * 64 * ROWS // 4 * WIDTH * INNER // 2
-    assert DEPTH * product == recomputed.flops["float32"] - kept.flops["float32"]
-    # A block keeps its inner activation before and after relu, whose sum is larger than an input's.
-    inner, outer = (64 * ROWS // 4 * width * 4 for width in (INNER // 2, WIDTH))
-    saved = kept.least_peak_bytes - recomputed.least_peak_bytes
-    assert (DEPTH - 1) * inner // 2 <= saved <= 2 * DEPTH * max(inner, outer)
 
 
 @pytest.mark.parametrize("kind", [Unrolled, keras_blocks])
@@ -651,117 +436,6 @@ def test_a_rule_for_activations_counts_as_in_the_step():
     rules.activations["up"] = ("data", None)  # against the layout of the weight: gathered
     added = Counter(collectives(step.count(rules))) - Counter(collectives(step.count(plain)))
     assert ("all_gather", ("model",), ROWS // 4 * INNER * 4) in added
-
-
-def test_argument_bytes_are_the_shards():
-    """A step is given the shards of weights, slots and the batch: the bytes of the plan."""
-    step = lowered(Block, optimizer=optax.adam(1e-3))
-    layout_map = lm.LayoutMap(MESH, MEGATRON)
-    shards = step.plan(layout_map).device_bytes + ROWS // 4 * WIDTH * itemsize("float32")
-    assert shards == step.count(layout_map).argument_bytes
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        "[8,4]<=[32]",
-        "{{0,1,2,3},{4,5,6,7}}",
-        "mesh['a'=8,'b'=4] {'b'}",
-        "mesh['a'=4,'b'=8], device_ids=([8,4]T(1,0)) {'a'}",
-        "mesh['a'=8,'b'=8] {'a':(1)2, 'b':(4)2}",
-    ],
-)
-def test_a_group_has_its_size_in_each_of_xlas_notations(groups):
-    """A collective is over as many devices as one of its groups has, however XLA writes them."""
-    line = f"  %sum = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
-    found = hlo.collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
-    assert {hlo.Compiled("all_reduce", 4, 32): 1} == found
-
-
-@pytest.mark.parametrize("kind", [Unrolled, Scanned])
-def test_xla_sends_what_was_counted(kind):
-    """XLA's compiler for CPUs has the arguments and the collectives that were counted, to the byte."""
-    rules = {path: (None, *s) if kind is Scanned else s for path, s in MEGATRON.items()}
-    found = lowered(kind, rules, optax.adam(1e-3)).verify(lm.LayoutMap(MESH, rules))
-    arguments = found.rows[-2]
-    assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
-    assert arguments[1] == arguments[2]
-
-
-@pytest.mark.parametrize("kind", [Unrolled, Scanned, Recomputing])
-def test_a_step_is_counted_as_xla_compiles_it(kind):
-    """With two and three of equal blocks, for the collectives and the memory of all of them."""
-    rules = {path: (None, *s) if kind is Scanned else s for path, s in MEGATRON.items()}
-    step = lowered(kind, rules, optax.adam(1e-3))
-    found = step.count(lm.LayoutMap(MESH, rules), target="cpu")
-    made = step.compile(lm.LayoutMap(MESH, rules), target="cpu")
-    assert "compiled by XLA for cpu" == found.known_by
-    assert (made.argument_bytes, sum(made.sent_by_kind.values())) == (found.argument_bytes, found.sent_bytes)
-    assert 0.97 < found.peak_bytes / made.peak_bytes < 1.03
-    plain = step.count(lm.LayoutMap(MESH, rules))
-    assert {*collectives(plain)} == {*collectives(found)}
-    # XLA makes sums of products of a small matrix product, and computes no product twice.
-    assert 0.5 < found.flops["float32"] / plain.flops["float32"] <= 1
-
-
-@pytest.mark.parametrize("library", ["nnx", "keras", "pytree"])
-@pytest.mark.parametrize(
-    ("target", "seed"), [("cpu", 1), ("cpu", 2), *[compiled_for_gpus("h100", n) for n in range(1, 4)]]
-)
-def test_drawn_steps_are_counted_as_xla_compiles_them(target, seed, library):
-    """The text of whatever XLA compiles is read to the byte, groups of a part of a dim too."""
-    case = models.draw(20261124 + seed, library)
-    inputs = case.batch[0] if library == "keras" else case.batch
-    options = {"inputs": inputs, "batch_dim": case.map.batch_dim, "library": case.library}
-    step = lm.lower_step(case.make_model, case.layout_map, **options)
-    found = step.count(case.layout_map, target=target)
-    made = step.compile(case.layout_map, target=target)
-    # Several small arrays in one are counted one by one, each with its own rounding.
-    most = sum(calls for calls in made.collectives.values()) + sum(c.calls for c in found.collectives)
-    assert abs(sum(made.sent_by_kind.values()) - found.sent_bytes) <= most
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        compiled_for_gpus("h100"),
-        *(
-            pytest.param(
-                name,
-                marks=pytest.mark.skipif(
-                    importlib.util.find_spec("libtpu") is None,
-                    reason='needs pip install "layoutmap[xla-tpu]", hundreds of MB',
-                ),
-            )
-            for name in ("v5e", "v5p")
-        ),
-    ],
-)
-def test_xla_for_devices_that_are_not_there_sends_what_was_counted(target):
-    """Compilers for GPUs and TPUs have the collectives that were counted, to the byte; TPUs fill tiles of 8 x 128."""
-    found = lowered(Unrolled, MEGATRON, optax.adam(1e-3)).verify(lm.LayoutMap(MESH, MEGATRON), target=target)
-    arguments = found.rows[-2]
-    assert [(name, xla) for name, _, xla in found.rows[:-2]] == [(n, own) for n, own, _ in found.rows[:-2]]
-    assert arguments[1] == arguments[2] if target == "h100" else arguments[1] <= arguments[2]
-
-
-@pytest.mark.parametrize("target", [compiled_for_gpus("h100")])
-@pytest.mark.parametrize("kind", [Unrolled, Scanned])
-def test_an_estimate_of_a_peak_is_no_less_than_what_xla_compiles(kind, target):
-    """It is an upper bound, and FLOPs are those of the products that XLA has libraries compute."""
-    inputs = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "float32")
-    step = lowered(kind, optimizer=optax.adam(1e-3), inputs=inputs)
-    counted = step.count(lm.LayoutMap(MESH))
-    made = step.compile(lm.LayoutMap(MESH), target=target)
-    assert 0.95 <= counted.peak_bytes / made.peak_bytes
-    assert counted.flops == flops_of(read(made.text, MESH))
-
-
-def test_a_batch_takes_the_bytes_that_jax_gives_it():
-    """Numpy's whole numbers and floats are of 64 bits; on a device they are of 32."""
-    step = lowered(Block, inputs=np.ones((ROWS, WIDTH)))
-    layout_map = lm.LayoutMap(MESH)
-    assert step.compile(layout_map).argument_bytes == step.count(layout_map).argument_bytes
 
 
 def test_a_branch_costs_what_is_in_it():
