@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from keras_models import assert_held, batch, compiled
 from quiet import OF_ARRAYS, OF_MAPS
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import layoutmap as lm
 
@@ -278,3 +279,33 @@ def test_a_weight_without_a_gradient():
         )
 
     assert report.agrees
+
+
+def num_collectives(model, x, y, folder):
+    """How many collectives each device takes part in, in a step."""
+    model.train_on_batch(x, y)
+    with tf.profiler.experimental.Profile(str(folder)):
+        model.train_on_batch(x, y)
+    (written,) = folder.rglob("*.xplane.pb")
+    planes = xplane_pb2.XSpace.FromString(written.read_bytes()).planes
+    names = [p.event_metadata[e.metadata_id].name for p in planes for line in p.lines for e in line.events]
+    return sum(name.rpartition(":")[2] == "CollectiveReduceV2" for name in names) / 8
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "specs", [("batch", None), (None, "model")], ids=["a kernel in parts", "logits in parts"]
+)
+def test_a_step_gathers_what_a_layer_needs_once(specs, tmp_path):
+    """Beside the sums of the loss and of a gradient there is one collective: an update by slots and decay has none."""
+
+    def make_model():
+        model = keras.Sequential([keras.Input((16,)), L.Dense(8, use_bias=False, name="d1")])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1), LOSS)
+        return model
+
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), {r"d1\.kernel": specs})
+    model = layout_map.build(make_model, batch_dim="batch")
+    x, y = np.ones((8, 16), "float32"), np.zeros(8, "int32")
+
+    assert 3 == num_collectives(model, x, y, tmp_path)

@@ -210,7 +210,9 @@ def to_numpy(array: Any) -> NumpyArray:
     layout = layout_of(tensor)
     if layout is None:
         return tensor.numpy()
-    if dtensor.num_clients() > 1 and not layout.is_fully_replicated():
+    if layout.is_fully_replicated():  # as what each step logs
+        return dtensor.unpack(tensor)[0].numpy()
+    if dtensor.num_clients() > 1:
         tensor = _replicated(tensor, layout)
     return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
 

@@ -58,8 +58,9 @@ def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
     if layout is None or not isinstance(gradient, tf.Tensor):
         return _rows(gradient, weight, session)
     # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
-    gradient = as_read(gradient, weight.value, session)
-    return session.engine.relayout(gradient, layout)
+    gradient = session.engine.relayout(as_read(gradient, weight.value, session), layout)
+    weight.value.read_layout = None  # what updates it is in its own layout, and is not gathered for it
+    return gradient
 
 
 def assigning(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:

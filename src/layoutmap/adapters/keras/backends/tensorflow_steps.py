@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import densified, placed
-from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
+from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered, pinned
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
@@ -126,12 +126,12 @@ def _signature(value: Any) -> Any:
 
 def _by_rows(output: Any, session: KerasSession) -> Any:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
-    return output if None in shape else session.engine.relayout(output, session.policy.batch_layout(shape))
+    return output if None in shape else pinned(output, session.policy.batch_layout(shape), session)
 
 
 @contextmanager
 def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
-    """While open, what a model returns is sharded along the batch only.
+    """While open, what a model returns is sharded along the batch only, and so is its gradient.
 
     Losses and metrics look along the other axes, and some of DTensor's operations are wrong on a sharded axis.
     """
