@@ -15,7 +15,7 @@ NEAR = 1e-5
 
 
 FEW = (
-    *("steps", "what_the_plan_says", "ahead"),
+    *("gradients_of_all_strides", "steps", "what_the_plan_says", "ahead"),
     *("as_many_collectives", "mixed_precision", "refused_options"),
 )
 MANY = (
@@ -64,6 +64,11 @@ def test_steps_are_those_of_one_device(few):
     assert found["norms"] < 1e-4
     assert found["layouts"]
     assert found["planned"]
+
+
+def test_gradients_of_all_strides(few):
+    """Those that autograd would copy, with the axes of memory in another order, are summed up once."""
+    assert is_near(few["gradients_of_all_strides"]), few["gradients_of_all_strides"]
 
 
 @pytest.mark.long

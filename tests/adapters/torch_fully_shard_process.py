@@ -256,6 +256,51 @@ def losses_in_other_ways():
     return found
 
 
+class Used(torch.nn.Module):
+    """Weights whose gradients have the axes of memory in another order, are shared, or come by two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.randn(4, 16, 8) * 0.3)
+        self.back = torch.nn.Parameter(torch.randn(16, 8) * 0.3)
+        self.one, self.other = (torch.nn.Parameter(torch.randn(16, 16) * 0.3) for _ in range(2))
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = torch.einsum("bd,edf->bef", x, self.experts).mean(1) @ self.back.T
+        x = x @ (self.one + self.other)
+        return self.linear(x)
+
+
+USED = {
+    "experts": (None, "model", "batch"),
+    "back|one|other|linear.weight": ("model", "batch"),
+    ".*": (None,),
+}
+
+
+@scenario
+def gradients_of_all_strides():
+    """Gradients that autograd would copy, and weights that are also used beside their module; a step with SGD, too."""
+    found = {}
+    plain, model = pair(Used, USED)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    ways = {
+        "all": lambda m: m(x).square().mean(),
+        "beside": lambda m: (m(x) @ m.linear.weight).square().mean(),
+        "before": lambda m: (m(x @ m.linear.weight)).square().mean(),
+        "transposed": lambda m: (m(x) @ m.back @ m.linear.weight.T[:8] @ m.one).square().mean(),
+    }
+    for name, way in ways.items():
+        for each in (plain, model):
+            each.zero_grad()
+            way(each).backward()
+            torch.optim.SGD(each.parameters(), lr=1e-4).step()
+        found[name] = apart(plain, model, gradient)
+        found[f"{name}: after"] = apart(plain, model)
+    return found
+
+
 @scenario
 def aside():
     """What a block keeps of its inside is the loss: nothing that it returns has a gradient."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import Needed
@@ -27,7 +27,7 @@ from layoutmap.engines.torch.gather.fsdp_saved import is_of_graph
 from layoutmap.engines.torch.gather.fully_sharded import FullySharded
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.modules import hooks_of_tensor
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, spec_of
+from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, placed_over, spec_of
 from layoutmap.engines.torch.storages import storage_key, version_of
 
 with Needed("torch"):
@@ -84,6 +84,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             unit.order = self.order
         self._apply_to([each for _, each in parameters], mesh, options)
         self.state = FullySharded(self, is_asynchronous=mesh.device_type == "cpu")  # a GPU has streams for it
+        self.state.call_before_reducing(self._lay_out_gradients)
         if below is not None:
             self.order.outermost = self
             self.state.begin()
@@ -221,10 +222,17 @@ class Unit(torch.nn.Module):  # why: decisions/0017
     def _came(self, number: int, gradient: DTensor) -> object:
         """The gradients that are to be summed up, for each process."""
         self.begin_backward()
-        sharded = self._sharded[number][0]
-        if sharded.grad is not None and sharded.grad.placements != sharded.placements:
-            sharded.grad = sharded.grad.redistribute(sharded.device_mesh, sharded.placements)
-        return as_sum(gradient, spec_of(self.state.gathered[number]), self._mesh_dim)
+        spec = spec_of(self.state.gathered[number])
+        # Autograd keeps a tensor that nobody else has and whose strides are the parameter's. Else it copies, into a
+        # DTensor that is replicated: what the processes have would be summed up there, and by `fully_shard` once more.
+        part = local_of(as_sum(gradient, spec, self._mesh_dim)).contiguous()
+        return dtensor(part, placed_over(spec, self._mesh_dim, Partial(), part.dtype))
+
+    def _lay_out_gradients(self) -> None:
+        """Lay out gradients of sharded parameters that were used without being gathered: others are added to them."""
+        for sharded, _ in self._sharded:
+            if sharded.grad is not None and sharded.grad.placements != sharded.placements:
+                sharded.grad = sharded.grad.redistribute(sharded.device_mesh, sharded.placements)
 
     @plainly
     def _done(self, _: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,17 @@ class FullySharded:
         self._state._root_post_backward_final_callback = plainly(
             self._state._root_post_backward_final_callback
         )
+
+    def call_before_reducing(self, function: Callable[[], object]) -> None:
+        """Have a function called each time before gradients are reduced, also at the end of a backward pass."""
+        if self._group is not None:
+            reduce = self._group.post_backward
+
+            def post_backward(*unused: object) -> None:
+                function()
+                reduce(*unused)
+
+            self._group.post_backward = post_backward
 
     def begin(self) -> None:
         """Get ready for the first call: all modules below it are known."""
