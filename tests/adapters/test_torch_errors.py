@@ -161,6 +161,17 @@ class TestWhatIsSaid:
                 library="torch",
             )
 
+    @pytest.mark.parametrize("batch", [torch.ones(4, 8), (torch.ones(4, 8),)])
+    def test_parity_without_targets(self, batch):
+        """One tensor is no pair of rows, and not taken for inputs and targets."""
+        with pytest.raises(lm.ScopeError, match="no targets for its loss"):
+            lm.check_parity(
+                lambda: train_with(nn.Linear(8, 8), loss=nn.functional.mse_loss),
+                make_map(),
+                batch,
+                library="torch",
+            )
+
 
 class TestActivations:
     """Rules for layers' outputs."""

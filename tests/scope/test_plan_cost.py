@@ -60,6 +60,16 @@ def test_a_plan_has_the_cost_of_a_step():
     assert "all-gather of 128.0 KiB over data" in plan.explain("up.kernel")
 
 
+def test_a_step_that_needs_more_than_jax_takes_of_a_gpu_says_so():
+    """Three quarters of the memory, by default; nothing is said of a TPU, nor of a memory that was given."""
+    options = {"inputs": keras.Input(batch_shape=(2**27, 256)), "advise": False}
+    notes = plan_of(on="h100:64", **options).cost.assumptions
+
+    assert 1 == sum("XLA_PYTHON_CLIENT_MEM_FRACTION=0.77" in each for each in notes)
+    for others in ({"on": "h200:64"}, {"on": "v5p:64"}, {"on": "h100:64", "device_memory": 79 * 2**30}):
+        assert "MEM_FRACTION" not in str(plan_of(**options, **others).cost.assumptions)
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_what_is_held_at_the_peak_is_all_of_it(blocks):
     """Beside what the step is given; also where equal blocks are counted once. The verdict names the largest."""

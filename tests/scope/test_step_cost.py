@@ -483,6 +483,30 @@ def test_a_pytree_is_counted():
     assert {("all_reduce", ("data",), KERNEL): 2} == collectives(cost)
 
 
+def test_one_array_is_no_batch_for_a_loss_with_targets():
+    """It has been taken for two rows, inputs and targets: a step with one vector, which cost next to nothing."""
+
+    def make():
+        return train_with(
+            {"a": jnp.ones((64, 64))},
+            forward=lambda weights, x: x @ weights["a"],
+            loss=lambda y, target: ((y - target) ** 2).mean(),
+            optimizer=optax.sgd(0.1),
+        )
+
+    x, plain = jnp.ones((128, 64)), lm.LayoutMap(MESH, rest="replicated")
+
+    with pytest.raises(lm.ScopeError, match="no targets for the loss") as refused:
+        lm.lower_step(make, plain, inputs=x, library="jax")
+    assert "pass (inputs, targets)" in str(refused.value)
+    with pytest.raises(lm.ScopeError, match="no targets for the loss"):
+        lm.check_parity(make, plain, x, library="jax")
+    step = lm.lower_step(make, plain, inputs=(x, x), library="jax")
+    assert 2 * 2 * 128 * 64 * 64 == sum(
+        step.count(plain).flops.values()
+    )  # the output, and the weight's gradient
+
+
 def test_a_model_that_cannot_be_traced_says_so():
     """A model whose call fails for the given inputs is a `ScopeError` that names them and what the library said."""
     wide = jax.ShapeDtypeStruct((ROWS, WIDTH + 1), "float32")

@@ -192,6 +192,19 @@ def test_a_step_is_measured_beside_what_was_counted(run):
     assert 2 == said.count("not reported")
 
 
+@pytest.mark.skipif(HERE == "tensorflow", reason="TensorFlow's steps are not counted")
+def test_a_step_is_counted_as_it_is_taken_on_one_device():
+    """Eleven products of the whole batch: of four layers, and of the gradients of weights and of inputs, but one."""
+    command = [sys.executable, "-m", "layoutmap.testing.stack", HERE, "batch=1,model=1", "1024", "h100"]
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert 0 == done.returncode, done.stderr[-2000:]
+    counted = json.loads(done.stdout)
+    products = 11 * 2 * 1024**3 / machine_named("h100").device.rate("float32")
+    assert products <= counted["step"] < 4 * products  # torch fuses nothing: its memory takes longer
+    assert 4 * 4 * 1024**2 == counted["created_bytes"]
+
+
 TAKEN_AWAY = {
     "torch": (
         "engines/torch/dtensor_ops/outside.py",

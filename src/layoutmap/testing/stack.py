@@ -97,11 +97,11 @@ class Stack:
 
     def counted(self, machine: Machine) -> dict[str, float]:
         """Return the seconds of a step, the bytes of its peak, and those of the variables, as they are planned."""
-        inputs = np.empty((self.width, self.width), "float32")
+        inputs: Any = np.empty((self.width, self.width), "float32")
         found = plan(
             self._make,
             self._map,
-            inputs=inputs,
+            inputs=(inputs, inputs) if self.library == "jax" else inputs,  # where the loss is counted, too
             library=self.library,
             batch_dim=self._dim,
             on=machine,

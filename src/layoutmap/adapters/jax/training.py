@@ -225,7 +225,7 @@ def called(model: Any, forward: Callable[..., Any] | None, inputs: Any) -> Any:
 
 def inputs_of(batch: Any) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
-    inputs = batch if isinstance(batch, Mapping) else batch[0]
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets beside it
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
@@ -235,7 +235,7 @@ def with_targets(batch: Any, state: TrainState) -> tuple[Any, Any]:
     Raises:
         ScopeError: The loss needs targets, and there are none.
     """
-    if isinstance(batch, Mapping) or len(batch) < 2:
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
         if state.loss is not None:
             raise ScopeError(
                 "the batch has no targets for the loss",

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.boundary import plain, tensors_in
+from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -71,7 +72,9 @@ def training_of(model: torch.nn.Module) -> Training:
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
     """The output of a model for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
-    inputs = batch if isinstance(batch, Mapping) else batch[0]
+    inputs = (
+        batch[0] if isinstance(batch, tuple | list) else batch
+    )  # a single tensor has no targets beside it
     tensors = _tensors(inputs, _device_of(model))
     if isinstance(tensors, dict):
         return model(**tensors)
@@ -86,10 +89,13 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """
     output, loss = call(model, batch), training_of(model).loss
     if loss is not None:
-        if isinstance(batch, Mapping):
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            names = (
+                f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else kind_of(batch)
+            )
             raise ScopeError(
                 f"{type(model).__name__}: the batch has no targets for its loss",
-                facts={"batch": f"a mapping of {', '.join(map(str, batch))}"},
+                facts={"batch": names},
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )

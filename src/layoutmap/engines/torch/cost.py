@@ -281,11 +281,13 @@ class _Counting(TorchDispatchMode):
         """The mesh dims over which a collective runs, and how many devices take part."""
         mesh = self.policy.mesh
         for each in args:
-            if isinstance(each, torch.ScriptObject):
-                each = dist.ProcessGroup.unbox(each).group_name
-            if isinstance(each, str) and each in self._groups:
-                dims = self._groups[each]
+            is_group = isinstance(each, torch.ScriptObject)  # the first one is: the kind of a sum follows
+            name = dist.ProcessGroup.unbox(each).group_name if is_group else each
+            if isinstance(name, str) and name in self._groups:
+                dims = self._groups[name]
                 return dims, math.prod(map(mesh.dim_size, dims))
+            if is_group:
+                break  # it has one device
         return (), 1
 
     def _see(self, tensor: torch.Tensor, cause: list[str] | None) -> None:

@@ -117,10 +117,14 @@ TARGETS = {
 """The targets by name."""
 
 
+def is_gpu(name: str) -> bool:
+    """Return whether a device is a GPU that XLA compiles for."""
+    return name in TARGETS and TARGETS[name].platform == "cuda"
+
+
 def is_at_hand(name: str) -> bool:
     """Return whether steps can be counted as XLA compiles them for a device: a GPU whose compiler is installed."""
-    target = TARGETS.get(name)
-    return target is not None and target.platform == "cuda" and any(map(_is_installed, target.modules))
+    return is_gpu(name) and any(map(_is_installed, TARGETS[name].modules))
 
 
 def _is_installed(module: str) -> bool:
