@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -185,7 +186,7 @@ class Schedule:
 
 
 class _Process:
-    """A process that tries cases, one at a time.
+    """A process that tries cases, one at a time; or several that try each together, of which the first one answers.
 
     Args:
         schedule: Says what is tried, and where.
@@ -197,17 +198,35 @@ class _Process:
         tried, simulated = subject_named(subject), schedule.simulate > 0
         self.subject, self._engine, self._schedule = subject, tried.engine, schedule
         self.is_quick = quick and simulated and tried.engine == "jax"
-        arguments = [tried.engine, str(schedule.simulate), schedule.mesh, *schedule.laws]
+        simulate = schedule.simulate if tried.num_processes == 1 else 0
+        arguments = [tried.engine, str(simulate), schedule.mesh, *schedule.laws]
+        command = [sys.executable, "-m", "layoutmap.testing.trying", *arguments]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        environment = {**tried.environment(quick=self.is_quick, simulated=simulated), **schedule.settings}
+        if tried.num_processes > 1:  # what a launcher would set
+            port = str(_free_port())
+            environment |= {"WORLD_SIZE": str(tried.num_processes), "RANK": "0"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "layoutmap.testing.trying", *arguments],
-            env={**tried.environment(quick=self.is_quick, simulated=simulated), **schedule.settings},
+            command,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            start_new_session=True,  # a group of its own, which ends with it
+            process_group=0,  # a group of its own, which ends with it
         )
+        self._others = [
+            subprocess.Popen(
+                command,
+                env=environment | {"RANK": str(rank)},
+                stdin=subprocess.DEVNULL,  # they are told what to try by the first one, which answers for all
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                process_group=self._process.pid,
+            )
+            for rank in range(1, tried.num_processes)
+        ]
 
     @property
     def has_ended(self) -> bool:
@@ -251,10 +270,18 @@ class _Process:
             self._process.communicate(timeout=_GRACE_SECONDS)  # it ends where its input does
         self.kill()
         self._process.communicate()
+        for other in self._others:
+            other.wait()
         self._errors.close()
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
-        if self._process.poll() is None:
+        """Kill the processes and all that they started."""
+        if any(each.poll() is None for each in (self._process, *self._others)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -35,11 +35,13 @@ class Subject:
         title: Its name for people.
         library: The kind of models, of `layoutmap.testing.models.LIBRARIES`; empty: arrays alone.
         engine: The engine's name.
+        num_processes: How many processes, each with one CPU device, try a case together; 1: one has all devices.
     """
 
     title: str
     library: str
     engine: str
+    num_processes: int = 1
 
     def environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
         """Return the environment of a process that tries it.
@@ -56,6 +58,8 @@ class Subject:
             "TF_ENABLE_ONEDNN_OPTS": "0",
             "OMP_NUM_THREADS": "1",
         }
+        if self.num_processes > 1:
+            return alone_on_cpus() | settings
         if simulated:
             return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
         return (_ALONE if launcher() is None else {}) | os.environ | settings
@@ -66,6 +70,7 @@ SUBJECTS = {
     "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
     "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow"),
     "torch": Subject("torch.nn", "torch", "torch"),
+    "torch-processes": Subject("torch.nn in two processes", "torch", "torch", num_processes=2),
     "nnx": Subject("flax.nnx", "nnx", "jax"),
     "pytree": Subject("pytrees of JAX", "pytree", "jax"),
 }

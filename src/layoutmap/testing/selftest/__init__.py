@@ -135,7 +135,9 @@ def _subjects(engines: Collection[str], only: Collection[str]) -> list[str]:
     found = [
         name
         for name, each in (WITHOUT_MODELS | SUBJECTS).items()
-        if each.engine in engines and find_spec(_LIBRARIES.get(each.library, "numpy")) is not None
+        if each.engine in engines
+        and each.num_processes == 1  # those of this program try them
+        and find_spec(_LIBRARIES.get(each.library, "numpy")) is not None
     ]
     wanted = [name for name in found if name in (only or found)]
     if not wanted or len(wanted) < len(only):
