@@ -170,6 +170,32 @@ def test_rows_of_an_embedding_train_like_one_device():
     assert_same_weights(expected, actual, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*what goes from layer to layer:layoutmap.core.errors.LayoutMapWarning")
+def test_rows_of_an_embedding_that_is_gathered_step_one_by_one():
+    """Adam squares each occurrence of an index apart, as in plain Keras, also where weights are gathered."""
+
+    class Backwards(L.Layer):
+        def call(self, x):
+            return x[:, ::-1]  # a slice that DTensor computes wrongly in shards
+
+    def make_model():
+        layers = [keras.Input((6,), dtype="int32"), L.Embedding(32, 8, name="e"), Backwards(), L.Flatten()]
+        model = keras.Sequential([*layers, L.Dense(8, name="d1")])
+        model.compile(keras.optimizers.Adam(0.01), LOSS)
+        return model
+
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 4, (8, 6), "int32"), random.integers(0, 8, (8,), "int32")
+    expected = plain(make_model)
+    keras.utils.set_random_seed(1)
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), {r"e\.embeddings": ("batch", None)})
+    actual = layout_map.build(make_model, batch_dim="batch")
+    for _ in range(2):
+        np.testing.assert_allclose(actual.train_on_batch(x, y), expected.train_on_batch(x, y), rtol=1e-5)
+
+    assert_same_weights(expected, actual, 1e-5)
+
+
 def test_a_step_that_writes_to_a_variable_off_the_mesh_is_refused():
     """Every device would write to it: a counter would count eight for one."""
 

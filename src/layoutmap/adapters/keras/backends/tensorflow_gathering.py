@@ -177,7 +177,9 @@ def pinned(value: Any, layout: Layout, session: KerasSession) -> Any:
     @tf.custom_gradient
     def constrained(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
         def back(upstream: Any) -> Any:
-            return session.engine.relayout(tf.convert_to_tensor(upstream), layout)
+            # Rows of an embedding stay rows: optimizers step by each, as in plain Keras on TensorFlow.
+            are_rows = isinstance(upstream, tf.IndexedSlices)
+            return upstream if are_rows else session.engine.relayout(upstream, layout)
 
         return session.engine.relayout(tensor, layout), back
 
