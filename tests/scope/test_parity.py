@@ -50,6 +50,34 @@ def test_a_report_of_what_agrees():
     assert str(report).startswith("parity holds; largest relative differences:\n  weights   0\n  forward ")
 
 
+def test_gradients_leave_no_tracer_in_a_model():
+    """Trackers of several losses are made before JAX traces; they kept tracers, which processes could not compare."""
+    x, y = numbers()
+
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.d1, self.d2 = L.Dense(8, name="d1"), L.Dense(8, name="d2")
+
+        def call(self, x):
+            return [self.d1(x), self.d2(x)]
+
+    def make():
+        model = Net()
+        model.compile("sgd", ["mse", "mae"])
+        return model
+
+    from layoutmap.adapters import get_adapter
+
+    adapter = get_adapter("keras")
+    model = lm.build(make, make_map(MLP), batch_dim="batch", progress=False)
+    adapter.complete(model, (x, [y, y]))
+    adapter.gradients(model, (x, [y, y]))
+
+    assert 3 <= len(model.metrics_variables)
+    assert not any(isinstance(each._value, jax.core.Tracer) for each in model.metrics_variables)
+
+
 def test_a_model_that_is_not_compiled():
     """Without steps, weights and the forward pass are compared, and nothing else."""
     report = lm.check_parity(lambda: mlp(compiled=False), make_map(MLP), numbers(), steps=0)

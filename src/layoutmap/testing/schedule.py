@@ -207,6 +207,7 @@ class _Process:
             port = str(_free_port())
             environment |= {"WORLD_SIZE": str(tried.num_processes), "RANK": "0"}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
         self._process = subprocess.Popen(
             command,
             env=environment,

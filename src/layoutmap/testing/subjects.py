@@ -18,6 +18,8 @@ is found so is tried again without them.
 """
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """The environment in which torch takes a device of the machine where no launcher has started several processes."""
+_OF_A_PROCESS = 4
+"""The devices of each process of JAX that tries cases with others; of torch each has one."""
 _OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "DTENSOR_")
 
 
@@ -35,7 +37,7 @@ class Subject:
         title: Its name for people.
         library: The kind of models, of `layoutmap.testing.models.LIBRARIES`; empty: arrays alone.
         engine: The engine's name.
-        num_processes: How many processes, each with one CPU device, try a case together; 1: one has all devices.
+        num_processes: How many processes, each with devices of its own, try a case together; 1: one has all devices.
     """
 
     title: str
@@ -59,6 +61,7 @@ class Subject:
             "OMP_NUM_THREADS": "1",
         }
         if self.num_processes > 1:
+            settings["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={_OF_A_PROCESS}"
             return alone_on_cpus() | settings
         if simulated:
             return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
@@ -67,6 +70,7 @@ class Subject:
 
 SUBJECTS = {
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
+    "keras-jax-processes": Subject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),
     "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
     "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow"),
     "torch": Subject("torch.nn", "torch", "torch"),

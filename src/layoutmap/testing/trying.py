@@ -83,7 +83,10 @@ def main(arguments: list[str]) -> int:
     if engine == "jax" and started_by is not None and started_by.num_processes > 1:
         import jax
 
-        jax.distributed.initialize()
+        if "JAX_COORDINATOR_ADDRESS" in os.environ:  # of processes that no cluster has started
+            jax.distributed.initialize(num_processes=started_by.num_processes, process_id=started_by.process)
+        else:
+            jax.distributed.initialize()
     names = devices(engine)
     there = Devices(len(names), simulated=int(number) > 0, mesh=mesh)
     if mesh and Mesh(None, mesh).size != len(names):

@@ -125,6 +125,8 @@ class JaxBackend(Backend):
             ]
 
         with off_other_meshes():
+            if model.compiled:  # as Keras does before a step: trackers of losses would hold tracers
+                model._symbolic_build(data_batch=batch)
             if session is not None:
                 materialize_for_training(model, session)
                 batch = placed(batch, session)

@@ -6,7 +6,7 @@ one. What fails there, be it the step, its data, a callback or an interrupt, wou
 Private names of Keras, tested on Keras 3.15:
 
     keras.Model                                     _get_jax_state, _purge_model_variables, _make_function,
-                                                    _jax_state, _jax_state_synced
+                                                    _jax_state, _jax_state_synced, _symbolic_build
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layoutmap.adapters.keras.training import step_wraps
 from layoutmap.adapters.programs import lowered_lines
 from layoutmap.engines.agreement import check_program
 
-PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
+PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function", "_symbolic_build")),)
 _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
 
