@@ -200,11 +200,28 @@ def in_four_bits(layer):
     layer.quantize("int4", config=keras.quantizers.Int4QuantizationConfig(block_size=-1))
 
 
+def in_eight_bits(layer):
+    config = keras.quantizers.Int8QuantizationConfig(activation_quantizer=None)
+    layer.quantize("int8", config=None if isinstance(layer, L.Embedding) else config)
+
+
+def in_float8(layer):
+    if not isinstance(layer, L.Embedding):
+        layer.quantize("float8")
+
+
 @pytest.mark.every_backend
-@pytest.mark.parametrize("change", [with_lora, in_four_bits])
+@pytest.mark.filterwarnings(
+    "ignore:Found a non-scalar tensor with numel=1"
+)  # torch, of the histories of float8
+@pytest.mark.parametrize("change", [with_lora, in_four_bits, in_eight_bits, in_float8])
 @pytest.mark.parametrize("file", ["model.h5", "model.keras", "model.weights.h5"])
 def test_a_kernel_that_is_computed_is_saved(file, change, tmp_path):
     """Keras saves a kernel together with its LoRA factors: a plain model has the values then, and so has this one."""
+    if change is in_float8 and file == "model.h5":
+        pytest.skip(
+            "plain Keras does not load it either: it reads the weights in another order than it writes them"
+        )
 
     def make_model():
         layers = [

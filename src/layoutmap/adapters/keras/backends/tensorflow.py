@@ -26,11 +26,11 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
     calling,
     exporting,
     is_read_by_a_build,
+    on_mesh,
     placed,
     reading_in_layout,
-    replicated,
 )
-from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED, computing_for_a_mesh
+from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, assigning, keying
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
@@ -117,10 +117,8 @@ class TensorFlowBackend(Backend):
     def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
         """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
         wraps = {name: calling(layer, session, name) for name in CALLS}
-        gathering = computing_for_a_mesh(functools.partial(replicated, session=session))
-        wraps["save_own_variables"] = gathering(
-            layer.save_own_variables
-        )  # of a kernel that is computed, as with LoRA
+        # Of a kernel that is computed, as with LoRA.
+        wraps["save_own_variables"] = on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
             wraps["export"] = exporting(layer, session)
             if hasattr(layer, "make_generate_function"):  # a task of keras-hub
@@ -157,13 +155,15 @@ class TensorFlowBackend(Backend):
 
         moved = [*model.non_trainable_variables, *model.metrics_variables]
         values = [self.read(v) for v in moved]
-        optimized = contextlib.nullcontext() if session is None else Unoptimized(session)
         compiled, what = (
             functools.partial(tf.function, compute, autograph=False),
             f"{model.name}: the gradient",
         )
-        run = compiled() if session is None else Regathered(compiled, session, what)
-        with explained(what), optimized:
+        with explained(what), contextlib.ExitStack() as stack:
+            if session is not None:
+                stack.enter_context(Unoptimized(session))
+                stack.enter_context(on_mesh(session))
+            run = compiled() if session is None else Regathered(compiled, session, what)
             losses, gradients = run(batch)
         for variable, value in zip(moved, values, strict=True):
             variable.assign(value)  # the call has moved statistics and seeds on

@@ -75,8 +75,14 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
 def inside_a_call(session: KerasSession) -> Generator[None]:
     """While open, a layer of the scope is being called, and the layers in it are not the outermost one."""
     here = session.on_thread
-    replicate = functools.partial(replicated, session=session)
-    with temporarily(here, "call_depth", here.call_depth + 1), computing_for_a_mesh(replicate):
+    with temporarily(here, "call_depth", here.call_depth + 1), on_mesh(session):
+        yield
+
+
+@contextmanager
+def on_mesh(session: KerasSession) -> Generator[None]:
+    """While open, in this thread, Keras computes as DTensor can."""
+    with computing_for_a_mesh(functools.partial(replicated, session=session)):
         yield
 
 

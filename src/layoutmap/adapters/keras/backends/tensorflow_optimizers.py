@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
     as_read,
+    on_mesh,
     replicated,
 )
-from layoutmap.adapters.keras.backends.tensorflow_functions import computing_for_a_mesh
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
 
@@ -46,7 +46,7 @@ def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
             if tf.executing_eagerly():
                 stack.enter_context(session.lock)
                 stack.enter_context(session.engine.run_on(session.policy.mesh))
-            stack.enter_context(computing_for_a_mesh(functools.partial(replicated, session=session)))
+            stack.enter_context(on_mesh(session))
             laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return plain(laid_out, trainable_variables)
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import densified, placed
+from layoutmap.adapters.keras.backends.tensorflow_calls import densified, on_mesh, placed
 from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered, pinned
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
@@ -46,7 +46,8 @@ class _Step:
         return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
     def _step(self, batch: Any) -> Any:
-        with _outputs_by_rows(self._model, self._session):
+        # A function that computes a gradient runs after the call of its layer, as that of layers in float8.
+        with _outputs_by_rows(self._model, self._session), on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 
     def on_iterator(self, iterator: Iterator[Any]) -> Any:
