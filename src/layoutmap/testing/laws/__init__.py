@@ -27,6 +27,7 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     planning.each_variable_has_the_layout_of_its_first_rule,
     planning.an_axis_shrinks_to_what_divides_it,
     planning.the_memory_is_the_sum_of_shards,
+    planning.a_slot_has_the_layout_of_its_weight,
     planning.a_misspelt_rule_is_noticed,
     planning.a_rule_matches_from_the_start_of_a_path,
     planning.an_impossible_rule_is_refused,
@@ -42,6 +43,7 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     keeping.a_model_that_exists_is_laid_out,
     training.replicas_have_the_same_bits,
     training.a_step_that_fails_changes_nothing,
+    training.an_evaluation_that_fails_keeps_the_weights,
 )
 PRECISIONS = {
     f"it trains in {precision.replace('_', ' ')} as on one device": precision

@@ -111,6 +111,25 @@ def the_memory_is_the_sum_of_shards(trial: Trial) -> Iterator[str]:
         yield f"{total} bytes by hand, {slots} of slots, and in the plan {trial.plan.memory!r}"
 
 
+def a_slot_has_the_layout_of_its_weight(trial: Trial) -> Iterator[str]:
+    """A slot of an optimizer is sharded as its weight, along each axis whose size only that axis of the weight has."""
+    weights = {a.variable.path: a for a in trial.plan.assignments if a.variable.kind is Kind.WEIGHT}
+    slots = [
+        a for a in trial.plan.assignments if a.variable.kind is Kind.SLOT and a.variable.parent in weights
+    ]
+    if not slots:
+        raise NotTried("its plan has no slots")
+    for slot in slots:
+        weight = weights[slot.variable.parent or ""]
+        shape = weight.variable.shape
+        for axis, size in enumerate(slot.variable.shape):
+            if shape.count(size) != 1 or slot.layout.mesh_dims_of(axis) == (
+                dims := weight.layout.mesh_dims_of(shape.index(size))
+            ):
+                continue
+            yield f"{slot.variable.path}: {slot.layout}, and axis {axis} of its weight is over {dims}"
+
+
 def _as_dims(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if spec is None else (spec,) if isinstance(spec, str) else spec
 

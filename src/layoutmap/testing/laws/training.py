@@ -42,6 +42,8 @@ def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
     """
     if trial.adapter.engine_name != "jax":
         raise NotTried("on the other engines, each operation runs as it comes in all laws")
+    if trial.group.several:
+        raise NotTried("several processes of JAX compute together what is compiled")
     if not trial.choices.one_in(8):
         raise NotTried("one case in eight is tried")
     pair = trial.new_pair()
@@ -85,10 +87,7 @@ def replicas_have_the_same_bits(trial: Trial) -> Iterator[str]:
 def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
     """A step that raises on one device raises in layouts, and changes no variable that it does not change there."""
     plain, sharded = trial.pair
-    inputs, targets = trial.case.batch
-    flat = [inputs] if not isinstance(inputs, list | tuple) else inputs
-    wrong = [np.asarray(each)[..., None, None] for each in flat]  # too many axes
-    batch = wrong if len(wrong) > 1 else wrong[0], targets
+    batch = _of_another_rank(trial.case.batch)
     alone = [trial.adapter.read(variable) for variable in trial.adapter.variables(plain).values()]
     # TensorFlow forgets the rank of inputs where it traces a step for a second shape, and may raise for that alone.
     computations = trial.adapter.train_step, trial.adapter.gradients
@@ -108,6 +107,32 @@ def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
     is_stable = all(np.all(np.abs(each) < _DIVERGES) for each in was.values())
     if is_stable and not all(np.isfinite(each).all() for each in logs.values()):
         yield f"the next step is not finite: {logs}"
+
+
+def an_evaluation_that_fails_keeps_the_weights(trial: Trial) -> Iterator[str]:
+    """After `evaluate` whose second batch has another rank all variables have values, and a step goes on.
+
+    Keras on JAX lends the values of all variables to the steps, and takes them back only where none of these fails.
+    """
+    if trial.case.library != "keras":
+        raise NotTried("its library has no evaluate")
+    model, batch = trial.pair[1], trial.case.batch
+    batches = (each for each in (batch, _of_another_rank(batch)))
+    if not _raises(lambda model, given: model.evaluate(given, steps=2, verbose=0), model, batches):
+        raise NotTried("its model takes inputs of other shapes")
+    values = {path: trial.adapter.read(v) for path, v in trial.adapter.variables(model).items()}
+    wrong = [path for path, value in values.items() if not np.isfinite(np.asarray(value, "float64")).all()]
+    if wrong and trial.is_finite:
+        yield f"not finite after an evaluation that failed: {', '.join(wrong)}"
+    trial.adapter.train_step(model, batch)
+
+
+def _of_another_rank(batch: Any) -> Any:
+    """The batch with two more axes of its inputs than a model takes."""
+    inputs, targets = batch
+    flat = [inputs] if not isinstance(inputs, list | tuple) else inputs
+    wrong = [np.asarray(each)[..., None, None] for each in flat]
+    return (type(inputs)(wrong) if isinstance(inputs, list | tuple) else wrong[0]), targets
 
 
 def _is_same(one: Any, other: Any) -> bool:
