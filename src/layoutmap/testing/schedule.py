@@ -131,8 +131,7 @@ class Schedule:
             while subject := self._next_subject():
                 with self._process(subject, quick=True) as process:
                     for _ in range(IN_ONE_PROCESS):
-                        seed = self._next_seed(subject)
-                        if seed is None or process.has_ended:
+                        if process.has_ended or (seed := self._next_seed(subject)) is None:
                             break
                         self._try(process, seed)
                         turn = min(TURN_SECONDS, self.seconds / len(self.subjects))  # each shall have one

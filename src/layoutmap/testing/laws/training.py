@@ -12,12 +12,9 @@ import numpy as np
 from layoutmap.core.mesh import Mesh
 from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.parity import compared, compared_variables
-from layoutmap.testing.laws.trial import TOLERANCE, NotTried, Trial
+from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotTried, Trial
 from layoutmap.testing.models.cases import EPSILONS
 from layoutmap.testing.products import tf32
-
-_DIVERGES = 1e3
-"""A loss from which the next step may be infinite without a fault: some models diverge, at one rate for all."""
 
 
 def first_values_are_those_of_the_plain_model(trial: Trial) -> Iterator[str]:
@@ -104,7 +101,7 @@ def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
         if path in before and not _is_same(before[path], trial.adapter.read(variable)):
             yield f"{path}: has another value after a step that failed"
     logs = trial.adapter.train_step(sharded, trial.case.batch)
-    is_stable = all(np.all(np.abs(each) < _DIVERGES) for each in was.values())
+    is_stable = all(np.all(np.abs(each) < DIVERGES) for each in was.values())
     if is_stable and not all(np.isfinite(each).all() for each in logs.values()):
         yield f"the next step is not finite: {logs}"
 
