@@ -59,6 +59,11 @@ class Trial:
         """The processes that have devices of the mesh."""
         return Group(get_engine(self.adapter.engine_name), self.case.layout_map.mesh)
 
+    @property
+    def repeats_rows(self) -> bool:
+        """Whether a step has each row of the batch several times: processes of Keras on JAX pass rows of their own."""
+        return self.group.several and (self.adapter.name, self.adapter.engine_name) == ("keras", "jax")
+
     @contextmanager
     def folder(self) -> Generator[str]:
         """A folder of all processes, for as long as the first one needs it."""
