@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
+from layoutmap.adapters import get_adapter
 from layoutmap.engines import get_engine
 from layoutmap.scope.parity import ParityReport, ParityRow
 
@@ -66,8 +67,6 @@ def test_gradients_leave_no_tracer_in_a_model():
         model = Net()
         model.compile("sgd", ["mse", "mae"])
         return model
-
-    from layoutmap.adapters import get_adapter
 
     adapter = get_adapter("keras")
     model = lm.build(make, make_map(MLP), batch_dim="batch", progress=False)

@@ -17,10 +17,10 @@ from layoutmap.testing.trying import try_seed
 PROCESSES = ("jax", "tensorflow", "torch")
 DAY = int(os.environ.get("LAYOUTMAP_DRAWN", date.today().strftime("%Y%m%d")))
 A_DAY = {"keras-jax": 3, "nnx": 3, "pytree": 3, "keras-torch": 2, "torch": 2, "keras-tensorflow": 2}
-A_DAY |= {"torch-processes": 2, "keras-jax-processes": 1}
 HERE = [
     name for name, each in SUBJECTS.items() if each.engine == os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")
 ]
+TOGETHER = [name for name in HERE if SUBJECTS[name].num_processes > 1]
 # Of 25 cases in bfloat16 two of flax.nnx differ by more than the law allows, and are not explained: seeds 20261150008
 # and 20261150021. `make fuzz`, `make test-all` and tests/testing/test_precisions.py try these laws.
 IN_FLOAT32 = [law for law in LAWS if not law.startswith("it trains in ")]
@@ -47,12 +47,19 @@ FOUND = {
 """Cases in which a law once did not hold, and whose fault has no smaller test."""
 
 
-@pytest.mark.parametrize("subject", HERE)
+@pytest.mark.parametrize("subject", [subject for subject in HERE if subject not in TOGETHER])
 def test_the_laws_hold_on_the_cases_of_this_day(subject):
     """Planned, built, trained, saved and loaded, each drawn model is as planned, with the numbers of the plain one."""
     print(f"LAYOUTMAP_DRAWN={DAY} tries these cases again")
 
     assert {} == unheld(subject, DAY * 1000, A_DAY[subject], IN_FLOAT32)
+
+
+@pytest.mark.skipif(not TOGETHER, reason="TensorFlow's processes are started by hand")
+@pytest.mark.parametrize("subject", TOGETHER)
+def test_the_laws_hold_on_a_case_of_this_day_in_processes(subject):
+    """So does one that two processes make and train together: torch's fully_shard gathers there and nowhere else."""
+    assert {} == unheld(subject, DAY * 1000, 1, IN_FLOAT32)
 
 
 @pytest.mark.long

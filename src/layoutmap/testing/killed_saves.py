@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.stack import Stack
-from layoutmap.testing.subjects import alone_on_cpus
+from layoutmap.testing.subjects import alone_on_cpus, started_together
 
 _WIDTH = 120  # of the stack of layers; most numbers of devices divide it
 _SECONDS = 120.0
@@ -86,15 +85,11 @@ def started(command: Sequence[str], folder: Path, count: int = 1) -> list[subpro
         count: How many processes it has.
     """
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"}
-    environment = alone_on_cpus() | flags | {"MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        environment["MASTER_PORT"] = str(probe.getsockname()[1])
-    ranks = [{"RANK": str(number), "WORLD_SIZE": str(count)} for number in range(count)]
+    environment = alone_on_cpus() | flags
     options: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     before, until = {*os.listdir(folder)}, time.monotonic() + _SECONDS
     running = [
-        subprocess.Popen(command, env=environment | (each if count > 1 else {}), **options) for each in ranks
+        subprocess.Popen(command, env=environment | each, **options) for each in started_together(count)
     ]
     while {*os.listdir(folder)} == before and time.monotonic() < until:  # it imports and loads
         if any(each.poll() is not None for each in running):

@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from layoutmap.testing.laws import Outcome
-from layoutmap.testing.subjects import subject_named
+from layoutmap.testing.subjects import started_together, subject_named
 
 IN_ONE_PROCESS = 20
 """Cases that one process tries: frameworks keep compiled programs, so its memory grows."""
@@ -202,14 +201,10 @@ class _Process:
         command = [sys.executable, "-m", "layoutmap.testing.trying", *arguments]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         environment = {**tried.environment(quick=self.is_quick, simulated=simulated), **schedule.settings}
-        if tried.num_processes > 1:  # what a launcher would set
-            port = str(_free_port())
-            environment |= {"WORLD_SIZE": str(tried.num_processes), "RANK": "0"}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+        first, *others = started_together(tried.num_processes) if tried.num_processes > 1 else [{}]
         self._process = subprocess.Popen(
             command,
-            env=environment,
+            env=environment | first,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -219,13 +214,13 @@ class _Process:
         self._others = [
             subprocess.Popen(
                 command,
-                env=environment | {"RANK": str(rank)},
+                env=environment | each,
                 stdin=subprocess.DEVNULL,  # they are told what to try by the first one, which answers for all
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 process_group=self._process.pid,
             )
-            for rank in range(1, tried.num_processes)
+            for each in others
         ]
 
     @property
@@ -279,9 +274,3 @@ class _Process:
         if any(each.poll() is None for each in (self._process, *self._others)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

@@ -101,7 +101,7 @@ class Stack:
         found = plan(
             self._make,
             self._map,
-            inputs=(inputs, inputs) if self.library == "jax" else inputs,  # where the loss is counted, too
+            inputs=(inputs, inputs) if self.library == "jax" else inputs,  # a loss with targets needs both
             library=self.library,
             batch_dim=self._dim,
             on=machine,

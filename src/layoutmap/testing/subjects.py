@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
 from layoutmap.engines.launchers import launcher
@@ -27,6 +28,16 @@ def alone_on_cpus() -> dict[str, str]:
     """Return the environment of a program on CPU devices that no launcher has started, whatever this process has."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
     return own | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def started_together(count: int) -> list[dict[str, str]]:
+    """Return what a launcher would set for each of so many processes of this host that compute together."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+    ranks = [{"RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)] if count > 1 else [{}]
+    return [common | each for each in ranks]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from layoutmap.adapters.jax.models import is_nnx, take_apart
 from layoutmap.adapters.jax.pytrees import Parts, key_text
 from layoutmap.adapters.jax.steps import jit_step
 from layoutmap.adapters.jax.variables import Variable
-from layoutmap.core.errors import ScopeError
+from layoutmap.core.errors import ScopeError, brief
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
@@ -239,6 +239,7 @@ def with_targets(batch: Any, state: TrainState) -> tuple[Any, Any]:
         if state.loss is not None:
             raise ScopeError(
                 "the batch has no targets for the loss",
+                facts={"batch": brief(batch)},
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )

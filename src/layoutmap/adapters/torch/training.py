@@ -72,9 +72,7 @@ def training_of(model: torch.nn.Module) -> Training:
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
     """The output of a model for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
-    inputs = (
-        batch[0] if isinstance(batch, tuple | list) else batch
-    )  # a single tensor has no targets beside it
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # one tensor: no targets
     tensors = _tensors(inputs, _device_of(model))
     if isinstance(tensors, dict):
         return model(**tensors)
@@ -90,12 +88,12 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     output, loss = call(model, batch), training_of(model).loss
     if loss is not None:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
-            names = (
+            given = (
                 f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else kind_of(batch)
             )
             raise ScopeError(
                 f"{type(model).__name__}: the batch has no targets for its loss",
-                facts={"batch": names},
+                facts={"batch": given},
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
