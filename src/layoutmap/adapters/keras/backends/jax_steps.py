@@ -26,6 +26,7 @@ from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import step_wraps
 from layoutmap.adapters.programs import lowered_lines
 from layoutmap.engines.agreement import check_program
+from layoutmap.engines.patches import temporarily
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function", "_symbolic_build")),)
 _STEPS = ("train", "test", "predict")
@@ -39,7 +40,14 @@ def training_wraps(model: Any, session: KerasSession) -> Wraps:  # why: decision
     if session.context.across:
         wraps |= {name: reporting(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
     wraps |= {f"{name}_step": _in_layouts(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
-    wraps |= step_wraps(model, session, lambda name, own: _step(own(), session, name))
+
+    def step(name: str, own: Callable[[], Any]) -> Any:
+        # After another `compile` it computes another loss, and `jax.jit` takes up what it has traced of a function.
+        kept = getattr(model, f"{name}_step")
+        with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
+            return _step(own(), session, name)
+
+    wraps |= step_wraps(model, session, step)
     wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
     wraps["_make_function"] = lent.noting(model._make_function, session)
     return wraps

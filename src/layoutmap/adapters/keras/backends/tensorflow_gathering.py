@@ -17,10 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
-    place_of,
-    refused,
-)
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import place_of, refused
 from layoutmap.adapters.keras.describing import layer_paths
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
@@ -144,10 +141,8 @@ def _warn(what: str, place: dict[str, str], session: KerasSession) -> None:
 
 def _needed(graph: Any) -> tuple[Gathering, str]:
     """The least that must be gathered for right numbers, and for which operation: some of DTensor's rules are wrong."""
-    negative = {
-        "StridedSlice": 3,
-        "ConcatV2": -1,
-    }  # steps backwards, an axis from the end: which input has them
+    # Steps backwards, an axis from the end: which input has them.
+    negative = {"StridedSlice": 3, "ConcatV2": -1}
     found = Gathering.AS_PLANNED, ""
     for op in graph.get_operations():
         value = tf.get_static_value(op.inputs[negative[op.type]]) if op.type in negative else None

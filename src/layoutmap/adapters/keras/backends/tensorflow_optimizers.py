@@ -9,11 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import (
-    as_read,
-    on_mesh,
-    replicated,
-)
+from layoutmap.adapters.keras.backends.tensorflow_calls import as_read, on_mesh, replicated
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
 
