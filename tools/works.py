@@ -6,9 +6,9 @@
 The README has a line for each model library: `yes` where all laws of a group hold, and the drawn models of
 docs/evidence.json. In the long table the rows are the
 laws of `AdapterContract` and `ScopeContract`, the columns the classes in the tests that inherit them.
-A cell says `yes` if the law passed there, and the reason in words if it was skipped. What Keras does in depth has a
-table of its own, of tests that run on each backend; it says `no` where a test shows that something is refused. `make
-test-all` checks the tables against its own results.
+A cell says `yes` if the law passed there, and the reason in words if it was skipped. What Keras does in depth, and
+what people do with it, have tables of their own, of tests that run on each backend; they say `no` where a test shows
+that something is refused. `make test-all` checks the tables against its own results.
 """
 
 from __future__ import annotations
@@ -197,6 +197,8 @@ WHY = {
     f"{DERIVED}.test_layers_with_inputs_in_int8_are_refused": "DTensor has no product of int8",
 }
 REFUSED = ("_are_refused", "_is_refused")
+# One law with a case for each thing that people do; its name is the row.
+USUAL = "test_keras_usual", "test_what_people_do_gives_the_numbers_of_one_device"
 PROCESSES = {
     "jax": "test_keras_processes",
     "tensorflow": "test_keras_processes_same_batch",
@@ -211,6 +213,7 @@ DEPTH_FILES = (
     "test_keras_uneven",
     "test_keras_optimizers",
     "test_keras_hooks",
+    USUAL[0],
 )
 
 
@@ -266,6 +269,16 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
     rows += [
         _row(what, [_shown(outcomes, tests, process) for process in BACKENDS])
         for what, tests in DEPTH.items()
+    ]
+    rows += ["", _row("what people do with Keras", BACKENDS.values()), _row("---", ["---"] * len(BACKENDS))]
+    start = f"{USUAL[1]}["
+    things = {name for (where, name) in outcomes if where.endswith(f":{USUAL[0]}") and name.startswith(start)}
+    rows += [
+        _row(
+            name[len(start) : -1],
+            [outcomes.get((f"{process}:{USUAL[0]}", name), "not run") for process in BACKENDS],
+        )
+        for name in sorted(things)
     ]
     rows += ["", _row("arrays", ENGINES.values()), _row("---", ["---"] * len(ENGINES))]
     all_laws = laws(ALL_ENGINES)
