@@ -22,6 +22,7 @@ from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import find_tensors, is_of_keras, uncompiled
 from layoutmap.adapters.torch.session import TorchSession, entries_of
 from layoutmap.adapters.torch.training import (
+    MakeOptimizer,
     arrays_of,
     call,
     loss_of,
@@ -31,6 +32,7 @@ from layoutmap.adapters.torch.training import (
     training_of,
 )
 from layoutmap.adapters.torch.variables import Variable
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import torch_type
@@ -102,7 +104,7 @@ class TorchAdapter(Adapter):
     def complete(self, model: torch.nn.Module, batch: object) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
 
-    def with_optimizer(self, model: Any, optimizer: Any) -> object:
+    def with_optimizer(self, model: torch.nn.Module, optimizer: str | MakeOptimizer) -> object:
         """Return a model, for which `train_with` then knows an optimizer, by its name or what makes it.
 
         Raises:
@@ -113,7 +115,7 @@ class TorchAdapter(Adapter):
         )
         return model
 
-    def variables(self, model: torch.nn.Module) -> dict[str, Any]:
+    def variables(self, model: torch.nn.Module) -> dict[str, Variable]:
         """Parameters, buffers, and slots of the optimizer that `train_with` was called with, by path."""
         has_value = not is_planned(model)
         found = find_tensors(model)
@@ -127,7 +129,9 @@ class TorchAdapter(Adapter):
                     named[path] = Variable(path, slot)
         return named
 
-    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
+    def described(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> list[Stored]:
         """Return the tensors of a model that any program has made, and the slots of its optimizer."""
         found = [Stored(entry.spec, entry.found.tensor) for entry in entries_of([uncompiled(model)])]
         return found + slots_of(found, optimizer or training_of(model).optimizer)
@@ -141,15 +145,15 @@ class TorchAdapter(Adapter):
         forwards = (forward_of(module) for module in model.modules())
         return next((forward.context for forward in forwards if forward is not None), None)
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: Variable) -> NumpyArray:
         """The global value of a variable, as a numpy array."""
         return variable.read()
 
-    def write(self, variable: Any, value: object) -> None:
+    def write(self, variable: Variable, value: NumpyArray | torch.Tensor) -> None:
         """Give a variable a value, of the engine or of numpy; it keeps its layout."""
         variable.write(value)
 
-    def forward(self, model: torch.nn.Module, batch: object) -> Any:
+    def forward(self, model: torch.nn.Module, batch: object) -> object:
         """The output of a model for a batch, in inference; nested as the model nests it."""
         was_training = model.training
         model.eval()
@@ -159,13 +163,13 @@ class TorchAdapter(Adapter):
         finally:
             model.train(was_training)
 
-    def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
+    def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, object]]:
         """The loss of a batch, and its gradient for each trainable parameter by path."""
         model.zero_grad()
         with self._drawing(model):
             loss = loss_of(model, batch)
             loss.backward()
-        gradients: dict[str, Any] = {}
+        gradients: dict[str, object] = {}
         for each in find_tensors(model):
             if each.tensor.requires_grad:
                 gradient = torch.zeros_like(each.tensor) if each.tensor.grad is None else each.tensor.grad
@@ -183,7 +187,12 @@ class TorchAdapter(Adapter):
         optimizer.step()
         return {"loss": loss.item()}
 
-    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
+    def stored(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        saved: Saved | None = None,
+    ) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
         training = training_of(model)
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
@@ -194,13 +203,15 @@ class TorchAdapter(Adapter):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        arrays: Iterable[tuple[str, object]],
-    ) -> tuple[Any, Any]:
+        arrays: Iterable[tuple[str, NumpyArray | torch.Tensor]],
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         """Give tensors other values."""
         restored(model, optimizer or training_of(model).optimizer, arrays)
         return model, optimizer
 
-    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+    def settings(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, object]:
         """Return the settings of the optimizer, and the random states."""
         random = random_states.states() | {"torch": torch.get_rng_state().numpy()}
         if torch.cuda.is_initialized():

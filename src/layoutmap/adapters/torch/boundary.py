@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import everywhere, full_tensor, placed, reduced
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
@@ -51,7 +52,7 @@ def map_tensors(change: Callable[[Any], object], values: object, kind: type = to
 def on_mesh(values: object, context: ScopeContext) -> Any:
     """Plain tensors on the mesh: sharded along their first axis as the batch is where that divides, or replicated."""
 
-    def place(tensor: torch.Tensor) -> Any:
+    def place(tensor: torch.Tensor) -> object:
         if isinstance(tensor, DTensor):
             return tensor
         layout = context.policy.batch_layout(tuple(tensor.shape))
@@ -78,7 +79,7 @@ def summed_up(values: object) -> object:
     return map_tensors(lambda tensor: _on_its_mesh(reduced, tensor), values)
 
 
-def _on_its_mesh(change: Callable[[Any], Any], tensor: torch.Tensor) -> torch.Tensor:
+def _on_its_mesh(change: Function, tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor as its own mesh has it; a plain tensor stays as it is."""
     if not isinstance(tensor, DTensor):
         return tensor

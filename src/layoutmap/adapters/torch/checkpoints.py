@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.adapters.torch.optimizer_hooks import layout_of_slot
 from layoutmap.adapters.torch.paths import Found, find_tensors, uncompiled
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Kind, VariableSpec
@@ -84,7 +85,9 @@ def _slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Opt
 
 
 def restored(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, arrays: Iterable[tuple[str, Any]]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    arrays: Iterable[tuple[str, NumpyArray | torch.Tensor]],
 ) -> None:
     """Give tensors other values; slots that the optimizer does not have yet are made."""
     found = list(_kept(model))
@@ -119,8 +122,8 @@ def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
         | {"params": [paths[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    state: dict[str, Any] = {}
-    other: dict[Any, Any] = {}
+    state: dict[str, object] = {}
+    other: dict[object, object] = {}
     for key, values in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             other[key] = _packed(values)

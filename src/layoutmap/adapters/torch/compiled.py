@@ -76,10 +76,10 @@ class Compiler:
         kept: What the key names by its id.
     """
 
-    key: Any
+    key: object
     compile: Callable[[Function], Function]
     is_strict: bool
-    kept: Any
+    kept: object
 
 
 def by_options(options: Mapping[str, Any]) -> Compiler:
@@ -119,12 +119,16 @@ class Compiled:  # why: decisions/0105
     """
 
     def __init__(
-        self, forward: Any, compiler: Compiler, graphs: dict[Any, Any], gather: Gathering | None = None
+        self,
+        forward: Any,
+        compiler: Compiler,
+        graphs: dict[object, _Graph],
+        gather: Gathering | None = None,
     ) -> None:
         self._forward, self._compiler, self._graphs, self.gather = forward, compiler, graphs, gather
         self._gave_up = False
 
-    def __call__(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
         """Compute the module."""
         if self._gave_up:
             return self._forward.compute(args, kwargs)
@@ -144,15 +148,15 @@ class _Graph:
     Its code is an object of its own, since Dynamo counts graphs by their code, and gives up after eight.
     """
 
-    def __init__(self, compiler: Compiler, kept: list[Any]) -> None:
+    def __init__(self, compiler: Compiler, kept: list[object]) -> None:
         self._kept, self._is_strict = [*kept, compiler.kept], compiler.is_strict
         self._why_not = ""
-        self._results: dict[Any, Any] = {}
+        self._results: dict[object, object] = {}
         code = _computed.__code__.replace()
         function = types.FunctionType(code, _computed.__globals__, _computed.__name__)
-        self._function: Any = compiler.compile(function)
+        self._function = compiler.compile(function)
 
-    def __call__(self, call: _Call) -> Any:
+    def __call__(self, call: _Call) -> object:
         if not self._why_not:
             tensors = self._run(call)
             if not call.why_not:
@@ -162,7 +166,7 @@ class _Graph:
             self._refuse(call)
         return call.compute()
 
-    def _run(self, call: _Call) -> Any:
+    def _run(self, call: _Call) -> list[torch.Tensor]:
         try:
             if not call.why_not:
                 with temporarily(here, "call", call), without_function_modes():
@@ -196,7 +200,7 @@ def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 class _WithZeros(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Ctx, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.forms = [(each.dtype, tuple(local_of(each).shape), spec_of(each)) for each in tensors]
         return tuple(dtensor(local_of(each), spec_of(each)) for each in tensors)
@@ -238,12 +242,12 @@ class _Call:
         why_not: Why it cannot be recorded.
     """
 
-    def __init__(self, forward: Any, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(self, forward: Any, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         self._forward, self._module, self._args = forward, module, (args, kwargs)
         self._is_odd = here.is_odd
         self._structure = structure = Structure(module)
         self.name, self.kept, self.why_not = type(module).__name__, structure.kept, ""
-        self.results: Any = None
+        self.results: object = None
         self.was_recorded = False
         form = self._form(self._args)
         self.key = (*structure.parts, form, self._is_odd, id(forward.context))
@@ -251,7 +255,7 @@ class _Call:
         given = tensors_in(self._args)
         self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in given))
 
-    def _form(self, value: Any) -> Any:
+    def _form(self, value: Any) -> object:
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._structure.number(value)
@@ -264,7 +268,7 @@ class _Call:
         self.why_not = f"an argument is a {kind.__name__}, of which a graph knows nothing"
         return kind
 
-    def compute(self) -> Any:
+    def compute(self) -> object:
         """Compute it as it is."""
         return self._forward.compute(*self._args)
 
@@ -289,7 +293,7 @@ class _Call:
         return found
 
     @contextmanager
-    def _holding(self, tensors: list[torch.Tensor]) -> Generator[dict[int, Any]]:
+    def _holding(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
         """While open, on the mesh, the modules hold tensors in the place of their own, which come by id."""
         given = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         held = [(members, name, members[name]) for members, name in self._structure.places]
@@ -304,7 +308,7 @@ class _Call:
                 if members.get(name) is given[id(tensor)]:
                     members[name] = tensor
 
-    def _computed(self, given: Mapping[int, Any]) -> list[torch.Tensor]:
+    def _computed(self, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = map_tensors(lambda tensor: given[id(tensor)], self._args)
         result = self._forward.compute(args, kwargs)
         seen = {id(each) for each in given.values()}

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import layer_paths
+from layoutmap.adapters.torch.paths import Entry, layer_paths
 from layoutmap.adapters.torch.training import call, scalar_loss, training_of
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
@@ -20,6 +21,9 @@ from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.operators import Function
+
+Install = Callable[[Any, Sequence[tuple[Entry, DTensor, Layout]]], object]
+"""Has a model hold arrays in layouts for entries of its session, and compute so."""
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
 _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
@@ -40,11 +44,11 @@ class _Context:
 
 
 def training_step(
-    entries: Sequence[Any],
+    entries: Sequence[Entry],
     model: torch.nn.Module,
     inputs: Any,
     loss: Function | None,
-    install: Callable[[Any, Sequence[Any]], object],
+    install: Install,
 ) -> TrainingStep:
     """Return the training step of a module without values, with the optimizer of `train_with`.
 
@@ -65,26 +69,28 @@ def training_step(
 class _Step:
     def __init__(
         self,
-        entries: Sequence[Any],
+        entries: Sequence[Entry],
         model: torch.nn.Module,
         inputs: Any,
-        loss: Any,
-        install: Callable[..., object],
+        loss: Function | None,
+        install: Install,
     ):
         self._entries = entries
         self._model = model
         self._is_named = isinstance(inputs, Mapping)
         several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
         numbered = {f"input {i}": each for i, each in enumerate(several)}
-        self.inputs: dict[str, Any] = dict(inputs) if self._is_named else numbered
+        self.inputs: dict[str, torch.Tensor] = dict(inputs) if self._is_named else numbered
         self.optimizer = training_of(model).make_optimizer
         self._install = install
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs
         self._loss = loss
 
-    def run(self, tracer: Any, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
+    def run(
+        self, tracer: Any, values: Mapping[Key, DTensor], batch: Sequence[torch.Tensor]
+    ) -> Mapping[Key, DTensor]:
         """Run two steps, and have the second counted: the first makes slots, and DTensor works out its operations."""
-        placed: list[tuple[Any, Any, Layout]] = []
+        placed: list[tuple[Entry, DTensor, Layout]] = []
         for entry in self._entries:
             value = values[entry.spec.key]
             placed.append((entry, value, tracer.engine.layout_of(value)))
@@ -102,7 +108,9 @@ class _Step:
             self._once(tracer, batch, optimizer)
         return {}
 
-    def _once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
+    def _once(
+        self, tracer: Any, batch: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer | None
+    ) -> None:
         inputs = dict(zip(self.inputs, batch, strict=True)) if self._is_named else (tuple(batch), None)
         output = call(self._model, inputs)
         value: Any = scalar_loss(output) if self._loss is None else self._loss(output)
@@ -126,7 +134,7 @@ def _tell(module: torch.nn.Module, path: str, tracer: Any) -> None:
     def enter(*_: object) -> None:
         tracer.layers.append(path)
 
-    def leave(_module: Any, _args: Any, output: Any) -> None:
+    def leave(_module: object, _args: object, output: object) -> None:
         tracer.layers.pop()
 
         def of_gradient(_: object) -> None:

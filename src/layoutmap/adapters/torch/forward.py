@@ -78,7 +78,7 @@ class Forward:
         *,
         gather: Gathering | None = None,
         valueless: str = "",
-        graphs: dict[object, object] | None = None,
+        graphs: dict[object, Any] | None = None,
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
         self._module = weakref.ref(module)
@@ -142,7 +142,7 @@ class Forward:
         """The parts of this forward that decide about the graph that its module is compiled to."""
         return id(self._before), self._output, id(self.context)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the module; plain tensors give plain tensors, and `DTensor`s give `DTensor`s.
 
         Raises:
@@ -178,7 +178,7 @@ class Forward:
     def _called(self, args: Args, kwargs: Kwargs) -> object:
         return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
 
-    def _on_mesh(self, args: Any, kwargs: Any) -> object:
+    def _on_mesh(self, args: Args, kwargs: Kwargs) -> object:
         self._refuse_transforms()
         if is_traced_by_jit():
             raise self._in_a_graph("torch.jit.trace")
@@ -250,7 +250,7 @@ class Forward:
         with same_draws(context.engine.native(context.policy.replicated(0), 0)[0], context.gather):
             yield
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
+    def _run(self, args: Args, kwargs: Kwargs) -> object:
         compiled = None if here.is_recording else here.compiled.get(self, self.compiled)
         gather = self.gather if compiled is None or compiled.gather is None else compiled.gather
         if gather is None:
@@ -264,7 +264,7 @@ class Forward:
             return compiled(self._the_module(), args, kwargs)
         return self.compute(args, kwargs)
 
-    def compute(self, args: Any, kwargs: Any) -> Any:
+    def compute(self, args: Args, kwargs: Kwargs) -> object:
         """Compute the module as it is, on the mesh."""
         forward = self._before or _plain_forward(self._the_module())
         result = forward(*args, **kwargs)

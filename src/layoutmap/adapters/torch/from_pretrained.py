@@ -19,6 +19,8 @@ import inspect
 import sys
 from typing import Any
 
+import torch
+
 from layoutmap.adapters.current import current
 from layoutmap.core.errors import ScopeError, brief
 from layoutmap.engines.patches import Attribute, Closing, Patches
@@ -71,7 +73,7 @@ def _session() -> Any:
 
 def _loading(plain: Any) -> object:
     @functools.wraps(plain.__func__)
-    def from_pretrained(cls: Any, *args: object, **options: object) -> object:
+    def from_pretrained(cls: type, *args: object, **options: object) -> object:
         if _session() is None:
             return plain.__get__(None, cls)(*args, **options)
         for name in _REFUSED:
@@ -88,7 +90,7 @@ def _loading(plain: Any) -> object:
     return classmethod(from_pretrained)
 
 
-def _probe(cls: Any) -> None:
+def _probe(cls: type) -> None:
     import transformers
     from transformers import core_model_loading
 
@@ -114,13 +116,17 @@ def _refused(what: str, facts: dict[str, str]) -> ScopeError:
 def _reading(plain: Function) -> Function:
     @functools.wraps(plain)
     def spawn_materialize(
-        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any
-    ) -> Any:
+        thread_pool: object,
+        tensor: torch.Tensor,
+        device: object = None,
+        dtype: torch.dtype | None = None,
+        **options: object,
+    ) -> object:
         session = _session()
         if session is None:
             return plain(thread_pool, tensor, device, dtype, **options)
 
-        def read() -> Any:  # transformers calls it on this thread
+        def read() -> torch.Tensor:  # transformers calls it on this thread
             return session.read_later(lambda: tensor[...]).to(dtype=dtype)
 
         return read

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,7 +41,7 @@ class Weight:
     path: str
 
     @property
-    def held(self) -> Any:
+    def held(self) -> torch.Tensor | None:
         """The tensor that the module holds there now; `None`: none, as where the weight was parametrized or pruned."""
         return self.place.held
 
@@ -63,7 +62,7 @@ class Order:  # why: decisions/0104
         self._preceding: dict[Own, Own | None] = {}
         self._asked: dict[Own, _Asked] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Order:
+    def __deepcopy__(self, memo: dict[int, object]) -> Order:
         return Order()
 
     @contextmanager
@@ -77,7 +76,7 @@ class Order:  # why: decisions/0104
             self.is_open = False
             self.drop()
 
-    def take(self, own: Own, held: Sequence[tuple[Weight, Any]], context: ScopeContext) -> _Asked:
+    def take(self, own: Own, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext) -> _Asked:
         """The all-gather that was begun already, if it is of the tensor that is held now; else a new one."""
         asked = self._asked.pop(own, None)
         if asked is not None and asked.is_of(held):
@@ -141,12 +140,12 @@ class Own:
         is_kept: Whether they are not freed between the forward pass and the backward pass.
     """
 
-    def __init__(self, weights: Sequence[Weight], order: Order, policy: Any, *, is_kept: bool) -> None:
+    def __init__(self, weights: Sequence[Weight], order: Order, policy: object, *, is_kept: bool) -> None:
         self._weights, self._order, self._is_kept = weights, order, is_kept
         self.dtype = getattr(policy, "param_dtype", None)
         self.reduce_dtype = getattr(policy, "reduce_dtype", None)
 
-    def held(self) -> list[tuple[Weight, Any]]:
+    def held(self) -> list[tuple[Weight, torch.Tensor]]:
         """Each weight, with what its module holds."""
         return [(weight, held) for weight in self._weights if (held := weight.held) is not None]
 
@@ -164,7 +163,7 @@ class Own:
         keys = () if self._is_kept else asked.keys
         versions = {id(tensor): version_of(tensor) for _, tensor in asked.held}
 
-        def again() -> list[Any]:
+        def again() -> list[DTensor]:
             for weight, tensor in asked.held:
                 if version_of(tensor) != versions[id(tensor)]:
                     raise RuntimeError(changed_too_early(weight.name, tuple(tensor.shape)))  # as torch does
@@ -174,7 +173,7 @@ class Own:
 
         is_again = not torch.is_grad_enabled() or is_checkpoint(saver())
         with (
-            held_in_place([(weight.place, *both) for weight, *both in held]),
+            held_in_place([(weight.place, old, new) for weight, old, new in held]),
             regathered([together[key] for key in keys], again) as is_freed,
         ):
             plainly(self._order.go_on)(self, context, is_freed=bool(keys) and (is_freed or is_again))
@@ -184,7 +183,7 @@ class Own:
                     raise _data_replaced(weight.name)
 
     @plainly
-    def _gather(self, context: ScopeContext) -> tuple[_Asked, dict[int, Any]]:
+    def _gather(self, context: ScopeContext) -> tuple[_Asked, dict[int, DTensor]]:
         asked = self._order.take(self, self.held(), context)
         return asked, asked.tensors()
 
@@ -201,14 +200,14 @@ class _Asked:
     """Weights that are on their way to the layouts in which they compute: by one collective for all of one kind."""
 
     def __init__(
-        self, own: Own, held: Sequence[tuple[Weight, Any]], context: ScopeContext, *, is_ahead: bool
+        self, own: Own, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext, *, is_ahead: bool
     ) -> None:
         self.held, self._context, self._dtype = held, context, own.dtype
         self._versions: dict[int, int] = {}
         self._gathers: list[Gather] = []
-        self._relaid: list[tuple[Any, Layout]] = []
-        self._cast: list[Any] = []
-        groups: dict[Any, list[Any]] = {}
+        self._relaid: list[tuple[DTensor, Layout]] = []
+        self._cast: list[DTensor] = []
+        groups: dict[tuple[int, bool, torch.dtype, bool], list[DTensor]] = {}
         for weight, tensor in held:
             if not isinstance(tensor, DTensor) or id(tensor) in self._versions:
                 continue
@@ -233,7 +232,7 @@ class _Asked:
                 Gather(tensors, mesh_dim, dtype, reduce_dtype, is_asynchronous=is_ahead and context.across)
             )
 
-    def is_of(self, held: Sequence[tuple[Weight, Any]]) -> bool:
+    def is_of(self, held: Sequence[tuple[Weight, torch.Tensor]]) -> bool:
         """Whether these are the weights that were asked for, with the values that they had."""
         return len(held) == len(self.held) and all(
             now is tensor and version_of(now) == self._versions.get(id(now), version_of(now))
@@ -246,7 +245,7 @@ class _Asked:
         gathered = [id(tensor) for gather in self._gathers for tensor in gather.tensors]
         return [*(id(tensor) for tensor, _ in self._relaid), *gathered]
 
-    def tensors(self) -> dict[int, Any]:
+    def tensors(self) -> dict[int, DTensor]:
         """The weights as they compute, by the ids of what modules hold; what computes as it is is left out."""
         together = {
             id(tensor): self._context.engine.relayout(tensor, layout) for tensor, layout in self._relaid
@@ -264,7 +263,7 @@ class _Asked:
 
 
 @contextmanager
-def held_in_place(changes: Sequence[tuple[Place, Any, Any]]) -> Generator[None]:
+def held_in_place(changes: Sequence[tuple[Place, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
     """While open, modules hold other tensors than before: where, what before, and what meanwhile."""
     try:
         for place, _, tensor in changes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
@@ -28,7 +29,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.operators import Args, Kwargs
-from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.specs import axis_of, local_of
 
 
 @dataclass(slots=True, eq=False)
@@ -164,13 +165,14 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: Scop
     paths: list[str] = []
 
     def unit(gathering: Gathering, below: Sequence[Unit] | None = None) -> Unit | None:
-        weights: dict[int, tuple[Any, list[Weight]]] = {}
+        weights: dict[int, tuple[DTensor, list[Weight]]] = {}
         for weight in gathering.weights:
-            weights.setdefault(id(weight.held), (weight.held, []))[1].append(weight)
+            if isinstance(held := weight.held, DTensor):
+                weights.setdefault(id(held), (held, []))[1].append(weight)
         sharded = [tensor for tensor, _ in weights.values() if not tensor.placements[mesh_dim].is_replicate()]
         dtypes = Counter(tensor.dtype for tensor in sharded if tensor.is_floating_point())
         usual = max(dtypes, key=dtypes.__getitem__, default=None)
-        chosen: list[tuple[Any, list[Weight]]] = []
+        chosen: list[tuple[DTensor, list[Weight]]] = []
         for tensor, places in weights.values():
             if tensor.placements[mesh_dim].is_replicate():  # and only converted
                 gathering.others += places
@@ -201,11 +203,11 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: Scop
         context.note(reason, _sentence("layoutmap", context, those, reason))
 
 
-def _why_not(tensor: Any, mesh_dim: int) -> str:
+def _why_not(tensor: DTensor, mesh_dim: int) -> str:
     """Why `fully_shard` cannot gather weights; empty if it can."""
     if not can_gather(tensor, mesh_dim):
         return "the batch's dim is not the innermost on an axis"
-    if tensor.shape[tensor.placements[mesh_dim].dim] % tensor.device_mesh.size(mesh_dim):
+    if tensor.shape[axis_of(tensor.placements[mesh_dim])] % tensor.device_mesh.size(mesh_dim):
         return "an axis does not divide"
     if not local_of(tensor).is_contiguous():
         return "shards are not contiguous"
@@ -258,7 +260,7 @@ def gathered(gathering: Gathering, context: ScopeContext, inputs: Sequence[torch
             tensors = stack.enter_context(unit.gathered(inputs))
             whole = zip(gathering.places, sharded, tensors, strict=True)
             stack.enter_context(
-                held_in_place([(place, *both) for places, *both in whole for place in places])
+                held_in_place([(place, old, new) for places, old, new in whole for place in places])
             )
             own = gathering.others
         if own:

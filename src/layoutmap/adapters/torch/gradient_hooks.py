@@ -35,7 +35,7 @@ class Watch:
     @plainly
     def look(self) -> None:
         """Set the hooks of parameters that have none."""
-        new: list[Any] = []
+        new: list[torch.Tensor] = []
         holders: dict[int, Callable[[], Any]] = {}  # which hooks may keep, as parameters have the hooks
         for parameters, name, holder in self._held:
             parameter = parameters.get(name)

@@ -40,7 +40,7 @@ class _Here(threading.local):
     is_odd = False
     is_recording = False
     call: Any = None
-    compiled: Mapping[Any, Any] = MappingProxyType({})
+    compiled: Mapping[object, Any] = MappingProxyType({})
 
 
 here = _Here()

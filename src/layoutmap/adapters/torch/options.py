@@ -105,7 +105,7 @@ def _check_fully_shard(options: Mapping[str, object]) -> None:  # why: decisions
     # Late: it takes a tenth of a second to load.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    kinds: dict[str, Any] = {
+    kinds: dict[str, type] = {
         "mp_policy": MixedPrecisionPolicy,
         "offload_policy": OffloadPolicy,
         "reshard_after_forward": bool,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from layoutmap.core.variables import distinct
+from layoutmap.core.variables import VariableSpec, distinct
 from layoutmap.engines.torch.modules import members_of_module
 
 
@@ -26,16 +25,16 @@ class Place:
     name: str
 
     @property
-    def held(self) -> Any:
+    def held(self) -> torch.Tensor | None:
         """The tensor that the module holds there now; `None`: none, as where a weight was pruned."""
         return self._members.get(self.name)
 
-    def put(self, tensor: object) -> None:
+    def put(self, tensor: torch.Tensor | None) -> None:
         """Have the module hold another tensor there."""
         self._members[self.name] = tensor
 
     @property
-    def _members(self) -> dict[str, Any]:
+    def _members(self) -> dict[str, torch.Tensor | None]:
         parameters, buffers = members_of_module(self.module)
         return parameters if self.name in parameters else buffers
 
@@ -52,11 +51,19 @@ class Found:
         places: Every attribute that holds it.
     """
 
-    tensor: Any
+    tensor: torch.Tensor
     path: str
     is_buffer: bool
     aliases: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a scope, as the core will see it."""
+
+    found: Found
+    spec: VariableSpec
 
 
 def has_forward(module: torch.nn.Module) -> bool:

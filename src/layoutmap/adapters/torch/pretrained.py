@@ -32,13 +32,13 @@ from layoutmap.engines.torch.specs import local_of
 from layoutmap.engines.torch.storages import storage_key
 
 _INDEX = ".safetensors.index.json"
-_files: ContextVar[list[tuple[str, dict[str, object]]] | None] = ContextVar("files", default=None)
+_files: ContextVar[list[tuple[str, dict[str, DTensor]]] | None] = ContextVar("files", default=None)
 
 
-def noting(own: Function) -> object:
+def noting(own: Function) -> Function:
     """Return a `save_file` of safetensors that notes what is to be saved, where this module asks for that."""
 
-    def save_file(tensors: dict[str, DTensor], filename: Any, *args: object, **options: object) -> object:
+    def save_file(tensors: dict[str, DTensor], filename: str, *args: object, **options: object) -> object:
         files = _files.get()
         if files is None:
             return own(tensors, filename, *args, **options)
@@ -49,8 +49,8 @@ def noting(own: Function) -> object:
 
 
 @contextmanager
-def _noted() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    files: list[tuple[str, dict[str, Any]]] = []
+def _noted() -> Iterator[list[tuple[str, dict[str, DTensor]]]]:
+    files: list[tuple[str, dict[str, DTensor]]] = []
     token = _files.set(files)
     try:
         yield files
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
 
 
 def save_shards(
-    save: Function, directory: Any, tensors: Mapping[str, DTensor]
+    save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, DTensor]
 ) -> bool:  # why: decisions/0164
     """Save a model from all processes of its mesh, which must all call it.
 
@@ -134,8 +134,8 @@ def _begin(
             fix="name a folder, or one that does not exist",
         )
     names: dict[int, str] = {}
-    empty: dict[Any, torch.Tensor] = {}  # tensors that are one stay one
-    state: dict[str, Any] = dict(tensors)
+    empty: dict[int, torch.Tensor] = {}  # tensors that are one stay one
+    state: dict[str, object] = dict(tensors)
     for name in layouts:
         tensor = tensors[name]
         key = storage_key(local_of(tensor))

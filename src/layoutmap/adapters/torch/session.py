@@ -12,9 +12,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,7 +29,7 @@ from layoutmap.adapters.torch.fsdp_units import weights_to_gather
 from layoutmap.adapters.torch.lora import derivations, names_without
 from layoutmap.adapters.torch.optimizer_hooks import note_replaced
 from layoutmap.adapters.torch.paths import (
-    Found,
+    Entry,
     below,
     find_tensors,
     is_of_keras,
@@ -57,16 +56,9 @@ from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.modules import members_of_module
 from layoutmap.engines.torch.operators import Function
 
+R = TypeVar("R")
 _ONLY_A_PLAN = "only a plan, it has no values"
 _FAILED = "its scope failed, so it has no values"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of this scope, as the core will see it."""
-
-    found: Found
-    spec: VariableSpec
 
 
 def entries_of(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[Entry]:
@@ -117,7 +109,7 @@ class TorchSession:
     def __init__(self, context: ScopeContext):
         self.context = context
         self._tape = self._new_tape()
-        self._recording: Any = None
+        self._recording: AbstractContextManager[Tape] | None = None
         # By id, in the order in which they were made.
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
@@ -272,7 +264,9 @@ class TorchSession:
             roots, [(e, array, a.layout) for (e, a), array in zip(pairs.values(), arrays, strict=True)]
         )
 
-    def install(self, roots: Sequence[torch.nn.Module], placed: Sequence[tuple[Entry, Any, Layout]]) -> None:
+    def install(
+        self, roots: Sequence[torch.nn.Module], placed: Sequence[tuple[Entry, DTensor, Layout]]
+    ) -> None:
         """Have models hold arrays in the places of their tensors, and compute in these layouts."""
         replaced = {id(e.found.tensor): self._held(e, array, layout) for e, array, layout in placed}
         for entry, _, _ in placed:
@@ -309,7 +303,7 @@ class TorchSession:
             recipe.global_value, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
         )
 
-    def _held(self, entry: Entry, array: torch.Tensor, layout: Layout) -> object:
+    def _held(self, entry: Entry, array: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The value that a module holds in the place of its tensor."""
         old = entry.found.tensor
         new = array
@@ -321,9 +315,12 @@ class TorchSession:
         return new
 
     def _replace_references(
-        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
+        self,
+        roots: Sequence[torch.nn.Module],
+        replaced: dict[int, torch.Tensor],
+        layouts: Mapping[int, Layout],
     ) -> None:
-        kept: dict[int, Any] = {}  # while ids stand for the tensors
+        kept: dict[int, torch.Tensor] = {}  # while ids stand for the tensors
 
         def swap(tensor: torch.Tensor) -> object:
             if id(tensor) not in replaced and self._tape.holds(tensor):
@@ -357,7 +354,7 @@ class TorchSession:
         for root in roots:
             paths = layer_paths(root)
             gather = weights_to_gather(root, layouts, self.context)
-            graphs: dict[Any, Any] = {}
+            graphs: dict[object, Any] = {}
             for module in (root, *below(root)):
                 if forward_of(module) is None:  # else it is laid out anew, and has the hook
                     module.register_load_state_dict_pre_hook(_into_layouts)
@@ -391,7 +388,7 @@ class TorchSession:
     ) -> TrainingStep:
         """Return a training step of a module that was made in a dry run; see `Session`."""
 
-        def install(context: Any, placed: Sequence[tuple[Entry, Any, Layout]]) -> None:
+        def install(context: ScopeContext, placed: Sequence[tuple[Entry, DTensor, Layout]]) -> None:
             TorchSession(context).install([model], placed)
 
         return training_step(self._planned, model, inputs, loss, install)
@@ -410,7 +407,7 @@ class _Recording(Closing):
         self._session.stop()
 
 
-def _alive(refs: Mapping[int, weakref.ref[Any]]) -> list[Any]:
+def _alive(refs: Mapping[int, weakref.ref[R]]) -> list[R]:
     return [each for ref in list(refs.values()) if (each := ref()) is not None]
 
 

@@ -48,9 +48,9 @@ class Structure:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.parts: list[object] = []
-        self.kept: list[Any] = []
+        self.kept: list[object] = []
         self.tensors: list[torch.Tensor] = []
-        self.places: list[tuple[dict[str, Any], str]] = []
+        self.places: list[tuple[dict[str, torch.Tensor], str]] = []
         self.members: list[dict[str, Any]] = []
         self._module_numbers: dict[int, int] = {}
         self._numbers: dict[int, int] = {}

@@ -49,13 +49,13 @@ def _patches_of(module: str) -> tuple[Attribute, ...]:
     return tuple(_TOOLS[module]())
 
 
-def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Plain tensors in the place of those in layouts, on the CPU; what is one tensor stays one.
 
     All processes must call it.
     """
-    known: dict[Any, torch.Tensor] = {}
-    made: dict[str, Any] = {}
+    known: dict[int, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             key = storage_key(next(iter(simulation.pieces_of(local_of(tensor)).values())))
@@ -66,7 +66,7 @@ def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return made
 
 
-def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same where one process has all shards.
 
     Raises:
@@ -82,13 +82,13 @@ def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return gathered(tensors)
 
 
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Attribute]:
+def _replaced(owner: object, name: str, make: Callable[[Function], Function]) -> Iterator[Attribute]:
     if hasattr(owner, name):  # else the library says itself what it cannot do
         yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))
 
 
-def _saving(own: Any) -> Any:
-    def save_pretrained(self: Any, directory: Any, *args: Any, **options: Any) -> Any:
+def _saving(own: Function) -> Function:
+    def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
             options["state_dict"] = gathered(tensors)
@@ -99,10 +99,10 @@ def _saving(own: Any) -> Any:
     return save_pretrained
 
 
-def _saving_shards(own: Any) -> Any:
+def _saving_shards(own: Function) -> Function:
     gathering = _saving(own)
 
-    def save_pretrained(self: Any, directory: Any, *args: Any, **options: Any) -> Any:
+    def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
         several = simulation.world_size() > 1 and not simulation.is_simulated()
         if (
@@ -111,7 +111,7 @@ def _saving_shards(own: Any) -> Any:
             and any(isinstance(t, DTensor) for t in tensors.values())
         ):
 
-            def save(folder: Any, **state: Any) -> None:
+            def save(folder: object, **state: object) -> None:
                 own(self, folder, *args, **options | {"is_main_process": True} | state)
 
             if save_shards(save, directory, tensors):
@@ -134,7 +134,7 @@ def _peft() -> Iterator[Attribute]:
 
     yield from _replaced(PeftModel, "save_pretrained", _saving)
 
-    def sizes(own: Function) -> object:
+    def sizes(own: Function) -> Function:
         def get_in_out_features(self: object, module: torch.nn.Module) -> object:
             if isinstance(module, torch.nn.Linear) and forward_of(module) is not None:
                 return module.in_features, module.out_features
@@ -148,14 +148,14 @@ def _peft() -> Iterator[Attribute]:
 def _accelerate() -> Iterator[Attribute]:
     from accelerate import Accelerator
 
-    def of_model(own: Function) -> object:
+    def of_model(own: Function) -> Function:
         def get_state_dict(self: object, model: torch.nn.Module, *args: object, **options: object) -> object:
             found = own(self, model, *args, **options)
             return gathered(found) if found else found
 
         return get_state_dict
 
-    def prepared(own: Function) -> object:
+    def prepared(own: Function) -> Function:
         def prepare_model(self: Any, model: torch.nn.Module, *args: object, **options: object) -> object:
             if self.num_processes > 1:
                 _refuse_wrapping("Accelerator.prepare", model)
@@ -170,14 +170,14 @@ def _accelerate() -> Iterator[Attribute]:
 def _safetensors() -> Iterator[Attribute]:
     import safetensors.torch
 
-    def distinct(own: Function) -> object:
-        def remove_duplicate_names(state_dict: dict[str, Any], **options: object) -> object:
+    def distinct(own: Function) -> Function:
+        def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
             state_dict.update(_gathered_here("safetensors", state_dict))
             return own(state_dict, **options)
 
         return remove_duplicate_names
 
-    def flattened(own: Function) -> object:
+    def flattened(own: Function) -> Function:
         def flatten_as_ptr(tensors: Sequence[torch.Tensor], *args: object) -> object:
             is_mapping = isinstance(tensors, Mapping)
             return own(_gathered_here("safetensors", tensors) if is_mapping else tensors, *args)
@@ -189,7 +189,7 @@ def _safetensors() -> Iterator[Attribute]:
 
 
 def _data_parallel() -> Iterator[Attribute]:
-    def made(own: Function) -> Any:
+    def made(own: Function) -> Function:
         def __init__(self: object, module: torch.nn.Module, *args: object, **options: object) -> None:
             _refuse_wrapping("DistributedDataParallel", module)
             own(self, module, *args, **options)

@@ -70,7 +70,7 @@ def training_of(model: torch.nn.Module) -> Training:
     return _trainings.setdefault(model, Training())
 
 
-def call(model: torch.nn.Module, batch: Any) -> Any:
+def call(model: torch.nn.Module, batch: object) -> Any:
     """The output of a model for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
     inputs = batch[0] if isinstance(batch, tuple | list) else batch  # one tensor: no targets
     tensors = _tensors(inputs, _device_of(model))
@@ -79,7 +79,7 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
     return model(*tensors) if isinstance(tensors, list) else model(tensors)
 
 
-def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, batch: object) -> torch.Tensor:
     """The loss of a batch, a plain number; all of the model's draws are made on the way.
 
     Raises:

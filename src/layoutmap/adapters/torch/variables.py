@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
@@ -28,7 +28,7 @@ class Variable:
     """
 
     path: str
-    tensor: Any
+    tensor: torch.Tensor
     has_value: bool = True
 
     @property
@@ -43,7 +43,7 @@ class Variable:
             raise AttributeError(f"{self.path} is a plain tensor and has no layout")
         return layout
 
-    def read(self) -> Any:
+    def read(self) -> NumpyArray:
         """The global value, as a numpy array.
 
         Raises:
@@ -52,7 +52,7 @@ class Variable:
         self._check()
         return get_engine("torch").to_numpy(self.tensor)
 
-    def write(self, value: Any) -> None:
+    def write(self, value: NumpyArray | torch.Tensor) -> None:
         """Give it a value, of torch or of numpy; it keeps its layout.
 
         Raises:

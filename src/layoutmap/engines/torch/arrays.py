@@ -7,10 +7,11 @@ and is silently wrong for some layouts of simulated ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, held_shards, intersect, within
@@ -33,18 +34,21 @@ from layoutmap.engines.torch.placing import redistributed
 from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, spec_of, spec_of_tensor
 
 _LAYOUT = "_layoutmap_layout"
+T = TypeVar("T", bound=torch.Tensor)
 
 
 # -- layouts
 
 
-def native_of(layout: Layout) -> tuple[Any, tuple[Any, ...]]:
+def native_of(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The `(DeviceMesh, placements)` of a layout."""
     native = device_mesh(layout.mesh)
     return native, placements_of(layout, native)
 
 
-def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> tuple[Any, tuple[Any, ...]]:
+def check_placed(
+    layout: Layout, shape: tuple[int, ...], name: str = "layout"
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The native form of a layout that fits a shape.
 
     Raises:
@@ -95,7 +99,7 @@ def _plain(array: torch.Tensor) -> Unplaced:
     return Unplaced("a plain tensor: each process has its own", ranks, is_copied=True)
 
 
-def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def mark(tensor: T, layout: Layout) -> T:
     """Note on a DTensor the layout it was made in: placements do not distinguish dims of size 1."""
     setattr(tensor, _LAYOUT, layout)
     return tensor
@@ -106,7 +110,7 @@ def mark(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def from_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read: Callable[[Index], torch.Tensor]
-) -> object:
+) -> DTensor:
     """A DTensor from blocks; each different one that this process holds is read once.
 
     Args:
@@ -125,7 +129,7 @@ def from_blocks(
         pieces |= {ranks[other]: piece.clone() for other in others}
     with simulation.on_mesh(native), torch.no_grad():
         local = simulation.join(dict(sorted(pieces.items())), dtype)
-        made: Any = dtensor(local, spec_of_tensor(native, placements, torch.Size(shape), dtype))
+        made = dtensor(local, spec_of_tensor(native, placements, torch.Size(shape), dtype))
     return mark(made, layout)
 
 
@@ -210,7 +214,7 @@ def _kind(device: torch.device) -> str:
     return {"cuda": "GPU"}.get(device.type, device.type.upper())
 
 
-def shard(tensor: torch.Tensor, layout: Layout) -> Any:
+def shard(tensor: torch.Tensor, layout: Layout) -> DTensor:
     """Return a plain tensor in a layout, which fits; gradients pass."""
     check_placed(layout, tuple(tensor.shape))
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -224,7 +228,7 @@ class _ShardTensor(torch.autograd.Function):
     """Sharding a plain tensor: its gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Ctx, tensor: torch.Tensor, layout: Layout) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, layout: Layout) -> DTensor:
         return shard(tensor.detach(), layout)
 
     @staticmethod
@@ -237,8 +241,7 @@ def gather(array: Any) -> torch.Tensor:
     if not isinstance(array, DTensor):
         return array.detach()
     refuse_outdated("values of a tensor", array)
-    detached = array.detach()
-    array = detached
+    array = array.detach()
     ranks = simulation.ranks_of(array.device_mesh)
     if layout_of(array) is None:
         with simulation.on_ranks(ranks):
@@ -257,7 +260,7 @@ def gather(array: Any) -> torch.Tensor:
 # -- between layouts
 
 
-def move(array: Any, layout: Layout) -> Any:
+def move(array: DTensor, layout: Layout) -> torch.Tensor:
     """A DTensor in another layout, which fits; gradients pass where the mesh stays."""
     native, placements = check_placed(layout, tuple(array.shape))
     refuse_outdated("values of a tensor", array)
@@ -285,7 +288,7 @@ _CARRIERS = {
 }
 
 
-def _redistributed(array: DTensor, placements: tuple[Placement, ...]) -> Any:
+def _redistributed(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     carrier = _CARRIERS.get(array.dtype)
     if carrier is None:
         return redistributed(array, placements)
@@ -296,7 +299,7 @@ def _redistributed(array: DTensor, placements: tuple[Placement, ...]) -> Any:
         return dtensor(bits, placed_as(spec, tuple(placements), array.dtype))
 
 
-def _moved_by_pieces(array: DTensor, layout: Layout) -> Any:
+def _moved_by_pieces(array: DTensor, layout: Layout) -> DTensor:
     """A DTensor on any mesh: each different piece is shown to all processes, which keep what is theirs."""
     shape, dtype = tuple(array.shape), array.dtype
     wanted = layout_indices(layout, shape)

@@ -264,7 +264,7 @@ class _Counting(TorchDispatchMode):
         return None
 
     def _collective(
-        self, name: str, args: Sequence[Any], kwargs: Kwargs, inputs: Sequence[torch.Tensor], cause: Any
+        self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], cause: Any
     ) -> list[str]:
         kind = _KINDS.get(name)
         dims, size = self._dims_of([*args, *kwargs.values()])
@@ -277,7 +277,7 @@ class _Counting(TorchDispatchMode):
         self._calls.append((kind, dims, num_bytes, cause, self._phase))
         return cause
 
-    def _dims_of(self, args: Sequence[Any]) -> tuple[tuple[str, ...], int]:
+    def _dims_of(self, args: Args) -> tuple[tuple[str, ...], int]:
         """The mesh dims over which a collective runs, and how many devices take part."""
         mesh = self.policy.mesh
         for each in args:

@@ -119,7 +119,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     return known
 
 
-def forget_process_group(group: Any) -> None:
+def forget_process_group(group: dist.ProcessGroup | None) -> None:
     """Forget the device meshes of a process group that ends."""
     with _lock:
         for known in (_known, _device_meshes):
@@ -197,7 +197,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
     """One placement for each dim of a mesh."""
     dims = layout.mesh.dim_names
     axes = [[dims.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
-    placements: list[Any] = [Replicate() for _ in dims]
+    placements: list[Placement] = [Replicate() for _ in dims]
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)

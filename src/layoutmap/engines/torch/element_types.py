@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -41,7 +40,7 @@ _NAMES_OF_ML_DTYPES = {
         "float8_e8m0fnu",
     )
 }
-_BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.int32}
+_BITS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.uint16, 4: np.int32}
 
 
 @functools.cache

@@ -14,11 +14,11 @@ import functools
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.core.blocks import Index, NumpyArray, ends_of
@@ -53,6 +53,7 @@ from layoutmap.engines.torch.arrays import (
     shards_of,
 )
 from layoutmap.engines.torch.deferred_init import free_room, trace
+from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
 from layoutmap.engines.torch.dtensor_ops import computing
 from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
@@ -97,7 +98,7 @@ class TorchEngine:
         torch_dtype(name, path)
 
     @plainly
-    def native(self, layout: Layout, rank: int) -> tuple[Any, tuple[Any, ...]]:
+    def native(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the `(DeviceMesh, placements)` of a layout."""
         layout.check_rank((None,) * rank)
         return native_of(layout)
@@ -110,7 +111,7 @@ class TorchEngine:
         assignments: Mapping[str, Assignment],
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, torch.Tensor]:
         """Compute initial values, each straight in its layout, with the bits of `initializer.global_value()`.
 
         An initializer that can return blocks, or whose program can be computed in pieces, is: each process computes
@@ -119,7 +120,7 @@ class TorchEngine:
         for assignment in assignments.values():
             self._checked(assignment)
         check_initializers(assignments, initializers)
-        made: dict[str, Any] = {}
+        made: dict[str, torch.Tensor] = {}
         checksums: list[tuple[str, int]] = []
         try:
             used = {key: initializers[key] for key in assignments}
@@ -179,7 +180,7 @@ class TorchEngine:
         return parameter
 
     @plainly
-    def to_numpy(self, array: object) -> NumpyArray:
+    def to_numpy(self, array: torch.Tensor) -> NumpyArray:
         """Return all values of a tensor, gathered from all processes that hold some; they must all ask."""
         return to_numpy(gather(array))
 
@@ -199,7 +200,7 @@ class TorchEngine:
         with simulation.on_mesh(native), _OnMesh(mesh), computing(native, by_shards=by_shards):
             yield
 
-    def call(self, function: Function, layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, function: Function, layout: Layout, args: Args, kwargs: Kwargs) -> object:
         """Return the result of a function in a layout, with the bits of the plain call.
 
         A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other is
@@ -207,7 +208,7 @@ class TorchEngine:
         """
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
-            recipe: Any = None
+            recipe: Recipe | None = None
             with contextlib.suppress(EngineError):  # it returns something else than a tensor: refused below
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
@@ -271,7 +272,7 @@ class _OnMesh(TorchFunctionMode):
         return plainly(shard)(value, Layout.replicated(self._mesh, value.ndim))
 
 
-def _created(assignment: Assignment, initializer: Initializer, seed: object) -> tuple[Any, int]:
+def _created(assignment: Assignment, initializer: Initializer, seed: object) -> tuple[torch.Tensor, int]:
     """Return an initial value, and the checksum of a global value, which all processes must compute alike."""
     variable, layout = assignment.variable, assignment.layout
     dtype = torch_dtype(variable.dtype, variable.path)
@@ -282,7 +283,7 @@ def _created(assignment: Assignment, initializer: Initializer, seed: object) -> 
         check_initial_value(variable, recipe.shape, dtype_name(recipe.dtype))
         if not recipe.why_global:
             return _in_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
-        value: Any = recipe.global_value()
+        value = recipe.global_value()
     else:
         value = initializer.global_value()
     tensor = gather(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
@@ -296,7 +297,7 @@ def _in_blocks(
     dtype: torch.dtype,
     layout: Layout,
     assignment: Assignment | None = None,
-) -> object:
+) -> DTensor:
     indices = layout_indices(layout, shape)
     made = dict(zip(indices, blocks(list(indices.values())), strict=True))
     for ends, block in made.items():

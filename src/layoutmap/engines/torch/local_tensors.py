@@ -64,7 +64,7 @@ def ranks_around(mesh: DeviceMesh) -> list[int]:
 
 
 @contextmanager
-def _without_modes_above(is_found: Callable[[Any], bool]) -> Generator[None]:
+def _without_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
     """While open, this thread is in no dispatch mode of the program above the one that is found."""
     above: list[Any] = []
     for mode in reversed(dispatch_modes()):
@@ -115,7 +115,7 @@ class _Modes(threading.local):
 
 
 def simulated(
-    mode: Any, group: dist.ProcessGroup, coordinate: Function, pickled: Function
+    mode: Any, group: dist.ProcessGroup | None, coordinate: Function, pickled: Function
 ) -> Sequence[Attribute]:
     """The patches by which ranks are simulated for DTensors that have a `LocalTensor`, on all threads.
 
@@ -164,7 +164,9 @@ def _for_ranks_of_arguments(for_ranks: Function) -> Function:
     """
 
     @functools.wraps(for_ranks)
-    def for_common_ranks(func: Function, ranks: Any, args: Args, kwargs: Kwargs, **options: object) -> object:
+    def for_common_ranks(
+        func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, **options: object
+    ) -> object:
         for leaf in tree_leaves((args, kwargs)):
             leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
             if isinstance(leaf, LocalTensor):
@@ -177,7 +179,7 @@ def _for_ranks_of_arguments(for_ranks: Function) -> Function:
 
 
 def _gathered_by_size(
-    simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Any
+    simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
     """How strided shards are gathered: for those simulated ranks together that have the same sizes.
 
@@ -186,7 +188,7 @@ def _gathered_by_size(
 
     @functools.wraps(gather)
     def by_size(
-        placement: Placement, local: Any, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[Any]
+        placement: Placement, local: LocalTensor, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[int]
     ) -> object:
         nodes = [getattr(size, "node", None) for size in shape]
         if not any(isinstance(node, LocalIntNode) for node in nodes):

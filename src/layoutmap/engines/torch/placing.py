@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,9 +22,11 @@ from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
+    axis_of,
     dtensor,
     is_of_view,
     local_of,
+    meta_of,
     placed_as,
     spec_of,
     spec_of_shards,
@@ -33,6 +35,8 @@ from layoutmap.engines.torch.specs import (
 check_names(
     "torch", (torch._C, "_AutoDispatchBelowAutograd"), (torch.ops._c10d_functional, "all_reduce wait_tensor")
 )
+
+R = TypeVar("R")
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -91,7 +95,7 @@ def placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
         return redistributed(tensor, placements)
 
 
-def reduced(value: object) -> Any:
+def reduced(value: R) -> R:
     """A DTensor whose sums over the mesh are made; anything else as it is."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
         return value
@@ -113,7 +117,7 @@ def on_mesh(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return gradient if isinstance(gradient, DTensor) else everywhere(gradient, mesh)
 
 
-def with_gradient(value: torch.Tensor, change: Callable[[Any], object]) -> torch.Tensor:
+def with_gradient(value: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
     """The same tensor, whose gradient is changed when it comes back."""
     return _WithGradient.apply(value, change)
 
@@ -170,7 +174,7 @@ class OwnGradient(torch.autograd.Function):
 
 class _Sum(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> Any:
+    def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
         ctx.mesh, ctx.dims = mesh, dims
         for dim in dims:
             local = summed_over(local, mesh, dim, "sum")
@@ -183,7 +187,7 @@ class _Sum(OwnGradient):
 
 class _Redistributed(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, tensor: DTensor, placements: tuple[Placement, ...]) -> Any:
+    def forward(ctx: Ctx, tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         now, attainable = spec_of(tensor).placements, attainable_placements(tensor)
         ctx.before = tuple(p if p.is_partial() else a for p, a in zip(now, attainable, strict=True))
         ctx.mesh = tensor.device_mesh
@@ -203,7 +207,7 @@ class _Redistributed(OwnGradient):
 
 class _Shard(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: object) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: object) -> torch.Tensor:
         ctx.mesh, ctx.placements = spec_of(tensor).mesh, of_gradient
         local = local_of(tensor)
         return local.view_as(local)
@@ -215,7 +219,9 @@ class _Shard(OwnGradient):
 
 class _FromShards(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+    def forward(
+        ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+    ) -> DTensor:
         ctx.mesh, ctx.placements = mesh, placements
         spec = spec_of_shards(mesh, placements, local.shape, local.stride(), local.dtype)
         return dtensor(local.detach(), spec)
@@ -233,7 +239,7 @@ class _Reduced(OwnGradient):
     # DTensor's own step fails backwards where a mean meets a sum.
 
     @staticmethod
-    def forward(ctx: Ctx, tensor: DTensor) -> Any:
+    def forward(ctx: Ctx, tensor: DTensor) -> DTensor:
         ctx.mesh = tensor.device_mesh
         return placed(tensor, attainable_placements(tensor))
 
@@ -251,7 +257,7 @@ class _Reduced(OwnGradient):
 
 class _FullTensor(OwnGradient):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Any:
+    def forward(ctx: Ctx, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, attainable_placements(tensor)
         plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
@@ -267,7 +273,7 @@ class _FullTensor(OwnGradient):
 
 class _Everywhere(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         simulated = simulation.is_simulated()
         local = simulation.every_rank(tensor, simulation.ranks_of(mesh)) if simulated else tensor.detach()
         return dtensor(
@@ -281,7 +287,7 @@ class _Everywhere(OwnGradient):
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Ctx, value: torch.Tensor, change: Callable[[Any], object]) -> Any:
+    def forward(ctx: Ctx, value: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
         ctx.change = change
         return value.view_as(value)
 
@@ -290,7 +296,7 @@ class _WithGradient(torch.autograd.Function):
         return ctx.change(upstream[0]), None
 
 
-def _redistributed(tensor: DTensor, placements: tuple[Any, ...]) -> Any:
+def _redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     local, spec = local_of(tensor), spec_of(tensor)
     changed = [dim for dim, (a, b) in enumerate(zip(spec.placements, placements, strict=True)) if a != b]
     if not changed:
@@ -301,9 +307,9 @@ def _redistributed(tensor: DTensor, placements: tuple[Any, ...]) -> Any:
         is_sum = spec.mesh.size(dim) > 1
         local = summed_over(local, spec.mesh, dim, moves[0][0].reduce_op) if is_sum else local.detach()
     elif not simulation.is_simulated() and _is_taken_apart(spec, placements, moves):
-        coordinates: Any = spec.mesh.get_coordinate()
+        coordinates = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
-            local = local.chunk(spec.mesh.size(dim), shard.dim)[coordinates[dim]]
+            local = local.chunk(spec.mesh.size(dim), axis_of(shard))[coordinates[dim]]
         local = local.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
     else:
         moved = tensor.redistribute(spec.mesh, placements)
@@ -311,13 +317,13 @@ def _redistributed(tensor: DTensor, placements: tuple[Any, ...]) -> Any:
     return _as_held(local, placed_as(spec, placements, local.dtype))
 
 
-def _as_held(local: torch.Tensor, spec: Any) -> DTensor:
+def _as_held(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """The DTensor of shards whose axes have the order in memory that they have on one device.
 
     A gather leaves them in the order of the shape, and DTensor goes by that of one device: it then makes views that
     fail. Where strides have gaps, as those of a slice, there is no such memory.
     """
-    strides = spec.tensor_meta.stride
+    strides = meta_of(spec).stride
     order = sorted(
         range(len(strides)), key=lambda axis: -strides[axis]
     )  # major to minor; of equals the first
@@ -333,13 +339,15 @@ def has_no_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> bool:
     return torch.empty_like(on_meta).stride() == strides
 
 
-def _is_taken_apart(spec: DTensorSpec, placements: tuple[Placement, ...], moves: Sequence[Any]) -> bool:
+def _is_taken_apart(
+    spec: DTensorSpec, placements: tuple[Placement, ...], moves: Sequence[tuple[Placement, Placement]]
+) -> bool:
     """Whether each device keeps an even part of what it has, along axes that are not sharded yet."""
     if spec.mesh.get_coordinate() is None:  # this process is not on the mesh
         return False
     if not all(before.is_replicate() and type(after) is Shard for before, after in moves):
         return False
-    axes = {after.dim for _, after in moves}
+    axes = {axis_of(after) for _, after in moves}
     if any(not p.is_replicate() and (type(p) is not Shard or p.dim in axes) for p in spec.placements):
         return False
     return all(

@@ -54,13 +54,19 @@ with Needed("torch"):
 _num_devices = 8
 _lock = threading.RLock()
 _simulation: _Simulation | None = None
-_group: Any = None
+_group: dist.ProcessGroup | None = None
 
 
 class _Simulation(SimulationMode):
     """A simulation in which what has nothing to do with simulated ranks is left alone."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Function,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         locals_ = (local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
@@ -122,7 +128,7 @@ def _begin(number: int) -> None:
 
 
 @contextmanager
-def default_group(group: Any) -> Generator[None]:
+def default_group(group: dist.ProcessGroup | None) -> Generator[None]:
     """While open, a process group is the default one of this process."""
     before = GroupMember.WORLD
     GroupMember.WORLD = group
@@ -139,7 +145,7 @@ def _end() -> None:
     _simulation = _group = None
 
 
-def group() -> Any:
+def group() -> dist.ProcessGroup | None:
     """The process group of all ranks; `None` before there is one."""
     return _group if _simulation is not None else dist.group.WORLD
 
@@ -159,12 +165,13 @@ def simulate(number: int) -> None:  # why: decisions/0013
         _num_devices = number
 
 
-def _reduced(tensor: Any, own: Function, protocol: object) -> object:
+def _reduced(tensor: DTensor, own: Function, protocol: object) -> object:
     """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
     if not isinstance(local_of(tensor), LocalTensor):
         return own(tensor, protocol)
     with on_mesh(tensor.device_mesh):
-        value: Any = plain(tensor.detach().full_tensor())
+        detached: Any = tensor.detach()
+        value: Any = plain(detached.full_tensor())
     if isinstance(tensor, torch.nn.Parameter):
         value = torch.nn.Parameter(value, tensor.requires_grad)
     return value.__reduce_ex__(protocol)

@@ -33,6 +33,12 @@ local_of = attrgetter("_local_tensor")
 spec_of = attrgetter("_spec")
 """The mesh, placements, shape and element type of a `DTensor`."""
 
+meta_of = attrgetter("tensor_meta")
+"""The shape, strides and element type of a spec."""
+
+axis_of = attrgetter("dim")
+"""The axis along which a placement shards."""
+
 
 def set_pieces(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Have a `DTensor` hold another local tensor, placed as a spec says."""
@@ -63,10 +69,10 @@ def clear_sharding_caches() -> None:
 
 
 @cached_by_mesh
-def placed_as(spec: Any, placements: tuple[Any, ...], dtype: torch.dtype) -> DTensorSpec:
+def placed_as(spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype) -> DTensorSpec:
     """A spec with other placements, of another element type."""
     keeps: dict[str, Any] = {_MEANING: False} if placements == spec.placements and is_of_view(spec) else {}
-    return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta._replace(dtype=dtype), **keeps)
+    return DTensorSpec(spec.mesh, placements, tensor_meta=meta_of(spec)._replace(dtype=dtype), **keeps)
 
 
 _MEANING = "use_strided_shard_as_shard_order"
@@ -90,11 +96,17 @@ def placed_over(spec: DTensorSpec, mesh_dim: int, placement: Placement, dtype: t
 
 
 @cached_by_mesh
-def spec_of_shards(mesh: Any, placements: tuple[Any, ...], shape: Any, strides: Any, dtype: Any) -> Any:
+def spec_of_shards(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
     """The spec of a DTensor of which each device has a shard of a shape, whose axes are in memory as strides say."""
     for dim, placement in enumerate(placements):
         if placement.is_shard():
-            axis, number = placement.dim, mesh.size(dim)
+            axis, number = axis_of(placement), mesh.size(dim)
             # Of axes with one stride and one element the first is major.
             is_above = [
                 step > strides[axis] or (step == strides[axis] and (i < axis or shape[i] > 1))

@@ -12,7 +12,7 @@ from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, written_
 from layoutmap.engines.torch.trees import tree_leaves
 
 
-def changed_by(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
+def changed_by(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
     """The tensors that an operation changes in place."""
     places = written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])

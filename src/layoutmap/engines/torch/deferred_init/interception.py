@@ -118,7 +118,7 @@ class _Reads(TorchFunctionMode):
         return self.tape.defer(data) if self.tape.holds(tensor) else self.tape.evaluate(data)
 
 
-def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
     if id(tensor) in memo:
         return memo[id(tensor)]
     if not tensor.is_leaf:

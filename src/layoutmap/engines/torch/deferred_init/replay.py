@@ -17,6 +17,7 @@ from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
 from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_generator
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
+from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
@@ -108,9 +109,7 @@ def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
             storages[view.memory] = tensor.untyped_storage()
 
 
-def call(
-    step: Step, args: Sequence[Any], kwargs: dict[str, Any], generator: torch.Generator | None = None
-) -> Any:
+def call(step: Step, args: Args, kwargs: Kwargs, generator: torch.Generator | None = None) -> Any:
     """Do a step's operation on real tensors.
 
     Args:
@@ -124,7 +123,9 @@ def call(
     if generator is None:
         generator = torch.Generator("cpu")
         generator.set_state(step.state)
-    return with_generator(step.op)(*args, **kwargs, generator=generator)
+    drawn_by = with_generator(step.op)
+    assert drawn_by is not None  # of what has none, no state is kept
+    return drawn_by(*args, **kwargs, generator=generator)
 
 
 def _tensors(values: object) -> list[torch.Tensor]:

@@ -10,10 +10,10 @@ import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload
 from layoutmap.engines.torch.trees import tree_leaves
 
 
@@ -181,9 +181,9 @@ class Step:
     """
 
     number: int
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    op: OpOverload
+    args: Args
+    kwargs: Kwargs
     made: tuple[View | None, ...]
     writes: tuple[View, ...]
     state: torch.Tensor | None = None

@@ -12,7 +12,6 @@ import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,7 +20,13 @@ from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Step, View
-from layoutmap.engines.torch.operators import argument_names, overload_name
+from layoutmap.engines.torch.operators import (
+    Args,
+    OpOverload,
+    OpOverloadPacket,
+    argument_names,
+    overload_name,
+)
 
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
@@ -43,8 +48,8 @@ class RandomFill:
         strided: Whether torch sees memory that is not contiguous, for which it has other programs.
     """
 
-    op: Any
-    args: tuple[Any, ...]
+    op: OpOverloadPacket
+    args: Args
     dtype: torch.dtype
     strided: bool
 
@@ -135,7 +140,7 @@ def random_fill_of(step: Step, view: View) -> RandomFill | None:
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
-    found: tuple[Any, tuple[Any, ...]] | None = None
+    found: tuple[OpOverloadPacket, Args] | None = None
     if packet in RANDOM_IN_PLACE:
         found = (packet, (*args[1:], *step.kwargs.values()))
     elif packet in (aten.rand, aten.rand_like):
@@ -194,7 +199,7 @@ class Stream(Reader):
 
 
 @functools.cache
-def with_generator(op: Any) -> Any:
+def with_generator(op: OpOverload) -> OpOverload | None:
     """The overload of a random operation that takes a generator; `None` if there is none, as for dropout."""
     names = argument_names(op)
     if "generator" in names:

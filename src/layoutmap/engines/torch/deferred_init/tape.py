@@ -30,7 +30,7 @@ from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call, replay
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of, with_generator
-from layoutmap.engines.torch.operators import Function, OpOverload, argument_names, is_view
+from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload, argument_names, is_view
 from layoutmap.engines.torch.storages import storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
@@ -129,7 +129,7 @@ class Tape:  # why: decisions/0016
 
     # -- what the modes below ask
 
-    def dispatch(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def dispatch(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """Do an operation, or write it down."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._paused or op.namespace == "prim" or not self._is_here():
@@ -188,7 +188,7 @@ class Tape:  # why: decisions/0016
 
     # -- parts
 
-    def _plain(self, op: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> object:
+    def _plain(self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> object:
         """An operation on real tensors alone: it is done, unless it would make a large one out of small ones."""
         written = changed_by(op, args, kwargs)
         for leaf in written:
@@ -210,13 +210,13 @@ class Tape:  # why: decisions/0016
             return op(*args, **kwargs)
         return self._write_down(op, args, kwargs, [], foreseen)
 
-    def _real(self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
+    def _real(self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]) -> Any:
         for leaf in written:
             self._keep(leaf)
         args, kwargs = self.evaluate((args, kwargs))
         return op(*args, **kwargs)
 
-    def _foresee(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def _foresee(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """The result of an operation, without values."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
             return args[0]  # a fill changes values only, so nothing has to be asked
@@ -231,7 +231,7 @@ class Tape:  # why: decisions/0016
         return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
 
     def _write_down(
-        self, op: Any, args: Any, kwargs: Any, written: list[torch.Tensor], made: torch.Tensor
+        self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor], made: torch.Tensor
     ) -> Any:
         made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.holds(each)]

@@ -8,23 +8,21 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of, shard_placements
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
-from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.specs import local_of
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _attend(draw: Function, function: Function, args: Any, kwargs: Any) -> Any:
+def _attend(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     tensors = [given.pop(name) for name in _NAMES[:3]]
     mask = given.pop("attn_mask", None)
@@ -60,7 +58,12 @@ def _of(tensor: torch.Tensor, kept: dict[int, int], rank: int) -> dict[int, int]
 
 
 def _draw(
-    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    p: float,
+    mesh: DeviceMesh,
+    kept: dict[int, int],
 ) -> torch.Tensor:
     """The factors of dropout for this device's weights: those of all weights are drawn."""
     drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
@@ -88,13 +91,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _with_mask(
-    shards: list[DTensor],
-    mask: Any,
-    drawn: Any,
+    shards: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    drawn: torch.Tensor,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> object:
+) -> torch.Tensor:
     """Attention whose dropout has been drawn, as torch computes it where no kernel does it in one."""
     dtype = shards[0].dtype
     query, key, value = (each.to(_wide(dtype)) for each in shards)
@@ -115,7 +118,7 @@ def _with_mask(
     return ((weights * drawn) @ value).to(dtype)
 
 
-def _attend_with_projections(draw: Function, function: Function, args: Any, kwargs: Any) -> Any:
+def _attend_with_projections(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> object:
     """Attention with all its projections: each device has its part of the batch, and the weights are gathered."""
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
@@ -128,7 +131,9 @@ def _attend_with_projections(draw: Function, function: Function, args: Any, kwar
     of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_weights_of(given), given["dropout_p"], mesh, of_weights) if drops else None
-    shards: dict[int, Any] = {}  # one for what is given twice: attention to oneself is projected at once
+    shards: dict[
+        int, torch.Tensor
+    ] = {}  # one for what is given twice: attention to oneself is projected at once
     for name, each in tensors.items():
         if id(each) not in shards:
             axes = dict.fromkeys(kept, _batch_axis(name, each))
@@ -157,7 +162,7 @@ def _batch_axis(name: str, tensor: torch.Tensor) -> int | None:
     return None
 
 
-def _weights_of(given: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype, Any]:
+def _weights_of(given: Kwargs) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     """The shape, element type and device of the weights that dropout drops some of."""
     query, key = given["query"], given["key"]
     batch, heads = (query.shape[1] if query.ndim == 3 else 1), given["num_heads"]

@@ -9,11 +9,10 @@ sum of exponentials.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import Ctx
@@ -22,7 +21,7 @@ from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers,
 from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 from layoutmap.engines.torch.dtensor_ops.softmax import log_softmax_of_shards
-from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     OwnGradient,
     on_mesh,
@@ -40,7 +39,7 @@ _NAMES = (
 _LABELS = (torch.int64, torch.uint8)
 
 
-def _of_classes(function: Function, args: Any, kwargs: Any) -> Any:  # why: decisions/0111
+def _of_classes(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0111
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     reduction = reduction_of(given)
     x, target, weight = (given.pop(name, None) for name in _NAMES[:3])
@@ -86,7 +85,9 @@ def _of_classes(function: Function, args: Any, kwargs: Any) -> Any:  # why: deci
     return _Summed.of(total, number, mesh, shards)
 
 
-def _check_options(function: Function, x: Any, target: Any, weight: Any, given: dict[str, object]) -> None:
+def _check_options(
+    function: Function, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, given: Kwargs
+) -> None:
     """Raise what torch raises of options that are wrong; it looks at shapes alone."""
     labels = target.dtype if target.shape == x.shape else torch.int64
     types = {"input": (x, x.dtype), "target": (target, labels), "weight": (weight, x.dtype)}
@@ -117,8 +118,13 @@ class _Classes:
         self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
 
     def by_labels(
-        self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
-    ) -> tuple[torch.Tensor, Any]:
+        self,
+        logs: torch.Tensor,
+        labels: torch.Tensor,
+        counted: torch.Tensor,
+        weights: torch.Tensor | None,
+        smoothing: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of each row's loss that comes from this device's classes, and which rows have their label here.
 
         Args:
@@ -140,14 +146,14 @@ class _Classes:
         return losses, is_here
 
     def by_probabilities(
-        self, logs: torch.Tensor, probabilities: torch.Tensor, weights: object, smoothing: float
+        self, logs: torch.Tensor, probabilities: torch.Tensor, weights: torch.Tensor | None, smoothing: float
     ) -> torch.Tensor:
         """The part of each row's loss from this device's classes, by the probability of each class; see `by_labels`."""
         if smoothing:
             probabilities = probabilities * (1 - smoothing) + smoothing / self._size
         return self._summed_by_weight(-logs * probabilities, weights)
 
-    def _summed_by_weight(self, values: torch.Tensor, weights: Any) -> torch.Tensor:
+    def _summed_by_weight(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         if weights is not None:
             here = all_here(self._size, self._mesh, self._along, values.device)
             shape = [1] * values.ndim
@@ -160,7 +166,9 @@ class _Summed(OwnGradient):
     """The sum of what devices have along some mesh dims, by the sum of what they count, in one collective."""
 
     @staticmethod
-    def forward(ctx: Ctx, total: Any, counts: Any, mesh: DeviceMesh, dims: Iterable[int]) -> Any:
+    def forward(
+        ctx: Ctx, total: torch.Tensor, counts: torch.Tensor | None, mesh: DeviceMesh, dims: Iterable[int]
+    ) -> DTensor:
         ctx.mesh, ctx.dims = mesh, list(dims)
         wide = torch.promote_types(total.dtype, torch.float32)
         sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))

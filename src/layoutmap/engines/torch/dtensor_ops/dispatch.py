@@ -66,7 +66,7 @@ def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> obje
     return return_and_correct_aliasing(op, args, kwargs, args[0])
 
 
-def specs_of_answer(answer: Any) -> list[Any]:
+def specs_of_answer(answer: object) -> list[DTensorSpec]:
     """The specs of arguments and results in what `DTensor` would do about an operator."""
     if not isinstance(answer, OutputSharding):
         return []
@@ -74,7 +74,7 @@ def specs_of_answer(answer: Any) -> list[Any]:
     return found + specs_of_arguments(answer)
 
 
-def specs_of_arguments(answer: object) -> list[Any]:
+def specs_of_arguments(answer: object) -> list[DTensorSpec]:
     """The specs that `DTensor` would give the arguments of an operator first; none if they stay as they are."""
     schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
     found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
@@ -169,7 +169,7 @@ _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
 # Torch's C++ keeps these methods as it finds them first, be it before we are imported: their code is replaced.
 _OF_TORCH = {name: getattr(type(_DISPATCHER), name).__code__ for name in (_TAIL, _RESULTS)}
 _OWN = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _OF_TORCH.items()}
-_INSTEAD: dict[str, Any] = {
+_INSTEAD: dict[str, Function] = {
     _TAIL: lambda self, *args: self.layoutmap_tail(*args),
     _RESULTS: lambda self, *args: self.layoutmap_results(*args),
 }

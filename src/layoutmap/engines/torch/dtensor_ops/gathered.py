@@ -33,7 +33,7 @@ def on_gathered(
     function: Function,
     args: Args,
     kwargs: Kwargs,
-    write: Callable[[Any, torch.Tensor], object] = lambda old, new: old.copy_(like(new, old)),
+    write: Callable[[DTensor, torch.Tensor], object] = lambda old, new: old.copy_(like(new, old)),
 ) -> Any:
     """Compute a function on gathered tensors; gradients pass. What it changes keeps its layout, or stays plain.
 
@@ -82,7 +82,7 @@ def custom(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: de
     return on_gathered(function, args, kwargs)
 
 
-def read(function: Function, args: Args, kwargs: Kwargs) -> Any:
+def read(function: Function, args: Args, kwargs: Kwargs) -> object:
     """A function that takes values out of a tensor: those of the global tensor, not of a shard or a summand."""
     with torch.no_grad():
         return function(*tree_map(complete, tuple(args)), **kwargs)

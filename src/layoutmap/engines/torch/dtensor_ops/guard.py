@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +51,7 @@ from layoutmap.engines.torch.placing import (
     replicated,
     summed_placements,
 )
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of
+from layoutmap.engines.torch.specs import DTensorSpec, axis_of, dtensor, local_of
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import memory_of
 
@@ -150,7 +150,9 @@ def _refuse_plain(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
                 )
 
 
-def _decided(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> object:
+def _decided(
+    own: Callable[[], object], op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
+) -> object:
     full_name = str(op.overloadpacket).removeprefix("aten.")  # another's `cumsum` is not torch's
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if (
@@ -261,7 +263,7 @@ def _become_sums(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
     )
 
 
-def _dtensors(values: object) -> list[Any]:
+def _dtensors(values: object) -> list[DTensor]:
     return [each for each in tree_leaves(values) if isinstance(each, DTensor)]
 
 
@@ -294,12 +296,12 @@ def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
     return True
 
 
-def _is_even(tensor: Any) -> bool:
+def _is_even(tensor: DTensor | DTensorSpec) -> bool:
     """Whether all devices have shards of one size, of a DTensor or of what would become one."""
     parts = [1] * len(tensor.shape)
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
-            parts[placement.dim] *= tensor.device_mesh.size(dim)
+            parts[axis_of(placement)] *= tensor.device_mesh.size(dim)
     return all(size % number == 0 for size, number in zip(tensor.shape, parts, strict=True))
 
 
@@ -318,7 +320,7 @@ def _on_local(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> o
     )
 
 
-def _refuse_shape(op: OpOverload, old: DTensor, new: DTensor) -> NoReturn:
+def _refuse_shape(op: OpOverload, old: DTensor, new: torch.Tensor) -> NoReturn:
     raise EngineError(
         f"{op}: a tensor on a mesh would change its shape in place",
         facts={"from": tuple(old.shape), "to": tuple(new.shape), "layout": str(old.placements)},
@@ -327,7 +329,7 @@ def _refuse_shape(op: OpOverload, old: DTensor, new: DTensor) -> NoReturn:
     )
 
 
-def _write(op: Any, old: Any, new: Any) -> None:
+def _write(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
     if old.shape != new.shape:
         _refuse_shape(op, old, new)
     mesh = old.device_mesh

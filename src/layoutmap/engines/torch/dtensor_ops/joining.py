@@ -5,22 +5,19 @@ Before torch 2.14 DTensor takes that tensor for one with all the others' axes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from layoutmap.engines.tested import is_before
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 JOINS = (
     frozenset({torch.cat, torch.concat, torch.concatenate})
     if is_before("torch", "2.14")
-    else frozenset[Any]()
+    else frozenset[Function]()
 )
 
 
-def without_empty(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[object, ...], dict[str, object]]:
+def without_empty(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of a join without the tensors of shape (0,) among others of more axes."""
     tensors = args[0] if args else kwargs.get("tensors", ())
     kept = [each for each in tensors if tuple(each.shape) != (0,)]

@@ -7,10 +7,10 @@ dim needs an argument in another layout, that is one product, and two backwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import Ctx
@@ -21,18 +21,20 @@ from layoutmap.engines.torch.specs import (
     cached_by_mesh,
     dtensor,
     local_of,
+    meta_of,
     spec_of,
     spec_of_tensor,
 )
 
 
-def _linear(function: Function, args: Any, kwargs: Any) -> Any:  # why: decisions/0101
+def _linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:  # why: decisions/0101
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors = [given["input"], given["weight"], given.get("bias")]
     plan = None
     # Under autocast torch is to convert the arguments first.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
-        plan = _plan(*(None if each is None else spec_of(each) for each in tensors))
+        of_bias = None if tensors[2] is None else spec_of(tensors[2])
+        plan = _plan(spec_of(tensors[0]), spec_of(tensors[1]), of_bias)
     if plan is None and tensors[0].ndim == 1:  # torch would change the shape of the result in place
         result = _linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
@@ -52,22 +54,22 @@ class _Plan(NamedTuple):
         num_summands: How many devices' results are to be summed up.
     """
 
-    result: Any
-    upstream: tuple[Any, ...]
-    gradients: Sequence[Any]
+    result: DTensorSpec
+    upstream: tuple[Placement, ...]
+    gradients: Sequence[DTensorSpec | None]
     num_summands: int
 
 
 @cached_by_mesh
-def _plan(x: Any, weight: Any, bias: Any) -> _Plan | None:
+def _plan(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _Plan | None:
     """How to multiply on shards; `None`: an argument is needed in another layout, or is no matrix."""
     mesh, last = x.mesh, len(x.shape) - 1
-    dtypes = {each.tensor_meta.dtype for each in (x, weight, bias) if each is not None}
+    dtypes = {meta_of(each).dtype for each in (x, weight, bias) if each is not None}
     ranks = len(weight.shape), 1 if bias is None else len(bias.shape)
     if ranks != (2, 1) or last < 0 or len(dtypes) > 1 or not all(map(_is_even, (x, weight))):
         return None
-    of_result: list[Any] = []
-    of_gradients: list[list[Any]] = [[], [], []]
+    of_result: list[Placement] = []
+    of_gradients: list[list[Placement]] = [[], [], []]
     num_summands = 1
     for dim in range(mesh.ndim):
         placed = x.placements[dim], weight.placements[dim]
@@ -114,7 +116,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan
-    ) -> Any:
+    ) -> DTensor:
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
         of_bias = None if bias is None else local_of(bias)
@@ -131,7 +133,7 @@ class _Linear(torch.autograd.Function):
             return (*_by_operators(given, x, weight, ctx.needs_input_grad), None)
         gradient = local_of(given)
         rows = gradient.reshape(-1, gradient.shape[-1])
-        results: list[Any] = [None, None, None, None]
+        results: list[torch.Tensor | None] = [None, None, None, None]
         if ctx.needs_input_grad[0]:
             results[0] = gradient @ local_of(weight)
         if ctx.needs_input_grad[1]:
@@ -139,15 +141,15 @@ class _Linear(torch.autograd.Function):
             results[1] = rows.t() @ local.reshape(-1, local.shape[-1])
         if ctx.needs_input_grad[2]:
             results[2] = rows.sum(0)
-        for number, spec in enumerate(plan.gradients):
-            if results[number] is not None:
-                results[number] = dtensor(results[number], spec)
-        return tuple(results)
+        return tuple(
+            None if result is None or spec is None else dtensor(result, spec)
+            for result, spec in zip(results, (*plan.gradients, None), strict=True)
+        )
 
 
 def _by_operators(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
-) -> tuple[Any, Any, Any]:
+) -> tuple[torch.Tensor | None, ...]:
     rows = gradient.reshape(-1, gradient.shape[-1])
     return (
         gradient @ weight if wanted[0] else None,

@@ -8,9 +8,9 @@ error, as on one device; on an accelerator the check waits for nothing, as torch
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
@@ -25,7 +25,7 @@ from layoutmap.engines.torch.specs import local_of, spec_of
 check_names("torch", (torch.ops.aten, "_assert_async"))
 
 
-def _embedding(function: Function, args: Any, kwargs: Any) -> Any:
+def _embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
     given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         raise EngineError(
@@ -68,7 +68,7 @@ def _embedding(function: Function, args: Any, kwargs: Any) -> Any:
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
-def _gather(function: Function, args: Any, kwargs: Any) -> Any:
+def _gather(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
     x, index = given["input"], given["index"]
     if not is_sharded(x, given["dim"]) or index.ndim != x.ndim:
@@ -85,7 +85,9 @@ def _gather(function: Function, args: Any, kwargs: Any) -> Any:
     return sum_up(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
 
 
-def numbers_here(index: Any, size: int, mesh: Any, dims: Collection[int]) -> tuple[Any, Any]:
+def numbers_here(
+    index: torch.Tensor, size: int, mesh: DeviceMesh, dims: Collection[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Places of a local index's numbers in this device's shard, and which of them the shard has at all.
 
     Args:
@@ -99,12 +101,12 @@ def numbers_here(index: Any, size: int, mesh: Any, dims: Collection[int]) -> tup
     return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here
 
 
-def all_here(size: int, mesh: Any, dims: Collection[int], device: Any) -> Any:
+def all_here(size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device) -> torch.Tensor:
     """The numbers of an axis of which this device has the elements; see `numbers_here`."""
     return local_shard(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
 
 
-def sum_up(local: Any, mesh: Any, axes: Mapping[int, int], dims: Collection[int]) -> object:
+def sum_up(local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int], dims: Collection[int]) -> DTensor:
     """The DTensor of local shards, summed up over some mesh dims and sharded over others."""
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(shard_placements(mesh, axes))
@@ -141,7 +143,7 @@ def _others(shape: Sequence[int], axis: int) -> list[int]:
     return [*shape[:axis], 1, *shape[axis + 1 :]]
 
 
-def check_numbers(numbers: Any, size: int, name: str, axis: int = 0) -> None:
+def check_numbers(numbers: torch.Tensor, size: int, name: str, axis: int = 0) -> None:
     """Raise an IndexError where a number is not from 0 to below the size, if it can be known at once."""
     numbers = reduced(numbers)
     local = local_of(numbers) if isinstance(numbers, DTensor) else numbers

@@ -23,9 +23,9 @@ from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, warn_of_gathering
 from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.operators import Args, Function, Kwargs
+from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import attainable_placements, placed
-from layoutmap.engines.torch.specs import dtensor, local_of, spec_of
+from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, meta_of, spec_of
 from layoutmap.engines.torch.storages import base_of
 from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, is_unseen, memory_of
@@ -50,14 +50,14 @@ class _Origin(NamedTuple):  # why: decisions/0151
         places: Where in its memory the copy is, on each rank: where it begins, its shape and strides.
     """
 
-    source: Any
+    source: DTensor
     base: weakref.ref[torch.Tensor]
-    spec: Any
+    spec: DTensorSpec
     places: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]
 
-    def whole(self, part: torch.Tensor) -> Any:
+    def whole(self, part: torch.Tensor) -> DTensor:
         """All of the copy, in whose memory a tensor is."""
-        dtype = self.spec.tensor_meta.dtype
+        dtype = meta_of(self.spec).dtype
         pieces = {
             rank: torch.empty(0, dtype=dtype, device=piece.device).set_(
                 piece.untyped_storage(), *self.places[rank]
@@ -102,7 +102,7 @@ def _up_to_the_root(memory: torch.UntypedStorage) -> Generator[torch.UntypedStor
 
 @plainly
 @torch.no_grad()
-def spread(op: Any, changed: list[DTensor]) -> None:
+def spread(op: OpOverload, changed: list[DTensor]) -> None:
     """Write what an operator has changed to what that is a copy of, and mark the other copies of it as outdated.
 
     Args:
@@ -127,7 +127,7 @@ def spread(op: Any, changed: list[DTensor]) -> None:
         outdated.discard(memory_of(part))  # its tensor has what it has
 
 
-def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[Any]) -> None:
+def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[torch.Tensor]) -> None:
     """Refuse a copy that was changed, and cannot be written back.
 
     Raises:
@@ -212,7 +212,7 @@ def refuse_outdated(name: str, values: object) -> None:
 
 
 # For these torch calls no function that can be watched.
-_CONVERSIONS: dict[str, Any] = {name: getattr(DTensor, name) for name in ("to_local", "redistribute")}
+_CONVERSIONS: dict[str, Function] = {name: getattr(DTensor, name) for name in ("to_local", "redistribute")}
 _SHOW = DTensor.__repr__
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +71,7 @@ with Needed("torch"):
     from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
     from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
 
-Handler = Callable[[Function, Any, Any], Any]
+Handler = Callable[[Function, Args, Kwargs], Any]
 
 _HANDLERS: dict[object, Handler] = {
     **LINEAR,
@@ -124,7 +124,9 @@ class _Computing(TorchFunctionMode):
         super().__init__()
         self._by_shards = by_shards
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
             with outside_of_modes():  # it computes nothing: no mode has to see it
@@ -210,7 +212,9 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType
 
 
-def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> object:
+def _compute(
+    joins: bool, changed: list[torch.Tensor], function: Function, args: Args, kwargs: Kwargs
+) -> object:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
     with outside_of_modes():
         if joins:
@@ -235,7 +239,7 @@ def _index(index: object) -> object:
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))
 
 
-def _survey(values: Any) -> tuple[Any, bool]:
+def _survey(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
     """A DTensor among values and in lists of them, and whether there are plain tensors."""
     found, is_mixed = None, False
     for value in values:
@@ -256,7 +260,7 @@ def _survey(values: Any) -> tuple[Any, bool]:
 
 
 @plainly
-def _all_on_mesh(args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> tuple[Any, Any]:
+def _all_on_mesh(args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> tuple[Args, Kwargs]:
     return tuple(_on_mesh(each, mesh) for each in args), {
         name: _on_mesh(each, mesh) for name, each in kwargs.items()
     }

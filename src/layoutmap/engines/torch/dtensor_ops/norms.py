@@ -23,7 +23,7 @@ from layoutmap.engines.torch.placing import (
 from layoutmap.engines.torch.specs import local_of
 
 
-def _batch_norm(function: Function, args: Any, kwargs: Any) -> Any:
+def _batch_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
@@ -61,7 +61,7 @@ def _batch_norm(function: Function, args: Any, kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def _track(running: Any, value: DTensor, momentum: float) -> None:
+def _track(running: torch.Tensor | None, value: Any, momentum: float) -> None:
     """Move a running statistic towards the value of a batch."""
     if running is None:
         return
@@ -73,7 +73,7 @@ def _track(running: Any, value: DTensor, momentum: float) -> None:
     running.copy_(new if isinstance(running, DTensor) else full_tensor(new))
 
 
-def _instance_norm(function: Function, args: Any, kwargs: Any) -> Any:
+def _instance_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, use_input_stats = given.pop("input"), given.get("use_input_stats", True)

@@ -81,7 +81,7 @@ def _given(input: object, p: float, train: bool) -> tuple[Any, float, bool]:
     return input, p, train
 
 
-def _dropout_by_shards(function: Function, args: Any, kwargs: Any) -> Any:
+def _dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -> object:
     """A dropout of which each device draws its part."""
     x, p, train = _given(*args, **kwargs)
     of_channels = "feature" in function.__name__

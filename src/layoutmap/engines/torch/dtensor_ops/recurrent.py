@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
@@ -12,7 +10,7 @@ from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
 
-def _run(function: Function, args: Args, kwargs: Kwargs) -> Any:
+def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
     if kwargs or not isinstance(args[3], bool):  # a packed sequence
         return on_gathered(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args

@@ -13,18 +13,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import everywhere, from_shards, placed, reduced, replicated, shard_of
+from layoutmap.engines.torch.specs import axis_of
 
 
-def mesh_of(tensors: Iterable[torch.Tensor]) -> Any:
+def mesh_of(tensors: Iterable[object]) -> DeviceMesh:
     """The mesh of the first DTensor."""
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
 
 def kept_axes(
-    tensors: Sequence[Any],
-    mesh: Any,
+    tensors: Sequence[torch.Tensor],
+    mesh: DeviceMesh,
     free: Container[int],
     *,
     broadcast: bool = False,
@@ -41,9 +42,9 @@ def kept_axes(
     """
     kept: dict[int, int] = {}
     num_shards: dict[int, int] = {}
-    placements: list[Any] = [each.placements for each in tensors if isinstance(each, DTensor)]
+    placements = [each.placements for each in tensors if isinstance(each, DTensor)]
     for dim in range(mesh.ndim):
-        axes = [of[dim].dim for of in placements if type(of[dim]) is Shard and of[dim].dim in free]
+        axes = [axis_of(of[dim]) for of in placements if type(of[dim]) is Shard and axis_of(of[dim]) in free]
         if not axes or dim in taken:
             continue
         axis = axes[0]
@@ -62,7 +63,9 @@ def shard_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[
     return tuple(placements)
 
 
-def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: Iterable[int]) -> Any:
+def local_shard(
+    tensor: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None], apart: Iterable[int]
+) -> torch.Tensor:
     """The shard of this device, after the tensor was redistributed to a layout.
 
     Args:
@@ -84,7 +87,9 @@ def local_shard(tensor: Any, mesh: Any, axes: Mapping[int, int | None], apart: I
     return shard_of(tensor, gradient)
 
 
-def join(local: Any, mesh: Any, axes: Mapping[int, int | None]) -> Any:  # why: decisions/0108
+def join(
+    local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None]
+) -> DTensor:  # why: decisions/0108
     """The DTensor of all devices' shards, which are of equal size; see `local_shard`."""
     return from_shards(local, mesh, shard_placements(mesh, axes))
 
@@ -96,8 +101,8 @@ def apart(free: Callable[[int], Container[int]]) -> Function:
         free: These axes, given the tensor's rank. They may stay sharded, and so are the result's then.
     """
 
-    def compute(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
+        values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         first = 0 if args else "input"
         mesh = mesh_of(values.values())
         kept = kept_axes([values[first]], mesh, free(values[first].ndim))

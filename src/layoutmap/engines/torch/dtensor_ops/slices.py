@@ -8,7 +8,6 @@ What else is done with slices is in `memories`.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import attainable_placements, everywhere, on_mesh, placed, reduced
+from layoutmap.engines.torch.specs import axis_of
 from layoutmap.engines.torch.storages import base_of
 
 
@@ -25,7 +25,7 @@ def keep_gradient(changed: torch.Tensor) -> None:
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
         mesh, placements = base.device_mesh, attainable_placements(base)
 
-        def place(gradient: Any) -> Any:
+        def place(gradient: torch.Tensor) -> DTensor:
             return placed(reduced(on_mesh(gradient, mesh)), placements)  # torch may have made plain zeros
 
         base.register_hook(place)
@@ -43,7 +43,7 @@ def assign(function: Function, args: Args, kwargs: Kwargs) -> object:
     return on_gathered(function, args, kwargs)
 
 
-def _is_replicated_where_indexed(target: Any, index: object) -> bool:
+def _is_replicated_where_indexed(target: DTensor, index: object) -> bool:
     """Whether an index of slices and numbers takes all of each sharded axis."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):
@@ -59,4 +59,4 @@ def _is_replicated_where_indexed(target: Any, index: object) -> bool:
             if part != slice(None):
                 touched.add(axis)
             axis += 1
-    return all(p.is_replicate() or (p.is_shard() and p.dim not in touched) for p in target.placements)
+    return all(p.is_replicate() or (p.is_shard() and axis_of(p) not in touched) for p in target.placements)

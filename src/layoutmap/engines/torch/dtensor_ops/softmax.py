@@ -6,7 +6,6 @@ Devices exchange two numbers of each row instead: the largest, and the sum of ex
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,11 +13,13 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.lookups import is_sharded
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard
-from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import largest_of_devices, sum_of_devices
 
 
-def log_softmax_of_shards(x: torch.Tensor, axis: int, mesh: Any, along: Collection[int]) -> torch.Tensor:
+def log_softmax_of_shards(
+    x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]
+) -> torch.Tensor:
     """The logarithm of softmax along an axis of which each device has a shard, in 32 bits or more.
 
     Args:
@@ -49,7 +50,7 @@ def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Function:
         place: The place of the element type among its arguments.
     """
 
-    def compute(function: Function, args: Any, kwargs: Any) -> Any:
+    def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
         x = args[0] if args else kwargs["input"]
         axis = args[1] if len(args) > 1 else kwargs.get("dim")
         rank = x.ndim

@@ -7,13 +7,12 @@ that costs less. For a batch that does not divide it shards unevenly, and fails 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import reduced, with_gradient
 from layoutmap.engines.torch.trees import tree_map
 
@@ -33,11 +32,14 @@ def batch_divides(value: object) -> bool:
 class SummingUp(TorchFunctionMode):
     """While open, products and their gradients are summed up at once."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
         if func not in _PRODUCTS:
-            return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(with_summed_gradient, (args, kwargs or {}))
-        return reduced(func(*args, **kwargs))
+            return func(*args, **kwargs)
+        given, named = tree_map(with_summed_gradient, (args, kwargs))
+        return reduced(func(*given, **named))
 
 
 def with_summed_gradient(value: object) -> object:

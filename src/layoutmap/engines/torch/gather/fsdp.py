@@ -7,7 +7,6 @@ collective each; the weights of a block, one behind the other in memory, cost on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,19 @@ from layoutmap.core.errors import format_message
 from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, placed_as, placed_over, spec_of
+from layoutmap.engines.torch.specs import (
+    DTensorSpec,
+    axis_of,
+    dtensor,
+    local_of,
+    meta_of,
+    placed_as,
+    placed_over,
+    spec_of,
+)
 
 
-def can_gather(tensor: Any, mesh_dim: int) -> bool:
+def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
     """Whether what the devices along a mesh dim hold, put one behind the other, is the tensor, not sharded over it.
 
     It is so where this dim is the last of those that shard its axis: the last of the mesh, or by a strided shard.
@@ -34,7 +42,7 @@ def can_gather(tensor: Any, mesh_dim: int) -> bool:
             continue
         if type(each) is not Shard:
             return False
-        if number > mesh_dim and each.dim == placement.dim:
+        if number > mesh_dim and axis_of(each) == axis_of(placement):
             shards_before *= mesh.size(number)
     return shards_before == getattr(placement, "split_factor", 1)
 
@@ -70,7 +78,7 @@ class Gather:
         group = mesh.get_group(mesh_dim)
         self._work = dist.all_gather_single(self._rows.view(-1), flat, group=group, async_op=is_asynchronous)
 
-    def gathered(self) -> list[Any]:
+    def gathered(self) -> list[DTensor]:
         """The tensors; gradients pass, summed up over the mesh dim and sharded again. To be called once."""
         return list(_GatherOver.apply(self, *self.tensors))
 
@@ -84,7 +92,7 @@ class Gather:
 
 class _GatherOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # of a DTensor that is not used, torch makes plain zeros
         ctx.gather = gather
         columns = gather.rows().split([place.local_size for place in gather.places], dim=1)
@@ -100,7 +108,7 @@ class _ScatterOver(torch.autograd.Function):
     """Gradients of gathered tensors, summed up over the mesh dim and sharded again."""
 
     @staticmethod
-    def forward(ctx: Any, gather: Gather, *gradients: Any) -> Any:
+    def forward(ctx: Ctx, gather: Gather, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
         places, mesh_dim = gather.places, gather.mesh_dim
         ctx.set_materialize_grads(False)
         ctx.gather, ctx.dtypes = gather, [None if each is None else each.dtype for each in gradients]
@@ -109,7 +117,7 @@ class _ScatterOver(torch.autograd.Function):
             for place, gradient in zip(places, gradients, strict=True)
             if gradient is not None
         ]
-        results: dict[int, Any] = {}
+        results: dict[int, DTensor] = {}
         for dtype in dict.fromkeys(gradient.dtype for _, gradient in given):  # in one order in all processes
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
@@ -124,11 +132,13 @@ class _ScatterOver(torch.autograd.Function):
     @staticmethod
     @plainly
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        groups: dict[Any, list[int]] = {}  # in one order in all processes, as their collectives are
+        groups: dict[
+            tuple[torch.dtype, torch.dtype], list[int]
+        ] = {}  # in one order in all processes, as their collectives are
         for number, each in enumerate(upstream):
             if each is not None:
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)
-        results: list[Any] = [None] * len(upstream)
+        results: list[DTensor | None] = [None] * len(upstream)
         for (dtype, _), numbers in groups.items():
             some = [redistributed(upstream[n], ctx.gather.places[n].spec.placements) for n in numbers]
             gathered = Gather(some, ctx.gather.mesh_dim, dtype).gathered()
@@ -141,7 +151,7 @@ class Cast(torch.autograd.Function):
     """A DTensor in another element type; its gradient comes back in its own, before it is summed up."""
 
     @staticmethod
-    def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+    def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
         """See above."""
         ctx.dtype = tensor.dtype
         return _converted(tensor, dtype)
@@ -153,7 +163,7 @@ class Cast(torch.autograd.Function):
         return Cast.apply(upstream[0], ctx.dtype), None
 
 
-def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> object:
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     spec = spec_of(tensor)
     return dtensor(local_of(tensor).to(dtype), placed_as(spec, spec.placements, dtype))
 
@@ -163,12 +173,12 @@ class _Place:
 
     def __init__(self, tensor: torch.Tensor, mesh_dim: int) -> None:
         self.spec, self.mesh_dim = spec_of(tensor), mesh_dim
-        self.axis = self.spec.placements[mesh_dim].dim
+        self.axis = axis_of(self.spec.placements[mesh_dim])
         self.number = self.spec.mesh.size(mesh_dim)
         self.local_shape = tuple(local_of(tensor).shape)
         self.local_size, self.device = local_of(tensor).numel(), local_of(tensor).device
 
-    def gathered_of(self, pieces: torch.Tensor) -> object:
+    def gathered_of(self, pieces: torch.Tensor) -> DTensor:
         """The tensor, from one row of numbers for each device along the mesh dim."""
         apart = pieces.reshape(self.number, *self.local_shape)
         joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
@@ -181,13 +191,13 @@ class _Place:
         apart = local_of(gradient).reshape([*before, self.number, *after])
         return apart.movedim(self.axis, 0).reshape(self.number, -1)
 
-    def sharded(self, numbers: torch.Tensor) -> Any:
+    def sharded(self, numbers: torch.Tensor) -> DTensor:
         """The gradient in the tensor's own layout, from the numbers of this device."""
-        numbers = numbers.to(self.device, self.spec.tensor_meta.dtype)
+        numbers = numbers.to(self.device, meta_of(self.spec).dtype)
         return dtensor(numbers.reshape(self.local_shape), self.spec)
 
 
-def as_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> Any:
+def as_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
     """A gradient as numbers that are still to be summed up over a mesh dim, laid out else as the tensor is.
 
     One that has been summed up, as that of a batch which does not divide, is shared out evenly.

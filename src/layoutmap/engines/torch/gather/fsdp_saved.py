@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import saver
 from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.specs import dtensor, local_of, spec_of
+from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, spec_of
 from layoutmap.engines.torch.storages import storage_key
 
 
 # why: decisions/0062
 @contextmanager
-def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[object]]) -> Generator[bool]:
+def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
     """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.
 
     Where something else decides already what autograd keeps, as activation checkpoints do, that is left alone.
@@ -46,7 +45,7 @@ def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[object]]
 
 
 @plainly
-def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[object]]) -> _Weights | None:
+def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> _Weights | None:
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     if not nodes or not torch.is_grad_enabled() or saver() is not None:
         return None
@@ -61,16 +60,16 @@ class _View:
     """A view of one of the weights, and of what each rank holds; without a spec, of what this process holds."""
 
     number: int
-    spec: Any
-    of_piece: tuple[Any, Any, int]
+    spec: DTensorSpec | None
+    of_piece: tuple[torch.Size, tuple[int, ...], int]
 
 
 class _Weights:
-    def __init__(self, tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[object]]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> None:
         self._numbers = {storage_key(_piece(tensor)): number for number, tensor in enumerate(tensors)}
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._again = again
-        self._made: Sequence[Any] | None = None
+        self._made: Sequence[DTensor] | None = None
 
     def close(self) -> None:
         """The memory of the weights may be another's from now on."""
@@ -81,7 +80,7 @@ class _Weights:
         if not torch.is_grad_enabled():
             self._made = None
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
         if not self._numbers or not (isinstance(tensor, DTensor) or is_of_graph(tensor)):
             return tensor
         piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
@@ -91,10 +90,10 @@ class _Weights:
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
         return _View(number, spec_of(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
-    def unpack(self, packed: object) -> Any:
+    def unpack(self, packed: torch.Tensor | _View) -> torch.Tensor:
         return plainly(self._view)(packed) if isinstance(packed, _View) else packed
 
-    def _view(self, view: _View) -> object:
+    def _view(self, view: _View) -> torch.Tensor:
         with torch.no_grad():
             if self._made is None:
                 self._made = self._again()

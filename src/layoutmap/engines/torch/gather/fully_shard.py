@@ -27,7 +27,7 @@ from layoutmap.engines.torch.gather.fsdp_saved import is_of_graph
 from layoutmap.engines.torch.gather.fully_sharded import FullySharded
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.modules import hooks_of_tensor
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, placed_over, spec_of
+from layoutmap.engines.torch.specs import DTensorSpec, axis_of, dtensor, local_of, placed_over, spec_of
 from layoutmap.engines.torch.storages import storage_key, version_of
 
 with Needed("torch"):
@@ -58,7 +58,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, Any]],
+        parameters: Sequence[tuple[str, DTensor]],
         mesh: DeviceMesh,
         mesh_dim: int,
         options: Mapping[str, Any],
@@ -93,10 +93,10 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         # Late: it takes a tenth of a second to load.
         from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 
-        axes: dict[int, Any] = {}
+        axes: dict[int, Shard] = {}
         for number, each in enumerate(parameters):
             placeholder = _placeholder(each, mesh, self._mesh_dim)
-            axes[id(placeholder)] = Shard(each.placements[self._mesh_dim].dim)
+            axes[id(placeholder)] = Shard(axis_of(each.placements[self._mesh_dim]))
             self.register_parameter(f"weight {number}", placeholder)
         made: Any = fully_shard(
             self,
@@ -110,18 +110,18 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         made.set_gradient_divide_factor(1.0)  # a partial sum is no mean
         made.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
-    def is_up_to_date(self, held: Sequence[Any]) -> bool:
+    def is_up_to_date(self, held: Sequence[torch.Tensor | None]) -> bool:
         """Whether this can be used: modules hold what was given, and nobody else sees gradients, or keeps tensors."""
         around = saver()
         if not (around is None or isinstance(around, _Call) or is_checkpoint(around)):
             return False
         return all(
-            each is parameter and local_of(each) is local and not _has_foreign_hooks(each)
+            each is parameter and local_of(each) is local and not _has_foreign_hooks(parameter)
             for each, (parameter, local) in zip(held, self._sharded, strict=True)
         )
 
     @contextmanager
-    def gathered(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[Any]]:
+    def gathered(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[DTensor]]:
         """While open, its parameters are gathered.
 
         Args:
@@ -166,7 +166,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
                     each.register_hook(self._done)
 
     @plainly
-    def _reachable(self) -> list[Any]:
+    def _reachable(self) -> list[DTensor]:
         """The gathered parameters; a graph with them leads on to the sharded ones, to see who asks for these."""
         gathered = self.state.gathered
         trained = [number for number, each in enumerate(gathered) if each.requires_grad]
@@ -231,8 +231,9 @@ class Unit(torch.nn.Module):  # why: decisions/0017
     def _lay_out_gradients(self) -> None:
         """Lay out gradients of sharded parameters that were used without being gathered: others are added to them."""
         for sharded, _ in self._sharded:
-            if sharded.grad is not None and sharded.grad.placements != sharded.placements:
-                sharded.grad = sharded.grad.redistribute(sharded.device_mesh, sharded.placements)
+            gradient = sharded.grad
+            if isinstance(gradient, DTensor) and gradient.placements != sharded.placements:
+                sharded.grad = gradient.redistribute(sharded.device_mesh, sharded.placements)
 
     @plainly
     def _done(self, _: object) -> None:
@@ -245,7 +246,7 @@ class _Reachable(torch.autograd.Function):
     """The same gathered parameter; refuses gradients of sharded ones, which `fully_shard` computes by itself."""
 
     @staticmethod
-    def forward(ctx: Ctx, node: Any, gathered: Any, *sharded: Any) -> Any:
+    def forward(ctx: Ctx, node: object, gathered: DTensor, *sharded: DTensor) -> torch.Tensor:
         ctx.node, ctx.number = node, len(sharded)
         return gathered.view_as(gathered)
 
@@ -259,22 +260,24 @@ class _Reachable(torch.autograd.Function):
 class _Call:
     """The tensors of one call that autograd keeps: gathered values are gathered again when they are unpacked."""
 
-    def __init__(self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: Any) -> None:
+    def __init__(
+        self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: _Call | None
+    ) -> None:
         self._unit = unit
         self._versions = versions
         self._seen = -1  # the backward pass that has used it
         self.calls: dict[int, _Call] = {} if around is None else dict(around.calls)
         self.calls.update(dict.fromkeys(storages, self))
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
         call = None
         if isinstance(tensor, DTensor) or is_of_graph(tensor):
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             call = self.calls.get(storage_key(local))
         return tensor if call is None else _Kept(tensor, call)
 
-    def unpack(self, packed: Any) -> Any:
-        if type(packed) is not _Kept:
+    def unpack(self, packed: torch.Tensor | _Kept) -> torch.Tensor:
+        if not isinstance(packed, _Kept):
             return packed
         packed.call.begin_backward()
         return packed.tensor
@@ -288,7 +291,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    tensor: Any
+    tensor: torch.Tensor
     call: _Call
 
 
@@ -320,9 +323,9 @@ def _off_load(parameter: torch.Tensor, *, is_pinned: bool) -> None:
     torch.utils.swap_tensors(parameter, made)
 
 
-def _placeholder(parameter: Any, mesh: Any, mesh_dim: int) -> torch.nn.Parameter:
+def _placeholder(parameter: DTensor, mesh: DeviceMesh, mesh_dim: int) -> torch.nn.Parameter:
     """A parameter without values that is laid out as one that is gathered."""
-    axis, size = parameter.placements[mesh_dim].dim, mesh.size(mesh_dim)
+    axis, size = axis_of(parameter.placements[mesh_dim]), mesh.size(mesh_dim)
     shape = [n * size if i == axis else n for i, n in enumerate(local_of(parameter).shape)]
     placements = [Replicate() if i == mesh_dim else each for i, each in enumerate(parameter.placements)]
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=spec_of(parameter).tensor_meta)

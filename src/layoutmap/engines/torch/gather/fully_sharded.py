@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.tested import unsupported
 from layoutmap.engines.torch.modes import plainly
@@ -60,7 +61,7 @@ class FullySharded:
         self._state._lazy_init()
 
     @property
-    def gathered(self) -> list[Any]:
+    def gathered(self) -> list[DTensor]:
         """The gathered parameters; there are some from the first call on."""
         return [each.unsharded_param for each in self._group.fsdp_params] if self._group else []
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import at_end_of_backward, backward_pass
@@ -37,11 +37,13 @@ class Gradients:
     """
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], refer_to: Callable[[Any], Callable[[], Any]] = weakref.ref
+        self,
+        parameters: Iterable[torch.Tensor],
+        refer_to: Callable[[DTensor], Callable[[], torch.Tensor | None]] = weakref.ref,
     ) -> None:
         self._refer_to = refer_to
-        self._passes: dict[int, list[tuple[Any, Any]]] = {}
-        self._hooks: list[Any] = []
+        self._passes: dict[int, list[tuple[DTensor, torch.Tensor | None]]] = {}
+        self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             if isinstance(parameter, DTensor) and parameter.requires_grad:
                 self._hooks += self._watch(parameter)
@@ -51,8 +53,8 @@ class Gradients:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _watch(self, parameter: DTensor) -> tuple[Any, Any]:
-        earlier: dict[int, Any] = {}  # by pass, so that one that fails leaves nothing for the next
+    def _watch(self, parameter: DTensor) -> tuple[RemovableHandle, RemovableHandle]:
+        earlier: dict[int, torch.Tensor] = {}  # by pass, so that one that fails leaves nothing for the next
         parameter_of = self._refer_to(parameter)
 
         @unserializable_hook
@@ -71,7 +73,7 @@ class Gradients:
 
         return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
 
-    def _note(self, parameter: torch.Tensor, earlier: object) -> None:
+    def _note(self, parameter: DTensor, earlier: torch.Tensor | None) -> None:
         """Remember a parameter until the pass that runs now ends."""
         number = backward_pass()
         if number not in self._passes:
@@ -92,7 +94,7 @@ class Gradients:
                 for dim in range(mesh.ndim):
                     _sum_up([each for each in parameters if each.device_mesh == mesh], dim)
         for parameter, earlier in noted:
-            if earlier is not None:
+            if earlier is not None and parameter.grad is not None:
                 parameter.grad = earlier.add_(parameter.grad)
 
 
@@ -118,9 +120,9 @@ def _redistribute(parameter: DTensor) -> None:
         parameter.grad = redistributed(gradient, closer)
 
 
-def _sum_up(parameters: list[torch.Tensor], dim: int) -> None:
+def _sum_up(parameters: list[DTensor], dim: int) -> None:
     """All-reduce, in few tensors, the gradients of parameters that are partial over a mesh dim."""
-    alike: dict[Any, list[Any]] = {}
+    alike: dict[tuple[Any, torch.dtype], list[DTensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
@@ -130,8 +132,8 @@ def _sum_up(parameters: list[torch.Tensor], dim: int) -> None:
             _sum_up_at_once(some, dim, partial.reduce_op)
 
 
-def _batches(parameters: list[torch.Tensor]) -> Iterable[list[Any]]:
-    some: list[Any] = []
+def _batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
+    some: list[DTensor] = []
     size = 0
     for parameter in parameters:
         more = local_of(parameter.grad).nbytes
