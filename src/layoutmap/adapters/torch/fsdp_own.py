@@ -116,7 +116,7 @@ class Order:  # why: decisions/0104
 
             for each in results:
                 if each.grad_fn is not None:
-                    each.register_hook(begin)
+                    each.register_hook(begin)  # pyright: ignore[reportUnknownMemberType]
 
     def _ask(self, own: Own | None, context: ScopeContext) -> None:
         if own is not None and own not in self._asked:

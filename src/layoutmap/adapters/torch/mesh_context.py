@@ -117,7 +117,7 @@ def _reentrant(own: Function) -> object:
     class Wrapped:
         @staticmethod
         def apply(function: Function, *args: object) -> object:
-            return own.apply(_on_mesh_later(function), *args)
+            return own.apply(_on_mesh_later(function), *args)  # pyright: ignore[reportFunctionMemberAccess]
 
     return Wrapped
 

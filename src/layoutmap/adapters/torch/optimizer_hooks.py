@@ -26,7 +26,7 @@ from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import change
 
 with Needed("torch"):
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
 # Those that the processes have compared, before their first steps.
 _compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -49,7 +49,7 @@ def noting(own: Function) -> Function:
 
 
 @contextmanager
-def _noted() -> Iterator[list[tuple[str, dict[str, DTensor]]]]:
+def _noted() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
     files: list[tuple[str, dict[str, DTensor]]] = []
     token = _files.set(files)
     try:
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
 
 
 def save_shards(
-    save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, DTensor]
+    save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
 ) -> bool:  # why: decisions/0164
     """Save a model from all processes of its mesh, which must all call it.
 

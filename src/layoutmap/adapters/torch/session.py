@@ -357,7 +357,7 @@ class TorchSession:
             graphs: dict[object, Any] = {}
             for module in (root, *below(root)):
                 if forward_of(module) is None:  # else it is laid out anew, and has the hook
-                    module.register_load_state_dict_pre_hook(_into_layouts)
+                    module.register_load_state_dict_pre_hook(_into_layouts)  # pyright: ignore[reportUnknownMemberType]
                 path = paths.get(id(module), "")
                 gathers = gather.get(id(module))
                 Forward(module, path, self.context, gather=gathers, graphs=graphs, layouts=layouts).attach()

@@ -71,7 +71,7 @@ def _collected(phase: str, info: Mapping[str, int]) -> None:
 
 def _is_needed() -> bool:
     """Whether a function of this library runs, or there is a tensor that was computed on its meshes."""
-    return any(map(_is_inside, sys._current_frames().values())) or any(
+    return any(map(_is_inside, sys._current_frames().values())) or any(  # pyright: ignore[reportPrivateUsage]
         issubclass(type(each), DTensor) and each.device_mesh in meshes for each in gc.get_objects()
     )
 

@@ -73,10 +73,10 @@ def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
     """
     values = np.array(values, copy=copy or not values.flags.writeable or None, order="C")
     if values.dtype.name in _NAMES_OF_ML_DTYPES and hasattr(torch, values.dtype.name):
-        bits = torch.from_numpy(values.view(_BITS[values.itemsize]))
+        bits = torch.from_numpy(values.view(_BITS[values.itemsize]))  # pyright: ignore[reportUnknownMemberType]
         return bits.view(getattr(torch, values.dtype.name))
     try:
-        return torch.from_numpy(values)
+        return torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]
     except TypeError:
         raise no_numbers("torch", values.dtype) from None
 

@@ -11,7 +11,7 @@ check_names("torch", (torch.Tensor, "_base _is_view _version"), (torch.UntypedSt
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for two tensors that are alive if they are in the same memory."""
-    return tensor.untyped_storage()._cdata  # a tensor without values has no `data_ptr`
+    return tensor.untyped_storage()._cdata  # a tensor without values has no `data_ptr`  # pyright: ignore[reportPrivateUsage]
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -54,7 +54,7 @@ def jump(generator: torch.Generator, words: int) -> None:
     state[_WORDS].view(np.uint64)[:] = block
     state[_LEFT].view(np.int32)[0] = _N + 1 - place
     state[_NEXT].view(np.uint64)[0] = place
-    generator.set_state(torch.from_numpy(state))
+    generator.set_state(torch.from_numpy(state))  # pyright: ignore[reportUnknownMemberType]
 
 
 @functools.cache

@@ -29,7 +29,7 @@ class Memory:
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
-    writes: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list[int])
 
     @property
     def num_bytes(self) -> int:
