@@ -53,7 +53,6 @@ from layoutmap.engines.torch.arrays import (
     shards_of,
 )
 from layoutmap.engines.torch.deferred_init import free_room, trace
-from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
 from layoutmap.engines.torch.dtensor_ops import computing
 from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
@@ -208,7 +207,7 @@ class TorchEngine:
         """
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
-            recipe: Recipe | None = None
+            recipe = None
             with contextlib.suppress(EngineError):  # it returns something else than a tensor: refused below
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
