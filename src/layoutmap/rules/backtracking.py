@@ -252,7 +252,7 @@ def _characters(op: Any, value: Any, flags: int) -> int:
     return sum(1 << code for code in range(256) if matches(chr(code))) | bool(matches("字")) << _OTHER
 
 
-def _text(came: dict[Any, Any], here: Any, chars: int) -> str:
+def _text(came: dict[Any, Any], here: object, chars: int) -> str:
     text = ""
     while True:
         text = _shown(chars) + text

@@ -91,7 +91,7 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[A
     return found[0], rules
 
 
-def _is_keras_map(value: Any) -> bool:
+def _is_keras_map(value: object) -> bool:
     return isinstance(value, Mapping) and hasattr(value, "device_mesh")  # pyright: ignore[reportUnknownArgumentType]
 
 

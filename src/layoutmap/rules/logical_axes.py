@@ -12,7 +12,7 @@ The two libraries of flax 0.12.8 read the same rules differently:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from layoutmap.core.errors import RuleError
 from layoutmap.rules.partition_specs import Shape, Specs, check_known, fitted, leaves, pairs, read_spec
@@ -23,7 +23,7 @@ _Dims = str | tuple[str, ...] | None
 
 
 def logical_specs(
-    rules: Any, axes: Any, shapes: Mapping[str, Shape], semantics: Semantics, where: str
+    rules: object, axes: object, shapes: Mapping[str, Shape], semantics: Semantics, where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
     """The specs that rules give to arrays with named axes, by path; and the names that have no rule, in linen.
 
@@ -54,7 +54,7 @@ def logical_specs(
     return found, tuple(without)
 
 
-def _dims(name: str, dims: Any, where: str) -> _Dims:
+def _dims(name: str, dims: object, where: str) -> _Dims:
     return dims if isinstance(dims, str) else read_spec((dims,), f"{where}: rule {name!r}")[0]
 
 

@@ -61,7 +61,7 @@ def _is_of_a_leaf(value: Any) -> bool:
     return value is None or isinstance(value, (str, int)) or str(value) == _FREE
 
 
-def shapes_of(parameters: Any, where: str) -> dict[str, Shape]:  # why: decisions/0067
+def shapes_of(parameters: object, where: str) -> dict[str, Shape]:  # why: decisions/0067
     """The shapes of all arrays, by path: of a plan, or of dicts of shapes or of anything with a shape.
 
     Raises:
@@ -82,7 +82,7 @@ def shapes_of(parameters: Any, where: str) -> dict[str, Shape]:  # why: decision
     return found
 
 
-def read_spec(given: Any, where: str) -> Specs:
+def read_spec(given: object, where: str) -> Specs:
     """The entries of a PartitionSpec, or of the one in a NamedSharding; of `None`, none.
 
     Raises:
@@ -159,7 +159,7 @@ def rules_by_path(specs: Mapping[str, Specs]) -> dict[str, Specs]:
     return rules
 
 
-def specs_of_tree(tree: Any, shapes: Mapping[str, Shape], mesh: Mesh, where: str) -> dict[str, Specs]:
+def specs_of_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where: str) -> dict[str, Specs]:
     """The specs of a tree of PartitionSpecs or NamedShardings, by path.
 
     Raises:
@@ -192,7 +192,7 @@ def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
 
 
 def searched_specs(
-    rules: Any, shapes: Mapping[str, Shape], where: str
+    rules: object, shapes: Mapping[str, Shape], where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
     """The specs that rules of EasyLM's form give, by path; and the rules that give none, as text.
 
@@ -261,5 +261,5 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def _is_no_row(value: Any) -> bool:
+def _is_no_row(value: object) -> bool:
     return isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)

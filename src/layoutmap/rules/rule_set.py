@@ -246,7 +246,7 @@ def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any) -> None:
         rules.add(pattern, specs, uneven=uneven)
 
 
-def mesh_of(mesh: Any) -> Mesh | None:
+def mesh_of(mesh: object) -> Mesh | None:
     """The mesh of a map, from what it is given."""
     if isinstance(mesh, str):
         return Mesh(None, mesh)

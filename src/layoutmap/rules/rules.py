@@ -178,7 +178,7 @@ class Rules(MutableMapping[str, Layout]):
             self._table.append(entry)
 
     def _entry(
-        self, pattern: Any, layout: Any, uneven: Any, mesh: Mesh | None, beside: Mapping[str, Entry]
+        self, pattern: object, layout: object, uneven: object, mesh: Mesh | None, beside: Mapping[str, Entry]
     ) -> Entry:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
@@ -270,7 +270,7 @@ class Rules(MutableMapping[str, Layout]):
         """Pairs of pattern and layout, in order, as they are now."""
         return self._table.layouts().items()
 
-    def pop(self, pattern: str, default: Any = _MISSING) -> Any:
+    def pop(self, pattern: str, default: object = _MISSING) -> Any:
         """Take a rule out and give its layout; without that rule, `default`.
 
         Raises:

@@ -93,7 +93,7 @@ class TpRules:
     warnings: tuple[str, ...]
 
 
-def plan_of(source: Any) -> dict[str, str]:
+def plan_of(source: object) -> dict[str, str]:
     """The plan of a transformers model or config, or the plan itself.
 
     Raises:
@@ -122,7 +122,7 @@ def plan_of(source: Any) -> dict[str, str]:
     )
 
 
-def is_maker(source: Any) -> bool:
+def is_maker(source: object) -> bool:
     """Whether this is a function that makes a model: no plan, and nothing that has one."""
     named = ("tp_plan", "_tp_plan", "base_model_tp_plan", "named_parameters")
     return callable(source) and not isinstance(source, type) and not any(hasattr(source, n) for n in named)
@@ -184,7 +184,7 @@ def tp_rules(  # why: decisions/0014
     return TpRules(rules, activations, tuple(_warnings(packed, unmatched)))
 
 
-def _check(key: str, name: Any) -> None:
+def _check(key: str, name: object) -> None:
     if not isinstance(name, str) or name not in STYLES:
         near = difflib.get_close_matches(str(name), STYLES, 1)
         raise RuleError(

@@ -184,7 +184,7 @@ def _split(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Uneven]]:
     return layouts, uneven
 
 
-def _rules(value: Any, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
+def _rules(value: object, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
     rules = _mapping(value, what, None)
     all_or_errors(_check_specs, [(rule, pattern, specs) for pattern, specs in rules.items()])
     return {
@@ -209,7 +209,7 @@ def all_or_errors(check: Callable[..., object], rows: Iterable[tuple[Any, ...]])
         raise RuleError(f"{len(errors)} errors\n{shown}{more}")
 
 
-def _check_specs(rule: str, pattern: str, specs: Any) -> None:
+def _check_specs(rule: str, pattern: str, specs: object) -> None:
     if not isinstance(specs, list):
         raise RuleError(
             f"rules file: {rule} {pattern!r} has no list of sharding specs",
@@ -235,7 +235,7 @@ def _check_specs(rule: str, pattern: str, specs: Any) -> None:
             )
 
 
-def _are_texts(value: Any) -> bool:
+def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in cast("list[Any]", value))
 
 

@@ -43,7 +43,7 @@ class PublishedModel:
         """The package that its class is of: `"keras_hub"`."""
         return self.kind.partition(".")[0]
 
-    def make(self, **options: Any) -> Any:
+    def make(self, **options: object) -> Any:
         """Make the model, with first values; in a plan or a scope, as there.
 
         Args:

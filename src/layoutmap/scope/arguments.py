@@ -36,7 +36,7 @@ def takes_options(function: F) -> F:
     return function
 
 
-def check_maker(make_model: Any, layout_map: Any, function: str) -> None:
+def check_maker(make_model: object, layout_map: object, function: str) -> None:
     """Check the arguments of a function that makes a model.
 
     Args:
@@ -64,7 +64,7 @@ def check_maker(make_model: Any, layout_map: Any, function: str) -> None:
         )
 
 
-def check_model(model: Any, layout_map: Any) -> None:
+def check_model(model: object, layout_map: object) -> None:
     """Check the arguments of `apply`.
 
     Raises:
@@ -80,7 +80,7 @@ def check_model(model: Any, layout_map: Any) -> None:
         )
 
 
-def check_layout_map(layout_map: Any, function: str) -> None:
+def check_layout_map(layout_map: object, function: str) -> None:
     """Check that something is a layout map.
 
     Raises:
@@ -101,7 +101,7 @@ def _is_function(value: object) -> bool:
     return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial)
 
 
-def _check_order(first: Any, second: Any, function: str, name: str) -> None:
+def _check_order(first: object, second: object, function: str, name: str) -> None:
     if isinstance(first, RuleSet) and not isinstance(second, RuleSet):
         raise ScopeError(
             f"{function}: the arguments are swapped",

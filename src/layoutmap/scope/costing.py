@@ -140,7 +140,9 @@ def compiler_at_hand(verify: bool | str | None, machine: Machine) -> str | None:
     return name if verify in (None, True) and is_at_hand(name) else None
 
 
-def with_cost(plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, asked: Asked) -> Plan:
+def with_cost(
+    plan: Plan, context: Scope, model: object, inputs: object, optimizer: object, asked: Asked
+) -> Plan:
     """Return a plan with the cost of a step of its model, which was made in a dry run."""
     counting = _Counting(plan, context, model, inputs, optimizer, asked)
     begin = time.process_time()
@@ -227,7 +229,7 @@ class _Counting:
             fuse_attention=asked.fuse_attention,
         )
 
-    def _step(self, inputs: Any) -> TrainingStep:
+    def _step(self, inputs: object) -> TrainingStep:
         model, optimizer = self._made
         return self._context.session.step(model, inputs, optimizer, self._asked.loss)
 
@@ -276,7 +278,7 @@ class _Counting:
         return found
 
 
-def _leaves(inputs: Any) -> tuple[Shape, ...]:
+def _leaves(inputs: object) -> tuple[Shape, ...]:
     """The arrays of inputs, as far as they are one, a list of them, or some by name; else none."""
     pairs: Any = [("", inputs)]
     if isinstance(inputs, Mapping | list | tuple):
@@ -288,7 +290,7 @@ def _leaves(inputs: Any) -> tuple[Shape, ...]:
     return tuple(Shape(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
 
 
-def _like(inputs: Any, leaves: Sequence[Shape]) -> Any:
+def _like(inputs: object, leaves: Sequence[Shape]) -> Any:
     """Arrays in the form that inputs have."""
     if isinstance(inputs, Mapping):
         return dict(zip(cast("Any", inputs), leaves, strict=True))

@@ -16,7 +16,7 @@ from layoutmap.engines import get_engine
 
 
 def export(
-    model: Any,
+    model: object,
     directory: str | os.PathLike[str],
     *,
     step: int | None = None,

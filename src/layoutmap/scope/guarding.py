@@ -74,7 +74,7 @@ class Guard:
     def hook(self, optimizer: Any) -> Any:
         """Have an optimizer of torch call this after each of its steps; returns the handle with which to remove it."""
 
-        def stepped(*_: Any) -> None:
+        def stepped(*_: object) -> None:
             self()
 
         return optimizer.register_step_post_hook(stepped)
@@ -86,7 +86,9 @@ class Guard:
         return after_each_batch(self)
 
 
-def guard(model: Any, plan: PlanTable | None = None, optimizer: Any = None, *, every: int = 1000) -> Guard:
+def guard(
+    model: object, plan: PlanTable | None = None, optimizer: object = None, *, every: int = 1000
+) -> Guard:
     """Return a guard for the loop that trains a model: it raises as soon as it finds that something has drifted.
 
     A loop of JAX calls it after each step, `guard(state)`; an optimizer of torch does after `guard.hook(optimizer)`,

@@ -26,7 +26,9 @@ Place = Layout | Unplaced
 
 
 # why: decisions/0162
-def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, across: bool = False) -> Plan:
+def inspect(
+    model: object, optimizer: object = None, *, batch_dim: str | None = None, across: bool = False
+) -> Plan:
     """Return the plan of a model that exists: where each variable is, whoever has put it there.
 
     Nothing is started, sent, gathered or changed, and nothing is guessed: an array that no layout can say is not in
@@ -69,7 +71,7 @@ def inspect(model: Any, optimizer: Any = None, *, batch_dim: str | None = None, 
         return _inspected(model, optimizer, batch_dim, across)
 
 
-def _inspected(model: Any, optimizer: Any, batch_dim: str | None, across: bool) -> Plan:
+def _inspected(model: object, optimizer: object, batch_dim: str | None, across: bool) -> Plan:
     adapter = capable(adapter_of_model(model), Inspecting, "inspect")
     stored = adapter.described(model, optimizer)
     engine = get_engine(adapter.engine_name)

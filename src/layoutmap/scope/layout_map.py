@@ -82,7 +82,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return self.mesh
 
     @classmethod
-    def from_model(cls, model: Any, optimizer: Any = None) -> LayoutMap:
+    def from_model(cls, model: object, optimizer: object = None) -> LayoutMap:
         """Make the map that says where the variables of a model are, whoever has put them there, in the fewest rules.
 
         A plan with them is compared with what was found. So a model from elsewhere can be planned on another mesh,
@@ -196,7 +196,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return cls(mesh, made.rules, made.activations if activations else None)
 
     @classmethod
-    def from_keras(cls, keras_map: Any, mesh: Mesh | str | None = None) -> LayoutMap:
+    def from_keras(cls, keras_map: object, mesh: Mesh | str | None = None) -> LayoutMap:
         """Take over a layout map of Keras's own, `keras.distribution.LayoutMap`.
 
         Its keys are regexes over `variable.path`, the names of layers joined by slashes. They are kept as they are,
@@ -232,7 +232,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return cls(found, rules)
 
     @classmethod
-    def from_partition_specs(cls, specs: Any, mesh: Mesh | str, parameters: Any) -> LayoutMap:
+    def from_partition_specs(cls, specs: object, mesh: Mesh | str, parameters: object) -> LayoutMap:
         """Make a map of the `PartitionSpec`s or `NamedSharding`s of arrays.
 
         Args:
@@ -260,7 +260,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return cls(on, rules_by_path(specs_of_tree(specs, shapes_of(parameters, where), on, where)))
 
     @classmethod
-    def from_partition_rules(cls, rules: Any, mesh: Mesh | str, parameters: Any) -> LayoutMap:
+    def from_partition_rules(cls, rules: object, mesh: Mesh | str, parameters: object) -> LayoutMap:
         """Make a map of rules as EasyLM and many others write them: `[(regex, PartitionSpec), ...]`.
 
         They mean what they mean there: the first regex wins that `re.search` finds in an array's path, its parts joined
@@ -306,10 +306,10 @@ class LayoutMap(RuleSet):  # why: decisions/0040
     @classmethod
     def from_logical_axes(
         cls,
-        rules: Any,
-        axes: Any,
+        rules: object,
+        axes: object,
         mesh: Mesh | str,
-        parameters: Any,
+        parameters: object,
         *,
         semantics: Semantics = "linen",
     ) -> LayoutMap:
@@ -359,7 +359,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
             )
         return cls(on, rules_by_path(specs))
 
-    def to_partition_specs(self, tree: Any) -> Any:
+    def to_partition_specs(self, tree: object) -> Any:
         """Return a tree of `PartitionSpec`s, for a pytree of arrays or of `jax.ShapeDtypeStruct`s.
 
         A leaf's path is its keys joined by dots, as in `blocks.0.kernel`. Rules are checked as in a plan.
@@ -381,7 +381,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         """
         return self._plan_of(tree).to_partition_specs(tree)
 
-    def to_named_shardings(self, tree: Any) -> Any:
+    def to_named_shardings(self, tree: object) -> Any:
         """Return a tree of `NamedSharding`s on this machine's devices; see `to_partition_specs`.
 
         Raises:
@@ -390,7 +390,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         """
         return self._plan_of(tree).to_named_shardings(tree)
 
-    def _plan_of(self, tree: Any) -> Plan:
+    def _plan_of(self, tree: object) -> Plan:
         from layoutmap.engines.jax.trees import variables_of  # late: JAX
 
         return make_plan(variables_of(tree), self).check()
@@ -412,11 +412,13 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         """Build one model in a scope and give it back, its variables in their layouts; see `layoutmap.build`."""
         return build(make_model, self, inputs=inputs, library=library, **options)
 
-    def apply(self, model: Any, **options: Unpack[OptionsByName]) -> Any:
+    def apply(self, model: object, **options: Unpack[OptionsByName]) -> Any:
         """Lay out a model that exists; see `layoutmap.apply`."""
         return apply(model, self, **options)
 
-    def plan_optimizer(self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None) -> Plan:
+    def plan_optimizer(
+        self, tx: object, params: object, *, wrt: object = None, zero_dim: str | None = None
+    ) -> Plan:
         """Say where the state of an optimizer would go: the dry run of `build_optimizer`. Computes nothing.
 
         Args:
@@ -446,7 +448,13 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return plan_optimizer(self, tx, params, wrt, zero_dim)
 
     def build_optimizer(
-        self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
+        self,
+        tx: object,
+        params: object,
+        *,
+        wrt: object = None,
+        zero_dim: str | None = None,
+        strict: bool = False,
     ) -> Any:
         """Make the state of an optimizer of optax, each leaf straight in its layout.
 
@@ -486,7 +494,13 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return build_optimizer(self, tx, params, wrt, zero_dim, strict)
 
     def apply_optimizer(
-        self, state: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
+        self,
+        state: object,
+        params: object,
+        *,
+        wrt: object = None,
+        zero_dim: str | None = None,
+        strict: bool = False,
     ) -> Any:
         """Lay out the state of an optimizer that exists: the same plan, with the values that it has.
 

@@ -150,7 +150,12 @@ def load(
 
 
 def _check_arguments(
-    model: Any, layout_map: RuleSet | None, options: Mapping[str, Any], missing: Any, extra: Any, verify: Any
+    model: object,
+    layout_map: RuleSet | None,
+    options: Mapping[str, Any],
+    missing: object,
+    extra: object,
+    verify: object,
 ) -> None:
     """Refuse what would have no effect, or another one than was meant."""
     choices = ("missing", missing, Missing), ("extra", extra, Extra), ("verify", verify, Verify)
@@ -185,7 +190,7 @@ def _check_unused(source: KerasWeights, given: Sequence[str]) -> None:
         )
 
 
-def _with_weights(model: Any, source: KerasWeights) -> Any:
+def _with_weights(model: object, source: KerasWeights) -> Any:
     """A model with the values of a weight file, which has no paths: Keras knows which places its layers have there."""
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
@@ -326,10 +331,10 @@ class _Loading:  # why: decisions/0138
                     self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
             return loaded
 
-    def _own_memory(self, array: Any) -> Sequence[tuple[Index, NumpyArray]]:
+    def _own_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
         return self._engine.own_memory(array) if isinstance(array, self._engine.array_types) else ()
 
-    def state_for(self, data: Any) -> Any:
+    def state_for(self, data: object) -> Any:
         """The state that `data` goes on from in this process."""
         states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
         place = self._processes.number, self._processes.count
@@ -340,7 +345,7 @@ class _Loading:  # why: decisions/0138
         own = [each.get("random", {}) for each in self._states.get("processes", [])]
         return random_states_of(own, self._processes.number, self._processes.count)
 
-    def _checked(self, model: Any, optimizer: Any) -> Sequence[Stored]:
+    def _checked(self, model: object, optimizer: object) -> Sequence[Stored]:
         source = self._values.source
         slots = [_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
         if optimizer is not None:
@@ -416,14 +421,14 @@ def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def _mesh_of(adapter: Keeping, model: Any) -> Mesh | None:
+def _mesh_of(adapter: Keeping, model: object) -> Mesh | None:
     """The mesh of a model that exists; `None`: it is on none."""
     engine = get_engine(adapter.engine_name)
     layouts = (engine.layout_of(each.array) for each in adapter.stored(model))
     return next((layout.mesh for layout in layouts if layout is not None), None)
 
 
-def _existing(model: Any) -> Any:
+def _existing(model: object) -> Any:
     if find_adapter(model) is None and callable(model):
         return model()
     return model

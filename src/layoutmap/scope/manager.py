@@ -137,12 +137,12 @@ class CheckpointManager:
 
     def save(  # why: decisions/0080
         self,
-        model: Any,
+        model: object,
         step: int,
         *,
-        optimizer: Any = None,
-        data: Any = None,
-        metadata: Any = None,
+        optimizer: object = None,
+        data: object = None,
+        metadata: object = None,
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
@@ -380,7 +380,7 @@ class CheckpointManager:
         self._group, self._peers = group, self._peers or Peers(group.texts, grace_seconds=None)
         return self._peers
 
-    def _is_due(self, model: Any, step: int) -> bool:
+    def _is_due(self, model: object, step: int) -> bool:
         """Whether a step is due, or is the last that can be saved; all processes decide alike."""
         if self._is_preempted:
             return False

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 # The adapter is imported late: it imports JAX.
 
 
-def plan_optimizer(layout_map: RuleSet, tx: Any, params: Any, wrt: Any, zero_dim: str | None) -> Plan:
+def plan_optimizer(
+    layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None
+) -> Plan:
     """Say where an optimizer's state would go; see `LayoutMap.plan_optimizer`."""
     from layoutmap.adapters.jax.optimizers import describe, params_of
 
@@ -30,7 +32,7 @@ def plan_optimizer(layout_map: RuleSet, tx: Any, params: Any, wrt: Any, zero_dim
 
 
 def build_optimizer(
-    layout_map: RuleSet, tx: Any, params: Any, wrt: Any, zero_dim: str | None, strict: bool
+    layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None, strict: bool
 ) -> Any:
     """Make an optimizer's state, each leaf straight in its layout; see `LayoutMap.build_optimizer`."""
     from layoutmap.adapters.jax.models import is_nnx

@@ -122,7 +122,7 @@ class ParityReport:
 def check_parity(
     make_model: Callable[[], Any],
     layout_map: LayoutMap,
-    batch: Any,
+    batch: object,
     *,
     steps: int = 3,
     seed: int = 0,
@@ -201,7 +201,13 @@ def plain_beside(adapter: Training, make_model: Callable[[], Any], layout_map: L
 
 
 def compared(
-    adapter: Training, plain: Any, sharded: Any, batch: Any, *, steps: int = 3, tolerance: float = 1e-5
+    adapter: Training,
+    plain: object,
+    sharded: object,
+    batch: object,
+    *,
+    steps: int = 3,
+    tolerance: float = 1e-5,
 ) -> ParityReport:
     """Return all comparisons of two models that exist, which take the steps.
 
@@ -220,7 +226,7 @@ def compared(
     return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
-def _check_apart(adapter: Training, plain: Any, sharded: Any) -> None:
+def _check_apart(adapter: Training, plain: object, sharded: object) -> None:
     """Raise if the plain model has variables of the sharded one, and would be compared with itself."""
     ours, theirs = (
         adapter.variables(sharded),
@@ -239,9 +245,9 @@ def _check_apart(adapter: Training, plain: Any, sharded: Any) -> None:
 
 def _compare(  # why: decisions/0008
     adapter: Training,
-    plain: Any,
-    sharded: Any,
-    batch: Any,
+    plain: object,
+    sharded: object,
+    batch: object,
     steps: int,
     tolerance: float,
     losses: list[tuple[float, float]],
@@ -303,8 +309,8 @@ def _by_number(name: str) -> tuple[str, list[int]]:
 def compared_variables(
     adapter: Training,
     stage: str,
-    plain: Any,
-    sharded: Any,
+    plain: object,
+    sharded: object,
     tolerance: float,
     rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[ParityRow]:
@@ -377,7 +383,7 @@ def _factor(expected: npt.NDArray[Any], actual: npt.NDArray[Any], tolerance: flo
     return factor if _difference(a * factor, b, least=float(np.max(np.abs(b)))) <= 10 * tolerance else None
 
 
-def _flat(outputs: Any) -> list[npt.NDArray[Any]]:
+def _flat(outputs: object) -> list[npt.NDArray[Any]]:
     """The arrays in nested mappings and sequences, in order."""
     parts: list[Any]
     if isinstance(outputs, Mapping):

@@ -160,7 +160,7 @@ class Plan(PlanTable):  # why: decisions/0041
 
     # -- for other libraries
 
-    def to_partition_specs(self, tree: Any = None) -> Any:
+    def to_partition_specs(self, tree: object = None) -> Any:
         """Return the `PartitionSpec`s of JAX, with an entry for each axis.
 
         Args:
@@ -182,7 +182,7 @@ class Plan(PlanTable):  # why: decisions/0041
 
         return self._in_jax(tree, partition_spec)
 
-    def to_named_shardings(self, tree: Any = None) -> Any:
+    def to_named_shardings(self, tree: object = None) -> Any:
         """Return the `NamedSharding`s of JAX, on this machine's devices; see `to_partition_specs`.
 
         Raises:
@@ -193,14 +193,14 @@ class Plan(PlanTable):  # why: decisions/0041
 
         return self._in_jax(tree, named_sharding)
 
-    def _in_jax(self, tree: Any, made: Callable[[Layout], Any]) -> Any:
+    def _in_jax(self, tree: object, made: Callable[[Layout], Any]) -> Any:
         from layoutmap.engines.jax.trees import mapped_by_path
 
         if tree is None:
             return {path: made(a.layout) for path, a in self.items()}
         return mapped_by_path(tree, lambda path, _: made(self[path].layout))
 
-    def to_keras(self, device_mesh: Any = None) -> Any:
+    def to_keras(self, device_mesh: object = None) -> Any:
         """Return the layouts as a layout map of Keras's own, for `keras.distribution.ModelParallel`.
 
         It has a key for each variable of the plan: what Keras calls it in a process in which nothing was made before.
@@ -275,7 +275,7 @@ class Plan(PlanTable):  # why: decisions/0041
 
         return tp_plan_of(self)
 
-    def to_logical_axis_rules(self, axes: Any = None) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    def to_logical_axis_rules(self, axes: object = None) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
         """Return names for the axes of each variable, and logical axis rules of flax and MaxText for these names.
 
         Args:

@@ -39,7 +39,7 @@ class Preemption:  # why: decisions/0137
         self._noted = noted
         before: Any = signal.getsignal(signal.SIGTERM)
 
-        def note(number: int, frame: Any) -> None:
+        def note(number: int, frame: object) -> None:
             noted.append(time.monotonic())
             if callable(before):
                 before(number, frame)

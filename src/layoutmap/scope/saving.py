@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 
 def save(
-    model: Any,
+    model: object,
     directory: str | os.PathLike[str],
     *,
     step: int = 0,
-    optimizer: Any = None,
-    data: Any = None,
-    metadata: Any = None,
+    optimizer: object = None,
+    data: object = None,
+    metadata: object = None,
     progress: bool | None = None,
 ) -> str:
     """Save a model as one step of a checkpoint, each shard from where it is.
@@ -88,12 +88,12 @@ def save(
 
 
 def begin_save(
-    model: Any,
+    model: object,
     directory: str | os.PathLike[str],
     step: int,
-    optimizer: Any = None,
-    data: Any = None,
-    metadata: Any = None,
+    optimizer: object = None,
+    data: object = None,
+    metadata: object = None,
     *,
     metrics: Mapping[str, float] | None = None,
     after: Callable[[], object] = lambda: None,
@@ -236,7 +236,7 @@ def _shards(
         yield list(dict.fromkeys(process_of[each] for each in devices)), index, size
 
 
-def group_of(model: Any) -> Group:
+def group_of(model: object) -> Group:
     """The processes that a model is on."""
     adapter = capable(adapter_of_model(model), Keeping, "save")
     engine = get_engine(adapter.engine_name)
@@ -251,7 +251,7 @@ def _saved(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
     )
 
 
-def _shards_of(engine: Engine, array: Any) -> Any:
+def _shards_of(engine: Engine, array: object) -> Any:
     return lambda: iter(engine.to_shards(array, copy=False))
 
 
@@ -283,7 +283,7 @@ def _one_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | No
     return mesh
 
 
-def check_step(step: Any) -> int:
+def check_step(step: object) -> int:
     """The number of a step.
 
     Raises:
@@ -299,7 +299,7 @@ def check_step(step: Any) -> int:
     return number
 
 
-def _checksum(engine: Engine, array: Any) -> int:
+def _checksum(engine: Engine, array: object) -> int:
     from layoutmap.core.checksums import checksum
 
     return checksum(engine.to_numpy(array))

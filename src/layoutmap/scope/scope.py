@@ -149,10 +149,10 @@ def plan(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
     *,
-    inputs: Any = None,
+    inputs: object = None,
     strict: bool = False,
     library: str | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     on: str | Machine | None = None,
     batch_dim: str | None = None,
     loss: Callable[..., Any] | None = None,
@@ -250,7 +250,7 @@ def plan(
 
 
 @takes_options
-def apply(model: Any, layout_map: RuleSet, **options: Unpack[OptionsByName]) -> Any:
+def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) -> Any:
     """Lay out a model that exists: the same plan, with the values that it has.
 
     Args:
@@ -329,7 +329,7 @@ def _options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bo
     return replace(options, own=adapter.own_options(own, options, across=across))
 
 
-def make_in(context: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+def make_in(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
     """Return the model that a function makes, made in a scope and complete."""
 
     def make() -> Any:
@@ -339,7 +339,7 @@ def make_in(context: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
     return context.session.build(make)
 
 
-def _made(context: Scope, make_model: Callable[[], Any], inputs: Any) -> Any:
+def _made(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
     """Call the function that makes a model, and check what it returns."""
     model = make_model()
     if model is None:

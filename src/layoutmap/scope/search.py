@@ -128,10 +128,10 @@ class SearchResult:
 
 def search(
     make_model: Callable[[], Any],
-    inputs: Any,
+    inputs: object,
     on: str | Machine,
     *,
-    optimizer: Any = None,
+    optimizer: object = None,
     loss: Callable[..., Any] | None = None,
     memory: int | None = None,
     mesh: Mesh | str | None = None,
@@ -312,7 +312,7 @@ _WIDEST = 32
 """The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
 
 
-def _machine(on: Any) -> Machine:
+def _machine(on: object) -> Machine:
     if not isinstance(on, str | Machine):
         raise ScopeError(
             f"search: on={brief(on)} names no machine", why=f"it is {kind_of(on)}", fix='write on="h100:64"'

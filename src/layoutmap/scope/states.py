@@ -12,7 +12,7 @@ from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.scope.group import Group
 
 
-def check_data(data: Any, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
+def check_data(data: object, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
     """Return the state that this process gives back to `data`.
 
     Args:
@@ -83,10 +83,10 @@ def taken_up(
     adapter: Keeping,
     processes: Group,
     where: str,
-    model: Any,
+    model: object,
     random: Mapping[str, Any],
-    data: Any,
-    state: Any,
+    data: object,
+    state: object,
 ) -> Generator[None]:
     """While open, `data` has the state that was saved; where something raises inside, it gets its own back.
 
@@ -141,7 +141,7 @@ def _naming(where: str, what: str) -> Generator[None]:
         ) from error
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """Whether two states are equal, with the arrays in them."""
     from layoutmap.checkpoint.states import encode
 

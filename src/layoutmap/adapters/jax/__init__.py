@@ -116,7 +116,7 @@ class JaxAdapter(Adapter):
         loss, gradients = _trained(model).steps.gradients(batch)
         return {"loss": float(loss)}, _as_numpy(gradients)
 
-    def train_step(self, model: Any, batch: Any) -> dict[str, float]:
+    def train_step(self, model: object, batch: object) -> dict[str, float]:
         """Take one step of the optimizer that `train_with` was called with; returns the loss before it."""
         return {"loss": float(_trained(model).steps.step(batch))}
 

@@ -25,7 +25,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 
 
-def stored(model: Any, optimizer: Any, saved: Saved | None = None) -> list[Stored]:
+def stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
     """Return the arrays of a model, and those of an optimizer's state."""
     found: list[Stored] = []
     for leaf in arrays_of(model).leaves:
@@ -38,7 +38,7 @@ def stored(model: Any, optimizer: Any, saved: Saved | None = None) -> list[Store
 
 
 def optimizer_arrays(
-    model: Any, optimizer: Any, weights: Mapping[Parts, VariableSpec] | None = None
+    model: object, optimizer: object, weights: Mapping[Parts, VariableSpec] | None = None
 ) -> list[Stored]:
     """Return the arrays of an optimizer's state as they are, each with what it is.
 
@@ -93,7 +93,7 @@ def restored(model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> t
     return model, None
 
 
-def has_optimizer(model: Any, optimizer: Any) -> bool:
+def has_optimizer(model: object, optimizer: object) -> bool:
     """Whether there is the state of an optimizer to keep, which may have no arrays."""
     return optimizer is not None or (isinstance(model, TrainState) and model.opt_state is not None)
 
@@ -115,7 +115,7 @@ def _params(model: Any, optimizer: Any) -> Any:
     return params_of(model_in(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
 
 
-def _slots(model: Any, optimizer: Any, state: Any) -> list[tuple[VariableSpec, Any]]:
+def _slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, Any]]:
     """The arrays of an optimizer's state, those without values in the layouts that they are to have."""
     found = _slots_as_they_are(model, optimizer, state)
     weights = _params(model, optimizer) if any(_has_no_value(_data(leaf)) for _, leaf in found) else {}
@@ -123,7 +123,7 @@ def _slots(model: Any, optimizer: Any, state: Any) -> list[tuple[VariableSpec, A
 
 
 def _slots_as_they_are(
-    model: Any, optimizer: Any, state: Any, params: Mapping[Parts, VariableSpec] | None = None
+    model: object, optimizer: object, state: object, params: Mapping[Parts, VariableSpec] | None = None
 ) -> list[tuple[VariableSpec, Any]]:
     """The arrays of an optimizer's state, in its order, each with what it is."""
     leaves = [(parts, leaf) for parts, leaf in named_leaves(state) if is_array(leaf)]
@@ -152,11 +152,11 @@ def _placed(leaf: Any, weights: Any, spec: VariableSpec) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=weight.sharding)
 
 
-def _has_no_value(leaf: Any) -> bool:
+def _has_no_value(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _holders(tree: Any) -> list[Any]:
+def _holders(tree: object) -> list[Any]:
     """For each array of a pytree the Variable of nnx that holds it alone, or `None`."""
     found: list[Any] = []
     for node in jax.tree.leaves(tree, is_leaf=is_variable):
@@ -207,7 +207,7 @@ def _like(old: Any) -> Callable[[Any], Any]:
     is_weak = getattr(old, "weak_type", False)
     committed = getattr(old, "committed", False)
 
-    def make(array: Any) -> Any:
+    def make(array: object) -> Any:
         made = jnp.asarray(array)
         if implementation is not None:
             made = jax.random.wrap_key_data(made, impl=implementation)

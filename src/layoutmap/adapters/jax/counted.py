@@ -25,7 +25,11 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 
 
 def training_step(
-    model: Any, specs: Sequence[VariableSpec], inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
+    model: object,
+    specs: Sequence[VariableSpec],
+    inputs: object,
+    optimizer: object,
+    loss: Callable[..., Any] | None,
 ) -> TrainingStep:
     """Return a training step of a model whose arrays are shapes.
 
@@ -50,7 +54,7 @@ def training_step(
     return TrainingStep(name, [*specs, *step.slots], step.batch, blocks, step.run, notes, how_to_recompute)
 
 
-def _check_array(inputs: Any, leaf: Any) -> None:
+def _check_array(inputs: object, leaf: object) -> None:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise ScopeError(
             f"inputs={brief(inputs)}: {brief(leaf)} is not an array",
@@ -132,7 +136,7 @@ class _Step:
         after |= {key: new[key[1]] for key in trained}
         return after | dict(zip((slot.key for slot in slots), jax.tree.leaves(state), strict=True))
 
-    def _loss_value(self, output: Any, targets: Any) -> Any:
+    def _loss_value(self, output: object, targets: object) -> Any:
         if self._loss is not None:
             return self._loss(output)
         if self._state.loss is not None:

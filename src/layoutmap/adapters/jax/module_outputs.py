@@ -126,7 +126,7 @@ def _class(plain: Any, is_pytree: bool) -> Any:
         vars(made).update(vars(self))
         return made
 
-    def reduced(self: Any, protocol: Any) -> Any:
+    def reduced(self: object, protocol: object) -> Any:
         """Of what is unpickled, no array is in a layout, so it is a plain module."""
         module = copied(self)
         without_output(module)

@@ -136,7 +136,7 @@ def _subtrees(tree: Any, start: int) -> Iterator[tuple[object, int]]:
             yield from _subtrees(child, at)
 
 
-def _arguments(tree: Any) -> Iterator[tuple[Any, int]]:
+def _arguments(tree: object) -> Iterator[tuple[Any, int]]:
     """The trees of the single arguments."""
     for group, start in _children(tree, 0):
         for argument, at in _children(group, start):

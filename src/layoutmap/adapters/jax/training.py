@@ -68,7 +68,7 @@ class TrainState:
             names = sorted(map(key_text, keys), key=lambda name: name not in weights)  # the weight first
             path = ".".join(("optimizer", *names))
 
-            def replace(new: Any, number: int = number) -> None:
+            def replace(new: object, number: int = number) -> None:
                 leaves = jax.tree.leaves(self.opt_state)
                 leaves[number] = new
                 self.opt_state = jax.tree.unflatten(tree_def, leaves)
@@ -81,10 +81,10 @@ class TrainState:
 
 
 def train_with(
-    model: Any,
+    model: object,
     *,
     loss: Callable[[Any, Any], Any] | None = None,
-    optimizer: Any = None,
+    optimizer: object = None,
     forward: Callable[..., Any] | None = None,
 ) -> TrainState:
     """Say how a model is trained, for `layoutmap.check_parity`; a program's own step does not need it.
@@ -106,17 +106,17 @@ def train_with(
     return TrainState(model, forward, loss, optimizer)
 
 
-def model_in(model: Any) -> Any:
+def model_in(model: object) -> Any:
     """Return a model, which may be in a `TrainState`."""
     return model.model if isinstance(model, TrainState) else model
 
 
-def arrays_of(model: Any) -> Parts:
+def arrays_of(model: object) -> Parts:
     """Return the parts of a model, which may be in a `TrainState`."""
     return take_apart(model_in(model))
 
 
-def put_values(model: Any, values: Sequence[Any]) -> Any:
+def put_values(model: object, values: Sequence[Any]) -> Any:
     """Return a model with other arrays: the same object, unless it is a pytree, which cannot be changed."""
     if isinstance(model, TrainState):
         model.model = put_values(model.model, values)
@@ -146,11 +146,11 @@ class Steps:
         self._update = compiled(self._updated)
         self._forward = jax.jit(self._outputs)
 
-    def outputs(self, batch: Any) -> Any:
+    def outputs(self, batch: object) -> Any:
         """Return what the model returns for a batch, in inference."""
         return self._forward(self._values(), self._placed(inputs_of(batch)))
 
-    def gradients(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def gradients(self, batch: object) -> tuple[Any, dict[str, Any]]:
         """Return the loss of a batch and its gradients; nothing is changed."""
         weights, others = self._apart(self._values())
         (loss, _), gradients = self._gradients(
@@ -186,13 +186,13 @@ class Steps:
     def _model(self, values: Mapping[str, Any]) -> Any:
         return self._parts.put_together([values[leaf.path] for leaf in self._parts.leaves])
 
-    def _outputs(self, values: Mapping[str, Any], inputs: Any) -> Any:
+    def _outputs(self, values: Mapping[str, Any], inputs: object) -> Any:
         model = self._model(values)
         if is_nnx(model):
             model.eval()
         return self._call(model, inputs)
 
-    def _call(self, model: Any, inputs: Any) -> Any:
+    def _call(self, model: object, inputs: object) -> Any:
         return called(model, self._state.forward, inputs)
 
     def _loss(self, weights: Mapping[str, Any], others: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
@@ -210,7 +210,7 @@ class Steps:
         weights = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
         return weights, others, opt_state, loss
 
-    def _placed(self, batch: Any) -> Any:
+    def _placed(self, batch: object) -> Any:
         policy, engine = self._state.policy, get_engine("jax")
         if policy is None:
             return jax.tree.map(jnp.asarray, batch)
@@ -223,13 +223,13 @@ def called(model: Any, forward: Callable[..., Any] | None, inputs: Any) -> Any:
     return model(*args, **kwargs) if forward is None else forward(model, *args, **kwargs)
 
 
-def inputs_of(batch: Any) -> Any:
+def inputs_of(batch: object) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
     inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets beside it
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
-def with_targets(batch: Any, state: TrainState) -> tuple[Any, Any]:
+def with_targets(batch: object, state: TrainState) -> tuple[Any, Any]:
     """Return the inputs of a batch, and its targets.
 
     Raises:

@@ -49,7 +49,7 @@ class Variable:
         self._check()
         return get_engine("jax").to_numpy(self.array)
 
-    def write(self, value: Any) -> None:
+    def write(self, value: object) -> None:
         """Give it a value, of JAX or of numpy; it keeps its layout.
 
         Raises:

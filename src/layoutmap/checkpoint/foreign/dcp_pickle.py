@@ -153,7 +153,7 @@ def _ordered() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     return None
 
 
@@ -161,7 +161,7 @@ def _size(values: Sequence[Any] = ()) -> tuple[Any, ...]:
     return as_sizes(values)
 
 
-def _first(value: Any, *_: Any) -> Any:
+def _first(value: object, *_: object) -> Any:
     return value
 
 

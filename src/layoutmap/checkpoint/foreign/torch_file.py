@@ -114,7 +114,7 @@ def _num_bytes(found: tuple[Tensor, Window]) -> int:
     return math.prod(tensor.shape) * numpy_dtype(tensor.dtype or "").itemsize
 
 
-def _tensors(where: str, found: Any, most: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(where: str, found: object, most: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors in mappings and lists, by path; what is there many times by reference is as many as it says."""
     left: list[tuple[tuple[str, ...], Any]] = [((), found)]
     count = 0

@@ -95,7 +95,7 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
             yield index, np.asarray(shard.data)
 
 
-def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
+def by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
     """The values that each device of this process holds, with its name; of random keys, their data."""
     if isinstance(array, (np.ndarray, np.generic)):
         yield "", np.asarray(array)

@@ -152,7 +152,7 @@ _gathered_p = Primitive("layoutmap_gathered")
 _gathered_p.def_abstract_eval(lambda value, axes: value)
 
 
-def _gathered(value: Any, axes: Collection[int]) -> Any:
+def _gathered(value: object, axes: Collection[int]) -> Any:
     """A value of which some axes are not sharded; its other axes stay as they are."""
     return _gathered_p.bind(value, axes=frozenset(axes)) if axes else value
 
@@ -190,7 +190,7 @@ def _select_and_gather(tangents: Any, operand: Any, **params: Any) -> Any:
     return _gathered(result, axes)
 
 
-def _axes_of_windows(*, window_dimensions: Sequence[int], **_: Any) -> set[int]:
+def _axes_of_windows(*, window_dimensions: Sequence[int], **_: object) -> set[int]:
     return {axis for axis, size in enumerate(window_dimensions) if size > 1}
 
 

@@ -80,7 +80,7 @@ class JaxEngine:
         layout.check_rank((None,) * rank)
         return self._layouts.sharding(layout)
 
-    def layout_of(self, array: Any) -> Layout | None:
+    def layout_of(self, array: object) -> Layout | None:
         """Return the layout of an array, or `None` if it is on no mesh of named dims, or a sum that is pending."""
         return self._layouts.layout_of(array)
 
@@ -149,11 +149,11 @@ class JaxEngine:
             made = from_blocks(variable.shape, dtype, sharding, checked, copy=copy)
             return self._layouts.noted(made, assignment.layout)
 
-    def own_memory(self, array: Any) -> tuple[()]:
+    def own_memory(self, array: object) -> tuple[()]:
         """Nothing: arrays of JAX never change."""
         return ()
 
-    def relayout(self, array: Any, layout: Layout) -> Any:
+    def relayout(self, array: object, layout: Layout) -> Any:
         """Return the same values in another layout; also takes numpy arrays and what numpy makes arrays of.
 
         A numpy array of 64-bit numbers becomes one of 32-bit numbers, as JAX does everywhere unless `jax_enable_x64`
@@ -179,7 +179,7 @@ class JaxEngine:
             moved = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
         return self._layouts.noted(moved, layout, given=array)
 
-    def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> Any:
+    def variable(self, array: object, *, name: str = "", trainable: bool = True) -> Any:
         """The array: JAX has no variables of its own."""
         return array
 
@@ -248,7 +248,7 @@ class JaxEngine:
         return self._layouts.fitting(assignment.layout, variable.shape, variable.path)
 
     def _program(
-        self, assignment: Assignment, initializer: Initializer, seed: Any, sharding: NamedSharding
+        self, assignment: Assignment, initializer: Initializer, seed: object, sharding: NamedSharding
     ) -> ShardedProgram | str:
         """Return the compiled program of an initializer, or why it has none."""
         if initializer.program is None:
@@ -279,12 +279,14 @@ def engine() -> JaxEngine:
     return JaxEngine()
 
 
-def _signature(seed: Any) -> Hashable:
+def _signature(seed: object) -> Hashable:
     leaves, tree = jax.tree.flatten(seed)
     return tree, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def _global_init(assignment: Assignment, initializer: Initializer, seed: Any, *, across: bool) -> NumpyArray:
+def _global_init(
+    assignment: Assignment, initializer: Initializer, seed: object, *, across: bool
+) -> NumpyArray:
     """The global value, on the host. Across processes a program is called with the common seed."""
     value = (
         initializer.program.function(seed)

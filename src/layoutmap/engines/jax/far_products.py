@@ -127,7 +127,7 @@ def _gather(module: Any, op: Any, operand: int) -> None:
         op.operands[operand] = _sdy.ShardingConstraintOp(op.operands[operand], layout).result
 
 
-def _pin(module: Any, layouts: Mapping[int, Sequence[Any]]) -> None:
+def _pin(module: object, layouts: Mapping[int, Sequence[Any]]) -> None:
     """Have the operands and results of products in the layouts that were found for them, by number.
 
     XLA simplifies a program before it propagates layouts; where some conflict, others could win then. A value has one
@@ -169,7 +169,7 @@ def _closed(layout: Any, mesh: str, value: Any) -> Any:
     )
 
 
-def _largest_mesh(module: Any) -> str:
+def _largest_mesh(module: object) -> str:
     meshes = _meshes(module)
     return max(meshes, key=lambda name: len(meshes[name]))
 
@@ -276,7 +276,7 @@ class _Product:
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, op: Any, meshes: Mapping[str, Mapping[str, int]]) -> Self:
+    def of(cls, op: object, meshes: Mapping[str, Mapping[str, int]]) -> Self:
         values = _values(op)
         layouts = [_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
@@ -468,7 +468,7 @@ def _labels_of_scatter(op: Any) -> tuple[list[Hashable], list[Hashable], list[Ha
 
 
 def _labels_of_rows(
-    op: Any, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
+    op: object, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
 ) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     """The labels of a table, of indices into it, which are value 1, and of rows that are read or written.
 

@@ -101,5 +101,5 @@ def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devi
     return jax.tree.unflatten(tree, common)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

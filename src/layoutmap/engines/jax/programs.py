@@ -60,7 +60,7 @@ def undisturbed() -> Generator[None]:
         yield
 
 
-def trace(function: Callable[[Any], Any], seed: Any) -> ClosedJaxpr:
+def trace(function: Callable[[Any], Any], seed: object) -> ClosedJaxpr:
     """The operations of a program, for seeds like this one; nothing is computed."""
     return jax.make_jaxpr(function)(seed)
 
@@ -202,7 +202,7 @@ def _without_literals(eqns: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
     """
     literals: dict[Any, Any] = {}
 
-    def variable(var: Any) -> Any:
+    def variable(var: object) -> Any:
         if not isinstance(var, Literal):
             return var
         new = Var(var.aval)
@@ -223,7 +223,7 @@ def _needs(group: Sequence[Any]) -> list[Any]:
 
 
 def _compiled(
-    group: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any], out_shardings: Any
+    group: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any], out_shardings: object
 ) -> Callable[..., Sequence[Any]]:
     return jax.jit(jaxpr_as_fun(closed_of(group, takes, gives)), out_shardings=out_shardings)
 

@@ -188,7 +188,7 @@ def _replace_chlo(op: Any) -> None:
 _SYMBOLS = "ijklmnopq"
 
 
-def marks(module: Any) -> list[Any]:
+def marks(module: object) -> list[Any]:
     """Return the marks of a module, in order."""
     meshes = _mark_meshes(module)
     return [op for op in _operations(module, "sdy.sharding_constraint") if _mesh_of(op) in meshes]

@@ -85,6 +85,6 @@ def facts() -> dict[str, str]:
     return found | ({"slices": str(len(slices))} if slices else {})
 
 
-def wait(done: Any) -> None:
+def wait(done: object) -> None:
     """Return when all is computed that was begun."""
     jax.block_until_ready(done)

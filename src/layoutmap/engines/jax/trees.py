@@ -36,7 +36,7 @@ def mapped_by_path(tree: Any, made: Callable[[str, Any], Any]) -> Any:
     return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_flax_box)
 
 
-def is_flax_box(node: Any) -> bool:
+def is_flax_box(node: object) -> bool:
     """Whether this is a variable of flax.nnx or a box of flax.linen; found out without loading flax."""
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(node).__mro__}
     return not kinds.isdisjoint(("flax.Variable", "flax.AxisMetadata"))

@@ -70,7 +70,15 @@ def attention_named(fuses: bool) -> Generator[Attention]:
 
 
 def _of_xla(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: Any, **options: Any) -> Any:
+    def attention(
+        query: object,
+        key: object,
+        value: object,
+        bias: object,
+        mask: object,
+        *more: object,
+        **options: object,
+    ) -> Any:
         calls = _calls.get()
         if calls is None or not calls.fuses:
             if calls is not None:
@@ -83,7 +91,15 @@ def _of_xla(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: Any, **options: Any) -> Any:
+    def attention(
+        query: object,
+        key: object,
+        value: object,
+        bias: object,
+        mask: object,
+        *more: object,
+        **options: object,
+    ) -> Any:
         calls = _calls.get()
         if calls is None:
             return plain(query, key, value, bias, mask, *more, **options)

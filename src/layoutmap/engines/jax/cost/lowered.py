@@ -515,7 +515,7 @@ class _Tracer:
             yield
 
 
-def _kind(values: Any) -> Any:
+def _kind(values: object) -> Any:
     """The properties that two calls with equal results share: shapes and types of arrays, and all else as it is."""
     leaves, tree = jax.tree.flatten(values)
     return tree, [
@@ -539,7 +539,7 @@ class _NoDevice:
         return self
 
 
-def _marked(array: Any) -> Any:
+def _marked(array: object) -> Any:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)

@@ -78,7 +78,7 @@ class _Reader:
         return Block(_flat([arguments[number] for number in sorted(arguments)]), [*ops, made])
 
     def _read(
-        self, name: str, given: Sequence[Any], arguments: dict[int, Any], ops: list[Op], inside: Any
+        self, name: str, given: Sequence[Any], arguments: dict[int, Any], ops: list[Op], inside: object
     ) -> Any:
         values: dict[str, Any] = {}
         numbers: dict[str, Any] = {}
@@ -94,7 +94,7 @@ class _Reader:
         return last
 
     def _made(
-        self, each: Operation, values: dict[str, Any], numbers: dict[str, Any], ops: list[Op], inside: Any
+        self, each: Operation, values: dict[str, Any], numbers: dict[str, Any], ops: list[Op], inside: object
     ) -> Any:
         """The result of an operation, which is added to `ops` unless it only takes others together, or apart."""
         names = [] if each.op == "constant" else operands_of(each)
