@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -37,6 +37,8 @@ _MOST_COPIES = 8  # of what is repeated a bounded number of times; more counts a
 # A set of characters is an int with a bit for each of the first 256, one for all others and one for the text's end.
 _OTHER, _END = 256, 257
 _ALL = (1 << _END) - 1
+_Items = Sequence[tuple[Any, Any]]  # an operation and its argument each, as the standard library parses them
+_Pair = tuple[int, int, bool]  # two positions, and whether they were reached in two ways
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ def doubling_text(pattern: re.Pattern[str]) -> str | None:  # why: decisions/003
         parser: Any = import_module("re._parser")
         found: list[str] = []
         tree = parser.parse(pattern.pattern, pattern.flags)
-        judged: list[Any] = [tree]
+        judged: list[_Items] = [tree]
         for items in judged:  # grows by what is judged by itself
             automaton = _Automaton(parser, tree.state, judged)
             end = set(automaton.read(items).last)
@@ -79,12 +81,12 @@ def doubling_text(pattern: re.Pattern[str]) -> str | None:  # why: decisions/003
         return None
 
 
-def _is_loop(least: int, most: int, items: Any) -> bool:
+def _is_loop(least: int, most: int, items: _Items) -> bool:
     """Whether a repeat has no bound; one that has is read as so many copies."""
     return most > _MOST_COPIES and (least != most or _has_loop(items))
 
 
-def _has_loop(items: Any) -> bool:
+def _has_loop(items: _Items) -> bool:
     for op, value in items or ():
         name = str(op)
         if name in _REPEATS and _is_loop(*value):
@@ -94,7 +96,7 @@ def _has_loop(items: Any) -> bool:
     return False
 
 
-def _parts(name: str, value: Any) -> list[Any]:
+def _parts(name: str, value: Any) -> list[_Items]:
     """The sequences of items that an item holds."""
     if name in ("SUBPATTERN", *_REPEATS):
         return [value[-1]]
@@ -113,7 +115,7 @@ class _Automaton:
         loop: The number of the loop that holds all of it; 0: none does.
     """
 
-    def __init__(self, parser: Any, state: Any, apart: list[Any], loop: int = 0) -> None:
+    def __init__(self, parser: Any, state: Any, apart: list[_Items], loop: int = 0) -> None:
         self._parser, self._state, self._apart = parser, state, apart
         self.chars: list[int] = []
         self.follow: list[Counter[int]] = []
@@ -125,7 +127,7 @@ class _Automaton:
 
     # -- making it
 
-    def read(self, items: Any) -> _Part:
+    def read(self, items: _Items) -> _Part:
         """The part for a sequence of items as the parser gives them."""
         joined = _Part(nullable=True)
         for op, value in items:
@@ -159,7 +161,7 @@ class _Automaton:
             _characters(item, tuple(value) if op == "IN" else value, self._state.flags) if self._loop else 0
         )
 
-    def _repeat(self, least: int, most: int, items: Any) -> _Part:
+    def _repeat(self, least: int, most: int, items: _Items) -> _Part:
         if not _is_loop(least, most, items):
             optional = _Part(nullable=True)
             for _ in range(most - least):  # x{0,2} is (x(x)?)?: one way for each count
@@ -177,7 +179,7 @@ class _Automaton:
         self._join(body.last, body.first)
         return _Part(body.nullable or least == 0, body.first, body.last)
 
-    def _taken_at_once(self, items: Any, nullable: bool) -> _Part:
+    def _taken_at_once(self, items: _Items, nullable: bool) -> _Part:
         """A loop that gives nothing back: one position that takes any number of its characters, and none is left."""
         inside = _Automaton(self._parser, self._state, [], loop=1)
         inside.read(items)
@@ -213,9 +215,9 @@ class _Automaton:
 
     def text_of_two_ways(self, pivot: int) -> str | None:
         """A text that leads from a position back to it in two ways."""
-        start: tuple[int, int, bool] = (pivot, pivot, False)
-        came: dict[tuple[int, int, bool], tuple[tuple[int, int, bool], int] | None] = {start: None}
-        waiting: deque[tuple[int, int, bool]] = deque([start])
+        start: _Pair = (pivot, pivot, False)
+        came: dict[_Pair, tuple[_Pair, int] | None] = {start: None}
+        waiting: deque[_Pair] = deque([start])
         while waiting:
             here = waiting.popleft()
             for there, chars in self._next(here):
@@ -226,7 +228,7 @@ class _Automaton:
                     waiting.append(there)
         return None
 
-    def _next(self, here: tuple[int, int, bool]) -> Iterator[tuple[tuple[int, int, bool], int]]:
+    def _next(self, here: _Pair) -> Iterator[tuple[_Pair, int]]:
         one, two, parted = here
         for a, ways in self.follow[one].items():
             for b in self.follow[two] if self.loops[a] == self.loops[one] else ():
@@ -252,7 +254,7 @@ def _characters(op: Any, value: Any, flags: int) -> int:
     return sum(1 << code for code in range(256) if matches(chr(code))) | bool(matches("字")) << _OTHER
 
 
-def _text(came: dict[Any, Any], here: object, chars: int) -> str:
+def _text(came: Mapping[_Pair, tuple[_Pair, int] | None], here: _Pair, chars: int) -> str:
     text = ""
     while True:
         text = _shown(chars) + text

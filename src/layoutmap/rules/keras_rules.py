@@ -49,7 +49,7 @@ def layout_for(rule: Rule, rank: int) -> Layout:
     return Layout([*layout.sharding_specs, *[UNSHARDED] * (rank - layout.rank)], layout.mesh)
 
 
-def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[Any, ...]]]:
+def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:
     """The mesh of Keras's map, if none is given, and its rules.
 
     Raises:
@@ -62,7 +62,7 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[A
             why=f"it is {kind_of(keras_map)}",
             fix="pass a keras.distribution.LayoutMap, as in Llama3Backbone.get_layout_map(device_mesh)",
         )
-    rules: dict[str, tuple[Any, ...]] = {}
+    rules: dict[str, tuple[object, ...]] = {}
     device_meshes: list[Any] = [keras_map.device_mesh]
     for key, layout in keras_map.items():
         if not isinstance(key, str):

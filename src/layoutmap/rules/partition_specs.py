@@ -168,7 +168,7 @@ def specs_of_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where: 
     found: dict[str, Specs] = {}
     for path, given in leaves(tree, where).items():
         check_known(path, shapes, where)
-        theirs: Any = getattr(given, "mesh", None)
+        theirs = getattr(given, "mesh", None)
         if theirs is not None and list(theirs.shape.items()) != list(mesh.dim_sizes.items()):
             raise RuleError(
                 f"{where}: {path}: its sharding is on another mesh",
@@ -257,7 +257,7 @@ def pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
 
 
 # These return a plain bool, so that what is `Any` stays it.
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 

@@ -119,7 +119,7 @@ class RuleSet(Rules):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         twin = super().__copy__()
         twin._activations = copy.copy(self._activations)
         twin._activations._slot = twin._slot
@@ -262,11 +262,11 @@ def mesh_of(mesh: object) -> Mesh | None:
 
 def _dims_of(mesh: Any) -> str:
     """The dims of another library's mesh as text (JAX, Keras and torch say them alike); else those of an example."""
-    names: Any = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
+    names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
     if not names:
         return "batch=2,model=4"
-    shape: Any = mesh.shape
-    sizes: Any = shape.values() if hasattr(shape, "values") else shape
+    shape = mesh.shape
+    sizes = shape.values() if hasattr(shape, "values") else shape
     return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=False))
 
 

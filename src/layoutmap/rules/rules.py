@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from layoutmap.core.errors import LayoutMapError, RuleError, counted
 from layoutmap.core.layout import Layout, as_layout
@@ -24,7 +24,7 @@ from layoutmap.rules.table import Entry, Table
 _MISSING: Any = object()
 
 
-_NewRule = tuple[Any, Any, Any]
+_NewRule = tuple[object, object, object]
 """A pattern, a layout and `uneven` (`None`: as the map says), unchecked."""
 
 
@@ -63,7 +63,7 @@ class Rules(MutableMapping[str, Layout]):
     _example = r".*\.kernel"
     _otherwise = "it is replicated"
 
-    def __init__(self, slot: MeshSlot, rules: Mapping[str, Any] | None = None, uneven: Uneven = "error"):
+    def __init__(self, slot: MeshSlot, rules: Mapping[str, object] | None = None, uneven: Uneven = "error"):
         self._slot = slot
         self._default_uneven: Uneven = as_uneven(uneven, self._written)
         self._table = Table()
@@ -123,7 +123,7 @@ class Rules(MutableMapping[str, Layout]):
 
     # -- the dict of rules
 
-    def __setitem__(self, pattern: str, layout: Layout | Sequence[Any]) -> None:
+    def __setitem__(self, pattern: str, layout: Layout | Sequence[object]) -> None:
         """Add a rule, after all others.
 
         Args:
@@ -137,7 +137,7 @@ class Rules(MutableMapping[str, Layout]):
         """
         self._add([(pattern, layout, None)])
 
-    def add(self, pattern: str, layout: Layout | Sequence[Any], *, uneven: Uneven | None = None) -> None:
+    def add(self, pattern: str, layout: Layout | Sequence[object], *, uneven: Uneven | None = None) -> None:
         """Add a rule, after all others, and say more of it.
 
         Args:
@@ -225,7 +225,7 @@ class Rules(MutableMapping[str, Layout]):
             del rest[pattern]
             self._table = Table(rest.values())
 
-    def update(self, rules: Any = (), /, **more: Any) -> None:
+    def update(self, rules: object = (), /, **more: object) -> None:
         """Add rules, in order: all of them, or none if one cannot be added.
 
         Raises:
@@ -324,7 +324,7 @@ class Rules(MutableMapping[str, Layout]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__, _slot=MeshSlot(self._slot.mesh), _table=self._table.copy())
         return twin

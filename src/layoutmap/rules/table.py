@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Rule
@@ -52,5 +51,5 @@ class Table:
         """A table of the same rules that grows by itself."""
         return Table(self.entries.copy().values())
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Table, (list(self.entries.copy().values()),)

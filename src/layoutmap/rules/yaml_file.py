@@ -67,10 +67,10 @@ def to_yaml(fields: RulesFields) -> str:  # why: decisions/0035
     """The text of a rules file."""
     import yaml
 
-    class Flow(list[Any]):
+    class Flow(list[object]):
         """A list that is written in one line."""
 
-    class FlowMapping(dict[str, Any]):
+    class FlowMapping(dict[str, object]):
         """A mapping that is written in one line."""
 
     safe_dumper: Any = yaml.SafeDumper
@@ -78,26 +78,26 @@ def to_yaml(fields: RulesFields) -> str:  # why: decisions/0035
     class Dumper(safe_dumper):
         """Writes specs in one line, and everything else in lines of their own."""
 
-    def in_one_line(dumper: Any, data: Flow) -> Any:
+    def in_one_line(dumper: Any, data: Flow) -> object:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
-    def mapping_in_one_line(dumper: Any, data: FlowMapping) -> Any:
+    def mapping_in_one_line(dumper: Any, data: FlowMapping) -> object:
         return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
 
     Dumper.add_representer(Flow, in_one_line)
     Dumper.add_representer(FlowMapping, mapping_in_one_line)
 
-    def written(spec: ShardingSpec) -> Any:
+    def written(spec: ShardingSpec) -> object:
         return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
 
-    def rule(pattern: str, specs: tuple[Any, ...]) -> Any:
+    def rule(pattern: str, specs: tuple[Any, ...]) -> object:
         listed = Flow(map(written, specs))
         own = fields.uneven_rules.get(pattern)
         return FlowMapping(layout=listed, uneven=own) if own else listed
 
-    data: dict[str, Any] = {"version": VERSION}
+    data: dict[str, object] = {"version": VERSION}
     if fields.dims is not None:
-        mesh: dict[str, Any] = {"dims": dict(fields.dims)}
+        mesh: dict[str, object] = {"dims": dict(fields.dims)}
         if fields.mesh_name:
             mesh["name"] = fields.mesh_name
         if fields.devices is not None:
@@ -121,7 +121,7 @@ def from_yaml(text: str) -> RulesFields:
             known, or another version.
     """
     data = read_yaml(text)
-    version: Any = _mapping(data, "it", None).get("version")
+    version = _mapping(data, "it", None).get("version")
     if version != VERSION:
         raise RuleError(
             f"rules file of version {brief(version)}",
@@ -130,8 +130,8 @@ def from_yaml(text: str) -> RulesFields:
         )
     top = _mapping(data, "it", _KEYS)
     mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
-    name: Any = (mesh or {}).get("name")
-    devices: Any = (mesh or {}).get("devices")
+    name = (mesh or {}).get("name")
+    devices = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
         raise RuleError("rules file: mesh name is not text", facts={"there": brief(name)}, fix=_FIX)
     if devices is not None and not _are_texts(devices):
@@ -167,7 +167,7 @@ def schema() -> str:
     return files("layoutmap.rules").joinpath("schema.json").read_text(encoding="utf-8")
 
 
-def _or_none(top: dict[str, Any], key: str) -> Any:
+def _or_none(top: dict[str, Any], key: str) -> object:
     """A part of the file; one that has nothing in it, as where all its rules are comments, is empty."""
     return {} if top.get(key) is None else top[key]
 
@@ -193,7 +193,7 @@ def _rules(value: object, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def all_or_errors(check: Callable[..., object], rows: Iterable[tuple[Any, ...]]) -> None:
+def all_or_errors(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
     """Call a check with each row of arguments, and raise all its errors in one, so that all are corrected at once."""
     errors: list[LayoutMapError] = []
     for row in rows:

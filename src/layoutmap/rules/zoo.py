@@ -75,7 +75,7 @@ def models() -> Mapping[str, PublishedModel]:  # why: decisions/0078
     """
     import yaml
 
-    data: Any = yaml.safe_load(files("layoutmap.rules").joinpath("zoo.yaml").read_text(encoding="utf-8"))
+    data = yaml.safe_load(files("layoutmap.rules").joinpath("zoo.yaml").read_text(encoding="utf-8"))
     return MappingProxyType(
         {
             name: PublishedModel(

@@ -126,7 +126,7 @@ class JaxAdapter(Adapter):
 
     def restored(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, object]:
         """Return a model and its optimizer's state with other arrays."""
         return restored(model, optimizer, arrays)
 

@@ -136,7 +136,7 @@ class _Step:
         after |= {key: new[key[1]] for key in trained}
         return after | dict(zip((slot.key for slot in slots), jax.tree.leaves(state), strict=True))
 
-    def _loss_value(self, output: object, targets: object) -> Any:
+    def _loss_value(self, output: object, targets: object) -> object:
         if self._loss is not None:
             return self._loss(output)
         if self._state.loss is not None:

@@ -157,7 +157,7 @@ def closed_objects(
     before: Sequence[object],
     kept: Sequence[bool],
     names: Sequence[str],
-) -> dict[int, Any]:
+) -> dict[int, object]:
     """The arrays of objects that a step has changed, by the number of the leaf.
 
     Args:

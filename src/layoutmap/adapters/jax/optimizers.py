@@ -71,7 +71,7 @@ def weights_of(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[st
     return weights, layouts
 
 
-def describe(init: Callable[[Any], object], params: object) -> OptimizerVariables:
+def describe(init: Callable[[object], object], params: object) -> OptimizerVariables:
     """Describe an optimizer's parameters and state; computes nothing.
 
     Args:
@@ -95,7 +95,7 @@ def describe(init: Callable[[Any], object], params: object) -> OptimizerVariable
     return OptimizerVariables(list(weights.values()), layouts, slot_variables(weights, leaves))
 
 
-def make_state(init: Callable[[Any], object], params: object, layouts: Sequence[Layout]) -> object:
+def make_state(init: Callable[[object], object], params: object, layouts: Sequence[Layout]) -> object:
     """Return an optimizer's state, each leaf computed straight in its layout."""
     tree, native = jax.tree.structure(jax.eval_shape(init, params)), get_engine("jax").native
     shardings = [native(layout, layout.rank) for layout in layouts]

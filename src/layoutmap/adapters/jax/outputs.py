@@ -38,7 +38,7 @@ class Arguments:  # why: decisions/0069
         for tree, start in _subtrees(self.tree, 0):
             self._starts.setdefault(self._signature(tree, start, self.shapes), []).append(start)
 
-    def shardings_of(self, results: object, otherwise: Callable[[Shape], object]) -> Any:
+    def shardings_of(self, results: object, otherwise: Callable[[Shape], object]) -> object:
         """Return a sharding for each result, in their tree.
 
         A subtree of the results has the layouts of the first subtree of the arguments with the same structure and

@@ -49,7 +49,7 @@ class Constants:
         leaves = [self.values[n] if n in self.values else next(rest) for n in range(self.tree.num_leaves)]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def emptied(self, leaves: Sequence[object]) -> Any:
+    def emptied(self, leaves: Sequence[object]) -> object:
         """The tree with `None` for each constant."""
         return jax.tree.unflatten(self.tree, [None if n in self.values else x for n, x in enumerate(leaves)])
 

@@ -205,7 +205,7 @@ class Operations:
     def _leading_to(self, result: object) -> tuple[list[object], list[object]]:
         """Return the operations that lead to a value from seeds and constants, in order, and these."""
         numbers: set[int] = set()
-        needs: dict[Any, None] = {}
+        needs: dict[object, None] = {}
         todo = [result]
         while todo:
             var = todo.pop()

@@ -90,7 +90,7 @@ def by_options(options: Mapping[str, Any]) -> Compiler:
     """
     check_compilable(is_dynamic=bool(options.get("dynamic")))
     key = tuple((name, id(value)) for name, value in options.items())
-    given = {**options, "dynamic": False}
+    given = {**options, "dynamic": False}  # DTensor hashes shapes, and symbolic sizes have no hash
     return Compiler(key, partial(torch.compile, **given), bool(options.get("fullgraph")), given)
 
 

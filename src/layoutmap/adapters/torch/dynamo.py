@@ -18,12 +18,12 @@ with Needed("torch"):
 
 R = TypeVar("R")
 
-_make_static = make_set_enable_dynamic(False)
+_make_static = make_set_enable_dynamic(False)  # as torch.compile(dynamic=False) does around each call
 
 
 def not_compiled(function: Function) -> None:
     """Have Dynamo leave a function as it is where it would begin with it."""
-    skip_code(inspect.unwrap(function).__code__)
+    skip_code(inspect.unwrap(function).__code__)  # a decorator has one code object for all that it wraps
 
 
 def stop_compiling() -> object:
@@ -50,7 +50,7 @@ def call_compiled(compiler: Any, function: Callable[[Any], R], argument: object)
 def makes_one_graph(compiler: object) -> bool:
     """Whether what `stop_compiling` has returned is to make one graph (`fullgraph=True`), or fail."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
-        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)  # its callbacks wrap each other
     return bool(compiler)
 
 

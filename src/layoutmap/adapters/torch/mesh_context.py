@@ -114,7 +114,7 @@ def _generating(generator: Function) -> Function:
 
 
 def _reentrant(own: Function) -> object:
-    class Wrapped:
+    class Wrapped:  # torch asks this name for `apply` alone
         @staticmethod
         def apply(function: Function, *args: object) -> object:
             return own.apply(_on_mesh_later(function), *args)  # pyright: ignore[reportFunctionMemberAccess]

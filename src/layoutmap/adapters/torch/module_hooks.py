@@ -35,7 +35,7 @@ def installed() -> Closing:
 
 def _registered(module: torch.nn.Module, name: str, registered: object) -> None:
     watcher = current()
-    if watcher is None:
+    if watcher is None:  # the hooks are those of all threads, a scope is one's own
         warn_if_elsewhere("torch", type(module).__name__)
     elif watcher.library == "torch":
         watcher.module_created(module)
@@ -78,7 +78,11 @@ _PATCHES = Patches(
         Item(_of_modules._global_module_registration_hooks, "layoutmap", _registered),
         Item(_of_modules._global_parameter_registration_hooks, "layoutmap", _parameter_registered),
         Item(_of_modules._global_buffer_registration_hooks, "layoutmap", _registered),
-        Attribute(torch.nn.Module, "__setstate__", _setting_state),
-        Attribute(torch.optim.Optimizer, "add_param_group", _adding_group),
+        Attribute(
+            torch.nn.Module, "__setstate__", _setting_state
+        ),  # a copy sets its attributes past the hooks
+        Attribute(
+            torch.optim.Optimizer, "add_param_group", _adding_group
+        ),  # which __init__ calls for each group
     ]
 )

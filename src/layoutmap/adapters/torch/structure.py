@@ -91,7 +91,7 @@ class Structure:
         """Something hashable that is equal for values which compute the same."""
         kind = type(value)
         if kind in _SIMPLE:
-            return kind, value
+            return kind, value  # with its type, since 1, 1.0 and True are equal
         if kind in (list, tuple):
             return (kind, *map(self.frozen, value))
         if kind in (dict, OrderedDict):

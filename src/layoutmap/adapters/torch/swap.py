@@ -17,12 +17,12 @@ from layoutmap.engines.torch.modules import hooks_of_tensor, members_of_module
 Swap = Callable[[Any], Any]
 
 
-_NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}
+_NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}  # torch's own, of Parameter and Buffer
 
 
 def _own_attributes(tensor: torch.Tensor) -> dict[str, object]:
     """The attributes that a program has set on a tensor."""
-    ours = set(vars(tensor)) - _NO_ATTRIBUTES
+    ours = set(vars(tensor)) - _NO_ATTRIBUTES  # what a subclass sets on all of its tensors is taken off below
     return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
 
 
@@ -32,7 +32,7 @@ def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
         if name not in vars(new):
             setattr(new, name, value)
     on_gradient, after_accumulation = hooks_of_tensor(old)
-    if new.requires_grad:
+    if new.requires_grad:  # torch takes hooks of no other tensor
         for hook in on_gradient:
             new.register_hook(hook)
         for hook in after_accumulation:
@@ -82,7 +82,7 @@ def _replaced(value: object, swap: Swap) -> object:
     if isinstance(value, torch.Tensor):
         return swap(value)
     if type(value) is list:
-        value[:] = [_replaced(each, swap) for each in value]
+        value[:] = [_replaced(each, swap) for each in value]  # in place, since others may hold the list
     elif type(value) is tuple and any(isinstance(each, (torch.Tensor, list, tuple, dict)) for each in value):
         return tuple(_replaced(each, swap) for each in value)
     elif isinstance(value, dict):

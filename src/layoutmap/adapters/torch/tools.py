@@ -84,7 +84,7 @@ def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 def _replaced(owner: object, name: str, make: Callable[[Function], Function]) -> Iterator[Attribute]:
     if hasattr(owner, name):  # else the library says itself what it cannot do
-        yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))
+        yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))  # callers read signatures
 
 
 def _saving(own: Function) -> Function:

@@ -141,7 +141,7 @@ class _Unpickler(TensorUnpickler):
 
     writer = "DCP writes"
 
-    def find_class(self, module: str, name: str, /) -> Any:
+    def find_class(self, module: str, name: str, /) -> object:
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if (module, name) in _IGNORED:
@@ -149,7 +149,7 @@ class _Unpickler(TensorUnpickler):
         return set if (module, name) == ("builtins", "set") else super().find_class(module, name)
 
 
-def _ordered() -> OrderedDict[Any, Any]:
+def _ordered() -> OrderedDict[object, object]:
     return OrderedDict()
 
 
@@ -157,11 +157,11 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def _size(values: Sequence[Any] = ()) -> tuple[Any, ...]:
+def _size(values: Sequence[object] = ()) -> tuple[object, ...]:
     return as_sizes(values)
 
 
-def _first(value: object, *_: object) -> Any:
+def _first(value: object, *_: object) -> object:
     return value
 
 
@@ -172,7 +172,7 @@ def _tensor(storage: Any, start: Any, shape: Any, strides: Any, *rest: Any) -> T
     return Tensor(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides), dtype)
 
 
-def unpickled(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler) -> Any:
+def unpickled(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler) -> object:
     """The content of a pickle, in inert records; `where` is its file, for messages."""
     try:
         _check_memo(data)

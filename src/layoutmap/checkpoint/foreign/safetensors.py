@@ -171,7 +171,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     return files, index
 
 
-def _header(file: ByteFile) -> tuple[int, dict[str, Any]]:
+def _header(file: ByteFile) -> tuple[int, dict[str, object]]:
     """The byte at which the values begin, and the header."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
@@ -185,8 +185,8 @@ def _header(file: ByteFile) -> tuple[int, dict[str, Any]]:
     return 8 + length, _json(file, file.read(8, length), "its header")
 
 
-def _json(file: ByteFile, data: bytes, what: str) -> dict[str, Any]:
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
+    def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:

@@ -116,7 +116,7 @@ def _num_bytes(found: tuple[Tensor, Window]) -> int:
 
 def _tensors(where: str, found: object, most: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors in mappings and lists, by path; what is there many times by reference is as many as it says."""
-    left: list[tuple[tuple[str, ...], Any]] = [((), found)]
+    left: list[tuple[tuple[str, ...], object]] = [((), found)]
     count = 0
     while left:
         path, value = left.pop()

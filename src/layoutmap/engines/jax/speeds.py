@@ -24,7 +24,7 @@ _OPERATIONS: Mapping[str, Callable[[Any, str], Any]] = {
 _OF_A_PART = ("all_gather", "all_to_all")  # each device takes a part of the tensor
 
 
-def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], Any]:
+def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
     """Return a function that runs a collective of float32 over a mesh dim."""
     size = mesh.dim_size(dim)
     length = num_bytes // 4 // size**2 * (size if kind in _OF_A_PART else size**2)  # of each device
@@ -40,7 +40,7 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Ca
     return partial(jax.jit(operation), values)
 
 
-def product(dtype: str, size: int) -> Callable[[], Any]:
+def product(dtype: str, size: int) -> Callable[[], object]:
     """Return a function that multiplies two square matrices on one device."""
     return partial(jax.jit(jnp.matmul), *[jnp.ones((size, size), dtype)] * 2)
 

@@ -28,7 +28,7 @@ Ctx = Any
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs now ends; to be called by a hook of that pass."""
-    _ENGINE.queue_callback(function)
+    _ENGINE.queue_callback(function)  # of the pass: torch drops it where that fails
 
 
 def gradient_of() -> str:
@@ -39,7 +39,7 @@ def gradient_of() -> str:
 
 def saver() -> Any:
     """The hooks that decide which tensors autograd saves: an object with these methods, a function, or `None`."""
-    hooks = _SAVING._top_saved_tensors_default_hooks(True)
+    hooks = _SAVING._top_saved_tensors_default_hooks(True)  # also while Dynamo traces
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 
 

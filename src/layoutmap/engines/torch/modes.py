@@ -25,7 +25,7 @@ function_modes = _get_current_function_mode_stack
 dispatch_modes = _get_current_dispatch_mode_stack
 """The modes that operators are called in on this thread, the innermost last."""
 
-outside_of_modes = torch._C.DisableTorchFunction
+outside_of_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would leave modes on
 """Opens a block in which no function mode sees what is called."""
 
 
@@ -50,5 +50,5 @@ def without_function_modes() -> Generator[None]:
     try:
         yield
     finally:
-        for mode in modes:
+        for mode in modes:  # the outermost first, as they were
             _push_mode(mode)

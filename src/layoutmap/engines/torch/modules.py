@@ -34,5 +34,5 @@ def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
     """The hooks of a tensor's gradient, and those that are called when it has been added to `grad`."""
     return (
         list((tensor._backward_hooks or {}).values()),
-        list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()),
+        list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()),  # unset before the first
     )

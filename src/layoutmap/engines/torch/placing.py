@@ -151,7 +151,7 @@ class OwnGradient(torch.autograd.Function):
         own = plainly(cls.backward)
 
         def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-            unseen.check(ctx.numbers)
+            unseen.check(ctx.numbers)  # of what `tensor.data` changed, autograd counts no version
             return own(ctx, *upstream)
 
         cls.backward = staticmethod(backward)
@@ -164,7 +164,7 @@ class OwnGradient(torch.autograd.Function):
             result = cls.apply(tensor, *others)
             result.grad_fn.numbers = unseen.numbers_of(*cls.needed(tensor, result))
             return result
-        return cls.forward(SimpleNamespace(), tensor, *others)
+        return cls.forward(SimpleNamespace(), tensor, *others)  # `apply` takes longer, and makes nothing else
 
     @staticmethod
     def needed(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -210,10 +210,11 @@ class _Shard(OwnGradient):
     def forward(ctx: Ctx, tensor: torch.Tensor, of_gradient: object) -> torch.Tensor:
         ctx.mesh, ctx.placements = spec_of(tensor).mesh, of_gradient
         local = local_of(tensor)
-        return local.view_as(local)
+        return local.view_as(local)  # another object: autograd ties what is returned to this step
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
+        # An expanded one has strides of 0.
         return from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements), None
 
 
@@ -312,7 +313,7 @@ def _redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTenso
             local = local.chunk(spec.mesh.size(dim), axis_of(shard))[coordinates[dim]]
         local = local.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
     else:
-        moved = tensor.redistribute(spec.mesh, placements)
+        moved = tensor.redistribute(spec.mesh, placements)  # what is rare in a step is left to DTensor
         return _as_held(local_of(moved), spec_of(moved))
     return _as_held(local, placed_as(spec, placements, local.dtype))
 

@@ -48,8 +48,9 @@ def gathered(values: NumpyArray) -> NumpyArray:
     if not across():
         return values[None]
     simulation.start()
-    if "cpu:" not in dist.get_backend_config():
+    if "cpu:" not in dist.get_backend_config():  # NCCL alone: torch pickles, and sends that by way of the GPU
         return np.stack(_gathered(values))
+    # As bytes, since gloo has no collectives of unsigned and 8-bit floating types.
     own = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
     rows = [torch.empty_like(own) for _ in range(simulation.world_size())]
     dist.all_gather(rows, own)

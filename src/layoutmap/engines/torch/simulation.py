@@ -72,7 +72,7 @@ class _Simulation(SimulationMode):
         locals_ = (local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
         ranks = next((ranks_of_local(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
-            with _Simulation(ranks):
+            with _Simulation(ranks):  # all pieces of an operation are of the same ranks
                 return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and not any(map(_is_per_rank, leaves)):
             return func(*args, **kwargs)

@@ -63,7 +63,7 @@ _of_meshes: list[Any] = []
 
 def clear_sharding_caches() -> None:
     """Have DTensor forget how operations on device meshes come out, and with that the meshes."""
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # its keys hold device meshes, and these the process group
     for each in _of_meshes:
         each.cache_clear()
 

@@ -46,7 +46,7 @@ def numbers_of(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:  # why: d
     found: list[tuple[list[int], int]] = []
     for each in tensors:
         if isinstance(each, DTensor) and type(simulation.plain(local_of(each))) is torch.Tensor:
-            number = vars(memory_of(each)).setdefault(_NUMBER, [0])
+            number = vars(memory_of(each)).setdefault(_NUMBER, [0])  # of the storage, which views share
             found.append((number, number[0]))
     return found
 

@@ -25,12 +25,12 @@ from layoutmap.report.text import activation_cells
 NO_RULE, NOT_ASKED = -1, -2
 
 
-def page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, Any]:
+def page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, object]:
     """A plan as plain lists and dicts, for JSON; equal plans give equal data."""
     return _PageData(plan).all(findings)
 
 
-def verdict_data(verdict: Verdict) -> dict[str, Any]:
+def verdict_data(verdict: Verdict) -> dict[str, object]:
     """The verdict for a page: the page works nothing out again."""
     return {
         "mood": verdict.mood,
@@ -99,7 +99,7 @@ class _PageData:
             "cost": plan.cost and self._cost(plan.cost, memory),
         }
 
-    def _cost(self, cost: Cost, memory: Memory) -> dict[str, Any]:
+    def _cost(self, cost: Cost, memory: Memory) -> dict[str, object]:
         step, device = cost.step, cost.machine.device
         held = memory.total - memory.gradients
         return {
@@ -124,7 +124,7 @@ class _PageData:
             )
         return next(iter(self.by_path.get(cause, ())), None)
 
-    def _variable(self, a: Assignment, row: int) -> list[Any]:
+    def _variable(self, a: Assignment, row: int) -> list[object]:
         v, match = a.variable, a.match
         shard = a.shard_bytes if a.fits else None
         form = self.forms.number((v.shape, v.dtype, self._layout(a.layout), v.global_bytes, shard))
@@ -147,7 +147,7 @@ class _PageData:
         given = {name: value for name, value in more.items() if value not in (None, "", ())}
         return [*written, given] if given else written
 
-    def _match(self, match: Match, a: Assignment) -> dict[str, Any]:
+    def _match(self, match: Match, a: Assignment) -> dict[str, object]:
         others = tuple(self._rule(rule) for rule in match.others)
         asked = match.rule.layout if match.rule and match.rule.layout != a.layout else None
         return {
@@ -178,7 +178,7 @@ class _PageData:
         self._seen[id(layout)] = self.layouts.number((dims_of_axes, str(layout)))
         return self._seen[id(layout)]
 
-    def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, Any]:
+    def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, object]:
         of = dict.fromkeys(
             i
             for p in members

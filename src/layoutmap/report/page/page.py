@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
@@ -65,7 +64,7 @@ def checkpoint_page(contents: Contents, problems: Sequence[Problem] | None) -> s
     return _page("checkpoint", f"Checkpoint {contents_line(contents)}", data)
 
 
-def _page(kind: str, title: str, data: Mapping[str, Any]) -> str:  # why: decisions/0021
+def _page(kind: str, title: str, data: Mapping[str, object]) -> str:  # why: decisions/0021
     scripts = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
     parts = {
         "kind": kind,

@@ -16,7 +16,6 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.mesh import Mesh, check_dim
@@ -106,6 +105,6 @@ def _text(name: str) -> str:
 
 
 def _renamed(
-    rules: Mapping[str, tuple[Any, ...]], dims: Mapping[str, str | None]
-) -> dict[str, tuple[Any, ...]]:
+    rules: Mapping[str, tuple[str | None, ...]], dims: Mapping[str, str | None]
+) -> dict[str, tuple[str | None, ...]]:
     return {pattern: tuple(spec and dims[spec] for spec in specs) for pattern, specs in rules.items()}

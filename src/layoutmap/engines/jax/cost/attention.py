@@ -28,7 +28,7 @@ from layoutmap.engines.patches import Attribute, Patches
 try:
     from jax._src.nn import functions as _functions
 except ImportError:
-    _functions: Any = None
+    _functions: object = None
 
 _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
@@ -69,7 +69,7 @@ def attention_named(fuses: bool) -> Generator[Attention]:
         _calls.reset(token)
 
 
-def _of_xla(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
     def attention(
         query: object,
         key: object,
@@ -78,7 +78,7 @@ def _of_xla(plain: Callable[..., Any]) -> Callable[..., Any]:
         mask: object,
         *more: object,
         **options: object,
-    ) -> Any:
+    ) -> object:
         calls = _calls.get()
         if calls is None or not calls.fuses:
             if calls is not None:

@@ -36,7 +36,7 @@ def environment(target: Target, num_devices: int) -> dict[str, str]:
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
-def _devices(target: Target, num_devices: int) -> list[Any]:
+def _devices(target: Target, num_devices: int) -> list[object]:
     import jax
     from jax.experimental import topologies
 

@@ -205,7 +205,7 @@ class LoweredStep:  # why: decisions/0090
 
     def _tied(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
         """The stacks whose blocks have equal layouts, and so cost the same."""
-        below: dict[str, list[Any]] = {path: [] for stack in self._step.blocks for path in stack}
+        below: dict[str, list[object]] = {path: [] for stack in self._step.blocks for path in stack}
         for variable in self._step.variables:
             if (block := _block_of(variable, below)) is not None:
                 inner = (variable.parent or variable.path)[len(block) :]
@@ -226,7 +226,7 @@ class LoweredStep:  # why: decisions/0090
         layout_of = policy.activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
-    def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
+    def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> object:
         given = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.batch_layout(each.shape) for each in self._step.batch]
         outputs = lowered.layouts_of(policy)
@@ -329,7 +329,7 @@ class _NotTied(Exception):
         self.stack = stack
 
 
-def _block_of(variable: VariableSpec, blocks: Mapping[str, Any]) -> str | None:
+def _block_of(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
     path = variable.parent or variable.path
     parts = path.split(".")
     return next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in blocks), None)
@@ -371,7 +371,7 @@ def _lower(
     keys = [variable.key for variable in variables]
     tracer = _Tracer(skipped, recomputes)
 
-    def run(values: Sequence[Any], batch: Sequence[Any], others: Sequence[Any]) -> Any:
+    def run(values: Sequence[object], batch: Sequence[object], others: Sequence[object]) -> Any:
         tracer.unread = dict(zip((variable.key for variable in unread), others, strict=True))
         after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
         return [after.pop(key) for key in keys], list(after.values())
@@ -461,9 +461,9 @@ class _Tracer:
     chosen: Callable[[str], bool] | None = None
     recomputed: bool = False
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
-    unread: Mapping[Key, Any] = field(default_factory=dict[Key, Any])
+    unread: Mapping[Key, object] = field(default_factory=dict[Key, Any])
     unequal: str = ""
-    _calls: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+    _calls: dict[str, list[object]] = field(default_factory=dict[str, list[Any]])
     _changing: set[str] = field(
         default_factory=set[str]
     )  # layers that return something else than they are given
@@ -473,7 +473,7 @@ class _Tracer:
         return self.chosen is not None and not self._is_inside and self.chosen(path)
 
     def call(
-        self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Any:
         calls = self._calls.setdefault(path, [])
         calls.append(_kind((args, kwargs)))
@@ -499,8 +499,8 @@ class _Tracer:
                 raise _Unequal(path)
 
     def _called(
-        self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
         if not self.recomputes(path):
             return function(*args, **kwargs)
         self.recomputed = self._is_inside = True
@@ -515,7 +515,7 @@ class _Tracer:
             yield
 
 
-def _kind(values: object) -> Any:
+def _kind(values: object) -> object:
     """The properties that two calls with equal results share: shapes and types of arrays, and all else as it is."""
     leaves, tree = jax.tree.flatten(values)
     return tree, [
@@ -539,7 +539,7 @@ class _NoDevice:
         return self
 
 
-def _marked(array: object) -> Any:
+def _marked(array: object) -> object:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)

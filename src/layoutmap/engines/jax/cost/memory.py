@@ -168,7 +168,7 @@ class Memory:
         block: Block,
         kept: frozenset[int] = frozenset(),
         ops: Sequence[Op] = (),
-        describe: Callable[[Value], Any] | None = None,
+        describe: Callable[[Value], object] | None = None,
     ):
         self._ops = ops or block.ops
         self._describe = describe
@@ -178,7 +178,7 @@ class Memory:
         self.traffic = 0
         self.peaks: dict[tuple[str, str], int] = {}
         self.held: dict[tuple[str, str], Counter[Any]] = {}
-        self._held_inside: dict[int, Counter[Any]] = {}
+        self._held_inside: dict[int, Counter[object]] = {}
         self.peak = self._run()
 
     def roots(self, value: Value) -> tuple[Value, ...]:
@@ -227,7 +227,7 @@ class Memory:
                 now -= sizes.pop(value_id, 0)
         return peak
 
-    def _held(self, values: Iterable[Value], op: Op) -> Counter[Any]:
+    def _held(self, values: Iterable[Value], op: Op) -> Counter[object]:
         """Bytes of what is held now, by what is said of it; of a loop or a branch, with what is held inside."""
         assert self._describe is not None
         found = Counter[Any]()
@@ -321,7 +321,7 @@ COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all
 
 
 def memory_of(
-    block: Block, donated: Mapping[int, int], describe: Callable[[Value], Any] | None = None
+    block: Block, donated: Mapping[int, int], describe: Callable[[Value], object] | None = None
 ) -> tuple[Memory, Memory]:
     """Return the memory of a step, without that of its arguments: with gradients of weights last, and first.
 

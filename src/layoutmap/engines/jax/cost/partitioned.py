@@ -78,8 +78,8 @@ class _Reader:
         return Block(_flat([arguments[number] for number in sorted(arguments)]), [*ops, made])
 
     def _read(
-        self, name: str, given: Sequence[Any], arguments: dict[int, Any], ops: list[Op], inside: object
-    ) -> Any:
+        self, name: str, given: Sequence[object], arguments: dict[int, object], ops: list[Op], inside: object
+    ) -> object:
         values: dict[str, Any] = {}
         numbers: dict[str, Any] = {}
         last: Any = []
@@ -139,7 +139,7 @@ class _Reader:
         ops.append(made)
         return result
 
-    def _describe(self, made: Op, each: Operation, numbers: Sequence[Any]) -> None:
+    def _describe(self, made: Op, each: Operation, numbers: Sequence[object]) -> None:
         """Say what an operation does beside taking operands and returning results."""
         if each.op in NAMES:
             made.dims, made.group = self._places.exchanging(each.rest)
@@ -241,7 +241,7 @@ class _Places:
             return cast("Any", _OPERATIONS[each.op](given[0], given[-1]))
         return None
 
-    def _table(self, each: Operation) -> Any:
+    def _table(self, each: Operation) -> object:
         if each.shape[0] not in "su" or math.prod(_shape(each.shape)) > max(self._mesh.size, 64):
             return None
         found = re.findall(r"-?\d+", each.rest.partition(")")[0])

@@ -113,7 +113,7 @@ def _is_only_for(op: Op, maker: Op) -> bool:
     return maker.name in ("all_reduce", "reduce_scatter") and maker.results[0].uses == [op]
 
 
-def _reduction(op: Op) -> Any:
+def _reduction(op: Op) -> object:
     return op.name, op.dims, op.group, op.operands[0].shape, op.results[0].shape
 
 

@@ -107,7 +107,7 @@ def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[
     """
     guard(device_mesh)
     before = replicates_plain_tensors()
-    set_replicates_plain_tensors(True)
+    set_replicates_plain_tensors(True)  # DTensor refuses plain tensors beside DTensors else
     try:
         mode = _Computing(by_shards)
         keep(mode)
@@ -209,7 +209,7 @@ _THIN = frozenset(
     )
 )
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_PROPERTY = types.MethodWrapperType
+_PROPERTY = types.MethodWrapperType  # of `Tensor.shape.__get__` and its like
 
 
 def _compute(

@@ -19,7 +19,7 @@ def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
     mesh = mesh_of(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
     kept = kept_axes([x], mesh, [axis])
-    of_states = dict.fromkeys(kept, 1)
+    of_states = dict.fromkeys(kept, 1)  # their first axis is that of the layers, whatever batch_first says
     several = isinstance(states, (tuple, list))
     shards = [local_shard(each, mesh, of_states, kept) for each in (states if several else (states,))]
     output, *last = function(

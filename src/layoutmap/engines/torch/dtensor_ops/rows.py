@@ -19,7 +19,7 @@ def _rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
 
 def _pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
-    if given.get("mode", "constant") == "constant":
+    if given.get("mode", "constant") == "constant":  # DTensor has a rule for that one
         return function(*args, **kwargs)
     return _but_last(len(given["pad"]) // 2)(function, args, kwargs)
 
@@ -54,7 +54,7 @@ ROWS: dict[object, Function] = {
     F.fold: _but_last(2),
     **dict.fromkeys(_PARAMETERS, _in_place),
     **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
-    F.prelu: _FIRST,
+    F.prelu: _FIRST,  # its weight is along the second axis
     **dict.fromkeys((F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _but_last(1)),
     **dict.fromkeys((F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d), _but_last(2)),
     **dict.fromkeys((F.avg_pool3d, F.max_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d), _but_last(3)),

@@ -48,7 +48,7 @@ def kept_axes(
         if not axes or dim in taken:
             continue
         axis = axes[0]
-        number = num_shards.get(axis, 1) * mesh.size(dim)
+        number = num_shards.get(axis, 1) * mesh.size(dim)  # one axis may be sharded over several dims
         if all(each.shape[axis] % number == 0 or (broadcast and each.shape[axis] == 1) for each in tensors):
             kept[dim], num_shards[axis] = axis, number
     return kept

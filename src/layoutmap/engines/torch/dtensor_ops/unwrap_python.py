@@ -35,7 +35,7 @@ def unwrapped(function: Function, **replaced: object) -> Function:
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__ = function.__kwdefaults__  # which FunctionType does not take
     return made
 
 

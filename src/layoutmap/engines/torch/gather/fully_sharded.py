@@ -30,13 +30,13 @@ class FullySharded:
     """
 
     def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import fully_shard  # late, as in `fully_shard`: it loads slowly
 
         self._module = module
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
         if self._group is not None:
-            self._group.unshard_async_op = is_asynchronous
+            self._group.unshard_async_op = is_asynchronous  # or a CPU waits where a gather is asked for
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
@@ -89,7 +89,7 @@ class FullySharded:
     def start_anew(self) -> None:
         """Drop what a pass has left that failed, for all modules."""
         states = self._state._state_ctx.all_states
-        states[0]._reset_iter_state()
+        states[0]._reset_iter_state()  # torch has it for the root alone
         for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
@@ -97,18 +97,18 @@ class FullySharded:
 
     def before_forward(self) -> None:
         """Gather the parameters."""
-        self._state._pre_forward(self._module, (), {})
+        self._state._pre_forward(self._module, (), {})  # no arguments, which it would convert, and hook
 
     def after_forward(self) -> None:
         """Free what was gathered, if it is not kept for the backward pass."""
-        self._state._post_forward(self._module, (), None)
+        self._state._post_forward(self._module, (), None)  # no result, on whose gradient it would set a hook
 
     def free(self) -> None:
         """Free what was gathered, also what is on its way."""
         if self._group is not None and (
             self._group.is_unsharded or self._group._all_gather_result is not None
         ):
-            self._group.wait_for_unshard()
+            self._group.wait_for_unshard()  # a gather on its way writes to the memory that is freed
             self._group._to_sharded()
 
     def forget_order(self) -> None:
