@@ -13,6 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -121,7 +122,7 @@ class TorchSession:
         return Tape(
             dry=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            is_here=lambda: is_entered(self),
+            is_here=partial(is_entered, self),  # asked for each operation
         )
 
     # -- deferring
