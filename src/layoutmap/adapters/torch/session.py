@@ -316,10 +316,7 @@ class TorchSession:
         return new
 
     def _replace_references(
-        self,
-        roots: Sequence[torch.nn.Module],
-        replaced: dict[int, torch.Tensor],
-        layouts: Mapping[int, Layout],
+        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
         kept: dict[int, torch.Tensor] = {}  # while ids stand for the tensors
 
