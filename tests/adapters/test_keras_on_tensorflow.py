@@ -283,6 +283,39 @@ def test_an_exported_model_knows_nothing_of_layouts(tmp_path):
     assert_held(model.layers[0].kernel)
 
 
+LABEL_OUT_OF_RANGE = """
+import keras
+import numpy as np
+
+import layoutmap as lm
+
+with lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {r"d\\.kernel": (None, "model")}).scope(batch_dim="batch"):
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, name="d")])
+model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+x, y = np.ones((12, 8), "float32"), np.arange(12) % 8
+wrong = np.where(np.arange(12) == 5, 99, y)
+options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+try:
+    model.fit(x, wrong, **options)
+except Exception as error:
+    assert "99 which is outside the valid range" in str(error), error
+else:
+    raise AssertionError("a label that is out of range was taken")
+model.set_weights([np.zeros_like(each) for each in model.get_weights()])
+model.fit(x[:4], y[:4], **options)
+assert all(np.isfinite(each).all() and each.any() for each in model.get_weights())
+"""
+
+
+@pytest.mark.long
+def test_a_step_that_fails_on_a_device_leaves_a_model_that_goes_on():
+    """An error of a device in the middle of `fit` is raised; weights can be read and set, and training goes on."""
+    code = forked.EIGHT_DEVICES.partition("mesh =")[0] + LABEL_OUT_OF_RANGE
+    (ended,) = forked.wait_for_all([forked.start(code)])
+
+    assert 0 == ended.returncode, ended.stderr
+
+
 def test_a_weight_without_a_gradient():
     """A weight that the loss does not depend on stays as it is, and everything else trains like one device."""
 

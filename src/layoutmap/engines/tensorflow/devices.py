@@ -17,6 +17,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, check_simulated, device_names_of, fix_too_few, no_devices
+from layoutmap.engines.tensorflow.selfcheck import wait_for_devices
 
 dtensor: Any = tf.experimental.dtensor
 
@@ -81,6 +82,7 @@ def _full_name(name: str) -> tf.DeviceSpec:
 def native_mesh(mesh: Mesh) -> Any:
     """DTensor's mesh of a mesh that is bound or can be."""
     bound = bound_mesh(mesh)
+    wait_for_devices()
     everywhere = [_full_name(name) for name in bound.devices or ()]
     return dtensor.Mesh(
         dim_names=list(mesh.dim_names),

@@ -232,12 +232,9 @@ def _names_of(op: Any) -> dict[str, str] | None:
     for argument in op.op_def.input_arg:
         inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
     attributes = [attribute for attribute in op.op_def.attr if attribute.name not in inferred]
-    if (
-        raw is None
-        or op.op_def.is_stateful
-        or any(argument.type_list_attr for argument in op.op_def.input_arg)
-        or any("func" in attribute.type for attribute in attributes)
-    ):
+    has_list = any(argument.type_list_attr for argument in op.op_def.input_arg)
+    calls_function = any("func" in attribute.type for attribute in attributes)
+    if raw is None or op.op_def.is_stateful or has_list or calls_function:
         return None
     names = [each.name for each in (*op.op_def.input_arg, *attributes)]
     there = [name for name in inspect.signature(raw).parameters if name != "name"]

@@ -5,6 +5,9 @@ before the writes that they come after, so that every optimizer with state train
 blocks of a tensor of four axes or more that goes from shards of one axis to shards of another, the first axis aside.
 The settings that switch both off are read once, at the process's first DTensor operation. They are made when this
 module is loaded; should something else have used DTensor before, that is too late, and only an experiment shows it.
+
+Private names of tensorflow.dtensor.python.api that are used, tested on TensorFlow 2.21: _dtensor_singleton,
+_dtensor_singleton_lock, reset_dtensor_device.
 """
 
 from __future__ import annotations
@@ -17,7 +20,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
+from layoutmap.engines.tested import Needed, check_names
 
+with Needed("tensorflow"):
+    from tensorflow.dtensor.python import api
+
+check_names("tensorflow", (api, "_dtensor_singleton _dtensor_singleton_lock reset_dtensor_device"))
 dtensor: Any = tf.experimental.dtensor
 
 _lock = threading.Lock()
@@ -38,6 +46,16 @@ class Fault(NamedTuple):
     what: str
     why: str
     is_absent: Callable[[Any], bool]
+
+
+def wait_for_devices() -> None:  # why: decisions/0160
+    """Have each operation of DTensor wait for its devices, unless the process has used DTensor already.
+
+    By default it does not, and one that fails on a device makes all later ones fail, such as reads of weights.
+    """
+    with api._dtensor_singleton_lock:
+        if api._dtensor_singleton is None:
+            api.reset_dtensor_device(is_async=False)
 
 
 def check_computing(native_mesh: Any) -> None:  # why: decisions/0009

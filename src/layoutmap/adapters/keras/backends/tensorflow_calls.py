@@ -116,9 +116,8 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
         if session.on_thread.gathering >= Gathering.WEIGHTS:
             wanted = Layout.replicated(layout.mesh, layout.rank)
         held.read_layout = wanted
-        if (
-            session.on_thread.gathering
-        ):  # what else has a gradient for the weight, such as a regularizer, is laid out apart
+        if session.on_thread.gathering:
+            # What else has a gradient for the weight, such as a regularizer, is laid out apart.
             return pinned(read, wanted, session)
         return read if wanted == layout else session.engine.relayout(read, wanted)
 

@@ -185,12 +185,8 @@ def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
     """The layout along the batch only; other arrays than the batch's, such as masks of all rows, are replicated."""
     policy = session.policy
     rows = policy.batches.get(True)
-    if (
-        policy.batch_dim is None
-        or rows is None
-        or shape[0] % rows
-        or session.on_thread.gathering == Gathering.ALL
-    ):
+    gathers_all = session.on_thread.gathering == Gathering.ALL
+    if policy.batch_dim is None or rows is None or shape[0] % rows or gathers_all:
         return policy.replicated(len(shape))
     return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape))
 

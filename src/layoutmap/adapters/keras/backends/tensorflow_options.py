@@ -42,8 +42,6 @@ class Unoptimized(Closing):
         with _options_lock:
             if self in _unoptimized:
                 # Also with another thread inside, since each thread remembers the options that it found.
-                others = len(_unoptimized) > 1
-                tf.config.optimizer.set_experimental_options(
-                    {} if others else {"disable_meta_optimizer": False}
-                )
+                found = {} if len(_unoptimized) > 1 else {"disable_meta_optimizer": False}
+                tf.config.optimizer.set_experimental_options(found)
                 _unoptimized.discard(self)

@@ -166,7 +166,6 @@ def _written(graph: Any) -> set[Any]:
                 written.add(inside[handle.ref()].ref())
         elif op.type in _CALLS:
             # What a called function does is not looked into: taken as written to.
-            written |= {
-                inside[i.ref()].ref() for i in op.inputs if i.ref() in inside and i.dtype == tf.resource
-            }
+            known = (i for i in op.inputs if i.ref() in inside and i.dtype == tf.resource)
+            written |= {inside[i.ref()].ref() for i in known}
     return written

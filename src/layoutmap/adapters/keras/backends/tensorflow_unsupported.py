@@ -39,10 +39,8 @@ _NEED_REPLICATED_WEIGHTS = (
 
 def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:  # why: decisions/0010
     """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
-    if (
-        isinstance(layer, _NEED_REPLICATED_WEIGHTS)
-        or getattr(layer, "quantization_mode", None) in _IN_FEW_BITS
-    ):
+    in_few_bits = getattr(layer, "quantization_mode", None) in _IN_FEW_BITS
+    if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
     if isinstance(layer, L.Embedding):  # over rows it may be sharded, and no row itself
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
@@ -127,10 +125,8 @@ def place_of(error: tf.errors.OpError, graph: Any, layers: Mapping[str, str]) ->
     inside = dict[str, None]()
     for op in graph.get_operations() if graph and found else ():
         if op.type == kind and (not shape or shape in ("x".join(map(str, out.shape)) for out in op.outputs)):
-            parts = [
-                re.sub(r"_\d+$", "", part) if part not in layers else part for part in op.name.split("/")
-            ]
-            inside[next((layers[part] for part in reversed(parts) if part in layers), "")] = None
+            parts = (p if p in layers else re.sub(r"_\d+$", "", p) for p in op.name.split("/")[::-1])
+            inside[next((layers[part] for part in parts if part in layers), "")] = None
     return {"operation": kind, "in": "; ".join(list(filter(None, inside))[:4])}
 
 

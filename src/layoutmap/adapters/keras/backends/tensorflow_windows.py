@@ -26,9 +26,8 @@ def conv(plain: Plain, given: Any) -> Any:
     axis = 1 if _is_first(given) else -1
     kernel = _dilated(given.kernel, given.dilation_rate)
     groups = given.inputs.shape[axis] // kernel.shape[-2]
-    own = functools.partial(
-        plain, strides=given.strides, padding=given.padding, data_format=given.data_format
-    )
+    rest = {"padding": given.padding, "data_format": given.data_format}
+    own = functools.partial(plain, strides=given.strides, **rest)
     if groups == 1:
         return own(given.inputs, kernel)
     pairs = zip(tf.split(given.inputs, groups, axis), tf.split(kernel, groups, -1), strict=True)
@@ -73,9 +72,8 @@ def pool(plain: Plain, given: Any) -> Any:
 def reverse(plain: Plain, given: Any) -> Any:
     """Return the array gathered from the end along some axes."""
     values, axes = given.tensor, tf.get_static_value(given.axis)
-    if (
-        axes is None or not values.shape.is_fully_defined()
-    ):  # known in the step alone: DTensor may say what it cannot
+    if axes is None or not values.shape.is_fully_defined():
+        # Known in the step alone: DTensor may say what it cannot.
         return plain(**vars(given))
     for axis in np.ravel(axes).tolist():
         values = tf.gather(values, tf.range(values.shape[axis] - 1, -1, -1), axis=axis % len(values.shape))
@@ -88,9 +86,8 @@ def repeat(plain: Plain, given: Any) -> Any:
     if not isinstance(times, int) or axis is None or not values.shape.is_fully_defined():
         return plain(**vars(given))
     axis, shape = axis % values.shape.rank, values.shape.as_list()
-    return tf.reshape(
-        tf.stack([values] * times, axis + 1), [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]]
-    )
+    beside = tf.stack([values] * times, axis + 1)
+    return tf.reshape(beside, [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]])
 
 
 def roll(plain: Plain, given: Any) -> Any:
@@ -189,9 +186,8 @@ def _dilated(kernel: Any, rates: Any) -> Any:
         if rate > 1:
             size = kernel.shape[axis]
             apart = tf.expand_dims(kernel, axis + 1)
-            apart = tf.pad(
-                apart, [(0, rate - 1) if i == axis + 1 else (0, 0) for i in range(len(apart.shape))]
-            )
+            between = [(0, rate - 1) if i == axis + 1 else (0, 0) for i in range(len(apart.shape))]
+            apart = tf.pad(apart, between)
             shape = [size * rate if i == axis else n for i, n in enumerate(kernel.shape)]
             kernel = tf.reshape(apart, shape)[(*(slice(None),) * axis, slice(0, (size - 1) * rate + 1))]
     return kernel

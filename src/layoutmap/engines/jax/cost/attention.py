@@ -71,8 +71,14 @@ def attention_named(fuses: bool) -> Generator[Attention]:
 
 def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
     def attention(
-        query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: object, **options: Any
-    ) -> Any:
+        query: object,
+        key: object,
+        value: object,
+        bias: object,
+        mask: object,
+        *more: object,
+        **options: object,
+    ) -> object:
         calls = _calls.get()
         if calls is None or not calls.fuses:
             if calls is not None:
@@ -86,7 +92,13 @@ def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
 
 def _of_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
-        query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: object, **options: Any
+        query: object,
+        key: object,
+        value: object,
+        bias: object,
+        mask: object,
+        *more: object,
+        **options: object,
     ) -> Any:
         calls = _calls.get()
         if calls is None:
