@@ -329,7 +329,7 @@ def _problems_of_unsupported(
         for axis, count in enumerate(a.layout.shard_counts)
         if count > 1
     }
-    several = has_several_models(a.variable for a in assignments)
+    several = has_several_models([a.variable for a in assignments])
     for each in unsupported:
         if each.if_sharded is None or any(
             (each.model, each.path, axis) in sharded for axis in each.if_sharded

@@ -79,7 +79,7 @@ def plan_rows(plan: PlanTable) -> list[Row]:
                 a.global_init,
             )
         groups.setdefault(key, []).append(a)
-    several = has_several_models(a.variable for a in plan.assignments)
+    several = has_several_models([a.variable for a in plan.assignments])
     rows: list[Row] = []
     for (model, follows, kind, *_), group in groups.items():
         path = f"optimizer.*.{kind}" if follows else merge_paths([a.variable.path for a in group])

@@ -93,7 +93,7 @@ def warning_text(plan: PlanTable) -> str:
     That is every rule that does not do what it says, and every variable without a rule that has two axes or more:
     biases and scales are small and mostly meant to be replicated, and are in the plan.
     """
-    several = has_several_models(a.variable for a in plan.assignments)
+    several = has_several_models([a.variable for a in plan.assignments])
     ranks = {(several * a.variable.model, a.variable.path): len(a.variable.shape) for a in plan.assignments}
     worth = [p for p in plan.warnings if p.kind != "no rule" or ranks[p.model, p.subject] > 1]
     if not worth:

@@ -210,7 +210,7 @@ class Scope:
             layout = self._layout_of_output(path)
             if layout is not None and (error := _refusal(engine.check_layout, layout)) is not None:
                 yield Problem("unsupported layout", *_refused(path, error))
-        several = has_several_models(a.variable for a in plan.assignments)
+        several = has_several_models([a.variable for a in plan.assignments])
         for assignment in plan.assignments:
             layout, variable = assignment.layout, assignment.variable
             if layout not in refusals:

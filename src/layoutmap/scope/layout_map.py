@@ -448,13 +448,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return plan_optimizer(self, tx, params, wrt, zero_dim)
 
     def build_optimizer(
-        self,
-        tx: object,
-        params: object,
-        *,
-        wrt: object = None,
-        zero_dim: str | None = None,
-        strict: bool = False,
+        self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
     ) -> Any:
         """Make the state of an optimizer of optax, each leaf straight in its layout.
 

@@ -201,13 +201,7 @@ def plain_beside(adapter: Training, make_model: Callable[[], Any], layout_map: L
 
 
 def compared(
-    adapter: Training,
-    plain: object,
-    sharded: object,
-    batch: object,
-    *,
-    steps: int = 3,
-    tolerance: float = 1e-5,
+    adapter: Training, plain: Any, sharded: Any, batch: Any, *, steps: int = 3, tolerance: float = 1e-5
 ) -> ParityReport:
     """Return all comparisons of two models that exist, which take the steps.
 

@@ -25,11 +25,7 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 
 
 def training_step(
-    model: object,
-    specs: Sequence[VariableSpec],
-    inputs: object,
-    optimizer: object,
-    loss: Callable[..., Any] | None,
+    model: Any, specs: Sequence[VariableSpec], inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
     """Return a training step of a model whose arrays are shapes.
 

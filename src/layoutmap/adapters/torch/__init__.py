@@ -129,9 +129,7 @@ class TorchAdapter(Adapter):
                     named[path] = Variable(path, slot)
         return named
 
-    def described(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> list[Stored]:
+    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
         """Return the tensors of a model that any program has made, and the slots of its optimizer."""
         found = [Stored(entry.spec, entry.found.tensor) for entry in entries_of([uncompiled(model)])]
         return found + slots_of(found, optimizer or training_of(model).optimizer)
@@ -187,12 +185,7 @@ class TorchAdapter(Adapter):
         optimizer.step()
         return {"loss": loss.item()}
 
-    def stored(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        saved: Saved | None = None,
-    ) -> list[Stored]:
+    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""
         training = training_of(model)
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
@@ -209,9 +202,7 @@ class TorchAdapter(Adapter):
         restored(model, optimizer or training_of(model).optimizer, arrays)
         return model, optimizer
 
-    def settings(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> dict[str, object]:
+    def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
         """Return the settings of the optimizer, and the random states."""
         random = random_states.states() | {"torch": torch.get_rng_state().numpy()}
         if torch.cuda.is_initialized():

@@ -119,11 +119,7 @@ class Compiled:  # why: decisions/0105
     """
 
     def __init__(
-        self,
-        forward: Any,
-        compiler: Compiler,
-        graphs: dict[object, _Graph],
-        gather: Gathering | None = None,
+        self, forward: Any, compiler: Compiler, graphs: dict[Any, Any], gather: Gathering | None = None
     ) -> None:
         self._forward, self._compiler, self._graphs, self.gather = forward, compiler, graphs, gather
         self._gave_up = False
@@ -347,7 +343,7 @@ class _OnlyRecorded(TorchFunctionMode):
     """Refuses tensors that have values: the graph would have those of now for ever."""
 
     def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self, func: Function, types: object, args: Args = (), kwargs: Any = None
     ) -> object:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not _is_recorded(leaf):

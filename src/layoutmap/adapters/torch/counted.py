@@ -23,8 +23,6 @@ from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.operators import Function
 
 Install = Callable[[Any, Sequence[tuple[Entry, DTensor, Layout]]], object]
-"""Has a model hold arrays in layouts for entries of its session, and compute so."""
-
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
 _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
 
@@ -108,9 +106,7 @@ class _Step:
             self._once(tracer, batch, optimizer)
         return {}
 
-    def _once(
-        self, tracer: Any, batch: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def _once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
         inputs = dict(zip(self.inputs, batch, strict=True)) if self._is_named else (tuple(batch), None)
         output = call(self._model, inputs)
         value: Any = scalar_loss(output) if self._loss is None else self._loss(output)

@@ -116,12 +116,8 @@ def _refused(what: str, facts: dict[str, str]) -> ScopeError:
 def _reading(plain: Function) -> Function:
     @functools.wraps(plain)
     def spawn_materialize(
-        thread_pool: object,
-        tensor: torch.Tensor,
-        device: object = None,
-        dtype: torch.dtype | None = None,
-        **options: object,
-    ) -> object:
+        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any
+    ) -> Any:
         session = _session()
         if session is None:
             return plain(thread_pool, tensor, device, dtype, **options)

@@ -49,9 +49,7 @@ def derivations(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
 
 def _factors(module: torch.nn.Module, inward: int, output: int) -> Iterator[tuple[torch.Tensor, Axes]]:
     for name, axes in (("lora_A", ((), (inward,))), ("lora_B", ((output,), ()))):
-        for layer in getattr(
-            module, name, {}
-        ).values():  # a layer of PEFT has the factors of its own kind only
+        for layer in getattr(module, name, {}).values():  # it has the factors of its own kind only
             yield layer.weight, axes
             if layer.bias is not None:
                 yield layer.bias, axes[:1]

@@ -78,11 +78,7 @@ _PATCHES = Patches(
         Item(_of_modules._global_module_registration_hooks, "layoutmap", _registered),
         Item(_of_modules._global_parameter_registration_hooks, "layoutmap", _parameter_registered),
         Item(_of_modules._global_buffer_registration_hooks, "layoutmap", _registered),
-        Attribute(
-            torch.nn.Module, "__setstate__", _setting_state
-        ),  # a copy sets its attributes past the hooks
-        Attribute(
-            torch.optim.Optimizer, "add_param_group", _adding_group
-        ),  # which __init__ calls for each group
+        Attribute(torch.nn.Module, "__setstate__", _setting_state),  # a copy passes the hooks by
+        Attribute(torch.optim.Optimizer, "add_param_group", _adding_group),  # __init__ calls it
     ]
 )

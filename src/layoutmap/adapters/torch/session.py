@@ -13,6 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -121,7 +122,7 @@ class TorchSession:
         return Tape(
             dry=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            is_here=lambda: is_entered(self),
+            is_here=partial(is_entered, self),  # asked for each operation
         )
 
     # -- deferring
@@ -315,10 +316,7 @@ class TorchSession:
         return new
 
     def _replace_references(
-        self,
-        roots: Sequence[torch.nn.Module],
-        replaced: dict[int, torch.Tensor],
-        layouts: Mapping[int, Layout],
+        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
         kept: dict[int, torch.Tensor] = {}  # while ids stand for the tensors
 

@@ -29,9 +29,7 @@ class ArrayLayouts:  # why: decisions/0033
     def __init__(self) -> None:
         self._mesh_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
         self._read_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
-        self._mesh_of_array: dict[
-            int, tuple[weakref.ref[object], Mesh]
-        ] = {}  # by id: JAX's arrays have no hash
+        self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}  # by id: JAX's arrays have no hash
 
     def sharding(self, layout: Layout) -> NamedSharding:
         """The sharding of a layout, one entry for each axis; its mesh is remembered, for `layout_of`."""

@@ -54,9 +54,8 @@ def _numpy_has(dtype: torch.dtype) -> bool:
 
 def to_numpy(tensor: torch.Tensor) -> NumpyArray:
     """A copy of a plain tensor's values; bfloat16 and its like in the types of `ml_dtypes`."""
-    tensor = (
-        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    )  # torch only notes conj() and imag
+    # Torch only notes that a tensor is conjugated, or negative, as `x.conj().imag` is.
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if _numpy_has(tensor.dtype):
         return tensor.numpy().copy()
     bits = tensor.view(getattr(torch, np.dtype(_BITS[tensor.itemsize]).name)).numpy().copy()
@@ -73,7 +72,6 @@ def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
     Raises:
         EngineError: Torch holds no such elements.
     """
-    # From_numpy warns of memory that is not writable.
     values = np.array(values, copy=copy or not values.flags.writeable or None, order="C")
     if values.dtype.name in _NAMES_OF_ML_DTYPES and hasattr(torch, values.dtype.name):
         bits = torch.from_numpy(values.view(_BITS[values.itemsize]))  # pyright: ignore[reportUnknownMemberType]

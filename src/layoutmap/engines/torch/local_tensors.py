@@ -164,9 +164,7 @@ def _for_ranks_of_arguments(for_ranks: Function) -> Function:
     """
 
     @functools.wraps(for_ranks)
-    def for_common_ranks(
-        func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, **options: object
-    ) -> object:
+    def for_common_ranks(func: Function, ranks: Any, args: Args, kwargs: Kwargs, **options: object) -> object:
         for leaf in tree_leaves((args, kwargs)):
             leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
             if isinstance(leaf, LocalTensor):

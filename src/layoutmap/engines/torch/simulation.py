@@ -60,13 +60,7 @@ _group: dist.ProcessGroup | None = None
 class _Simulation(SimulationMode):
     """A simulation in which what has nothing to do with simulated ranks is left alone."""
 
-    def __torch_dispatch__(
-        self,
-        func: Function,
-        types: tuple[type, ...],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         locals_ = (local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)

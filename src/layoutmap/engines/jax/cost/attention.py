@@ -71,14 +71,8 @@ def attention_named(fuses: bool) -> Generator[Attention]:
 
 def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
     def attention(
-        query: object,
-        key: object,
-        value: object,
-        bias: object,
-        mask: object,
-        *more: object,
-        **options: object,
-    ) -> object:
+        query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: object, **options: Any
+    ) -> Any:
         calls = _calls.get()
         if calls is None or not calls.fuses:
             if calls is not None:
@@ -92,13 +86,7 @@ def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
 
 def _of_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
-        query: object,
-        key: object,
-        value: object,
-        bias: object,
-        mask: object,
-        *more: object,
-        **options: object,
+        query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: object, **options: Any
     ) -> Any:
         calls = _calls.get()
         if calls is None:

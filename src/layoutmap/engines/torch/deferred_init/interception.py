@@ -21,7 +21,7 @@ from layoutmap.engines.patches import Attribute, Closing, Patches
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.modes import TorchDispatchMode, dispatch_modes, function_modes
 from layoutmap.engines.torch.modules import members_of_module
-from layoutmap.engines.torch.operators import Args, Function, Kwargs
+from layoutmap.engines.torch.operators import Args, Function
 from layoutmap.engines.torch.storages import storage_key
 
 check_names("torch", (torch.nn.Module, "_apply"))
@@ -79,7 +79,7 @@ class _Operations(TorchDispatchMode):
         self.tape = tape
 
     def __torch_dispatch__(
-        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self, func: Function, types: object, args: Args = (), kwargs: Any = None
     ) -> object:
         return self.tape.dispatch(func, args, kwargs or {})
 
@@ -97,7 +97,7 @@ class _Reads(TorchFunctionMode):
         self.tape = tape
 
     def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self, func: Function, types: object, args: Args = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
         if func in _COPIES and self.tape.holds(args[0]):

@@ -20,13 +20,7 @@ from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Step, View
-from layoutmap.engines.torch.operators import (
-    Args,
-    OpOverload,
-    OpOverloadPacket,
-    argument_names,
-    overload_name,
-)
+from layoutmap.engines.torch.operators import Args, Function, OpOverload, argument_names, overload_name
 
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
@@ -48,7 +42,7 @@ class RandomFill:
         strided: Whether torch sees memory that is not contiguous, for which it has other programs.
     """
 
-    op: OpOverloadPacket
+    op: Function
     args: Args
     dtype: torch.dtype
     strided: bool
@@ -140,7 +134,7 @@ def random_fill_of(step: Step, view: View) -> RandomFill | None:
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
-    found: tuple[OpOverloadPacket, Args] | None = None
+    found: tuple[Function, Args] | None = None
     if packet in RANDOM_IN_PLACE:
         found = (packet, (*args[1:], *step.kwargs.values()))
     elif packet in (aten.rand, aten.rand_like):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,12 +59,7 @@ def _of(tensor: torch.Tensor, kept: dict[int, int], rank: int) -> dict[int, int]
 
 
 def _draw(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    p: float,
-    mesh: DeviceMesh,
-    kept: dict[int, int],
+    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
 ) -> torch.Tensor:
     """The factors of dropout for this device's weights: those of all weights are drawn."""
     drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
@@ -131,9 +127,8 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_weights_of(given), given["dropout_p"], mesh, of_weights) if drops else None
-    shards: dict[
-        int, torch.Tensor
-    ] = {}  # one for what is given twice: attention to oneself is projected at once
+    # One for what is given twice: attention to oneself is projected at once.
+    shards: dict[int, torch.Tensor] = {}
     for name, each in tensors.items():
         if id(each) not in shards:
             axes = dict.fromkeys(kept, _batch_axis(name, each))

@@ -9,10 +9,11 @@ sum of exponentials.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Partial
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import Ctx
@@ -85,9 +86,7 @@ def _of_classes(function: Function, args: Args, kwargs: Kwargs) -> object:  # wh
     return _Summed.of(total, number, mesh, shards)
 
 
-def _check_options(
-    function: Function, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, given: Kwargs
-) -> None:
+def _check_options(function: Function, x: Any, target: Any, weight: Any, given: dict[str, object]) -> None:
     """Raise what torch raises of options that are wrong; it looks at shapes alone."""
     labels = target.dtype if target.shape == x.shape else torch.int64
     types = {"input": (x, x.dtype), "target": (target, labels), "weight": (weight, x.dtype)}
@@ -118,13 +117,8 @@ class _Classes:
         self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
 
     def by_labels(
-        self,
-        logs: torch.Tensor,
-        labels: torch.Tensor,
-        counted: torch.Tensor,
-        weights: torch.Tensor | None,
-        smoothing: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
+    ) -> tuple[torch.Tensor, Any]:
         """The part of each row's loss that comes from this device's classes, and which rows have their label here.
 
         Args:
@@ -166,9 +160,7 @@ class _Summed(OwnGradient):
     """The sum of what devices have along some mesh dims, by the sum of what they count, in one collective."""
 
     @staticmethod
-    def forward(
-        ctx: Ctx, total: torch.Tensor, counts: torch.Tensor | None, mesh: DeviceMesh, dims: Iterable[int]
-    ) -> DTensor:
+    def forward(ctx: Ctx, total: Any, counts: Any, mesh: DeviceMesh, dims: Iterable[int]) -> Any:
         ctx.mesh, ctx.dims = mesh, list(dims)
         wide = torch.promote_types(total.dtype, torch.float32)
         sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -150,9 +150,7 @@ def _refuse_plain(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
                 )
 
 
-def _decided(
-    own: Callable[[], object], op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
-) -> object:
+def _decided(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> object:
     full_name = str(op.overloadpacket).removeprefix("aten.")  # another's `cumsum` is not torch's
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if (

@@ -125,7 +125,7 @@ class _Computing(TorchFunctionMode):
         self._by_shards = by_shards
 
     def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self, func: Function, types: object, args: Args = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
@@ -212,9 +212,7 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType  # of `Tensor.shape.__get__` and its like
 
 
-def _compute(
-    joins: bool, changed: list[torch.Tensor], function: Function, args: Args, kwargs: Kwargs
-) -> object:
+def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> object:
     """Compute what is in no table, outside of all modes; `guard` decides how."""
     with outside_of_modes():
         if joins:

@@ -7,12 +7,14 @@ that costs less. For a batch that does not divide it shards unevenly, and fails 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.torch.operators import Args, Function, Kwargs
+from layoutmap.engines.torch.operators import Args, Function
 from layoutmap.engines.torch.placing import reduced, with_gradient
 from layoutmap.engines.torch.trees import tree_map
 
@@ -33,7 +35,7 @@ class SummingUp(TorchFunctionMode):
     """While open, products and their gradients are summed up at once."""
 
     def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+        self, func: Function, types: object, args: Args = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
         if func not in _PRODUCTS:

@@ -132,9 +132,7 @@ class _ScatterOver(torch.autograd.Function):
     @staticmethod
     @plainly
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        groups: dict[
-            tuple[torch.dtype, torch.dtype], list[int]
-        ] = {}  # in one order in all processes, as their collectives are
+        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # in one order in all processes
         for number, each in enumerate(upstream):
             if each is not None:
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)

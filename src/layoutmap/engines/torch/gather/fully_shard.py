@@ -260,9 +260,7 @@ class _Reachable(torch.autograd.Function):
 class _Call:
     """The tensors of one call that autograd keeps: gathered values are gathered again when they are unpacked."""
 
-    def __init__(
-        self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: _Call | None
-    ) -> None:
+    def __init__(self, unit: Unit, versions: Sequence[int], storages: frozenset[int], around: Any) -> None:
         self._unit = unit
         self._versions = versions
         self._seen = -1  # the backward pass that has used it
