@@ -115,7 +115,7 @@ def _params(model: Any, optimizer: Any) -> Any:
     return params_of(model_in(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
 
 
-def _slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, Any]]:
+def _slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, jax.Array]]:
     """The arrays of an optimizer's state, those without values in the layouts that they are to have."""
     found = _slots_as_they_are(model, optimizer, state)
     weights = _params(model, optimizer) if any(_has_no_value(_data(leaf)) for _, leaf in found) else {}
@@ -168,7 +168,7 @@ def _holders(tree: object) -> list[Any]:
     return found
 
 
-def _with_arrays(state: Any, paths: Iterable[str], new: dict[str, Any]) -> Any:
+def _with_arrays(state: Any, paths: Iterable[str], new: dict[str, jax.Array]) -> Any:
     """A pytree with other arrays, by the paths of all of its own; Variables in it are changed in place."""
     rest = iter(paths)
 

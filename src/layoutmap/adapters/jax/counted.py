@@ -64,7 +64,7 @@ class _Step:
         self,
         state: TrainState,
         specs: Sequence[VariableSpec],
-        inputs: Any,
+        inputs: object,
         optimizer: Any,
         loss: Callable[..., Any] | None,
     ):
@@ -100,13 +100,15 @@ class _Step:
         leaves = [StateLeaf(tuple(map(key_text, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
         return slot_variables({(path,): s for path, s in weights.items()}, leaves), tree
 
-    def run(self, tracer: Tracer, values: Mapping[Key, Any], batch: Sequence[Any]) -> Mapping[Key, Any]:
+    def run(
+        self, tracer: Tracer, values: Mapping[Key, jax.Array], batch: Sequence[jax.Array]
+    ) -> Mapping[Key, jax.Array]:
         """Return new values of variables."""
         inputs, targets = jax.tree.unflatten(self._tree, batch)
         trained = [key for key in self._trained if key in values]
         frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]
 
-        def loss_of(weights: Mapping[str, Any]) -> tuple[Any, Any]:
+        def loss_of(weights: Mapping[str, jax.Array]) -> tuple[Any, Any]:
             given = {**values, **tracer.unread} | {key: weights[key[1]] for key in trained}
             model = self._parts.put_together([given[s.key] for s in self._specs])
             if is_nnx(model):

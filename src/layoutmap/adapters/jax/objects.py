@@ -62,7 +62,7 @@ class StepObjects:  # why: decisions/0070
         self.structure = graphdef, jax.tree.structure(state)
         self.signature: Any = None
         self._nodes = [weakref.ref(node, self._forget) for node in nodes]
-        self._seen: list[tuple[Any, list[int], list[Any]]] = []
+        self._seen: list[tuple[Any, list[int], list[object]]] = []
         self._look(nodes)
 
     def are(self, nodes: Sequence[object]) -> bool:
@@ -73,7 +73,7 @@ class StepObjects:  # why: decisions/0070
             and all(list(map(id, _content(seen()) or ())) == ids for seen, ids, _ in self._seen)
         )
 
-    def read(self) -> list[Any] | None:
+    def read(self) -> list[object] | None:
         """The arrays that they hold; `None`: a Variable holds another number of them than before."""
         leaves, tree = jax.tree.flatten(self._values())
         return leaves if tree == self._values_tree else None
@@ -129,7 +129,7 @@ def _always(value: object) -> object:
     return lambda: value
 
 
-def _content(container: object) -> Iterable[Any] | None:
+def _content(container: object) -> Iterable[object] | None:
     """The values in a container, by key; `None`: it is no container."""
     if isinstance(container, dict):
         return container.values()
@@ -143,7 +143,7 @@ def _content(container: object) -> Iterable[Any] | None:
     return None
 
 
-def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[Any]:
+def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
     """Make objects alike, with other arrays: those of a trace."""
     from flax import nnx
 

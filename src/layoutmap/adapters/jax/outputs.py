@@ -26,7 +26,7 @@ class Arguments:  # why: decisions/0069
         donated: Whether the buffers of each leaf are donated.
     """
 
-    tree: Any
+    tree: object
     paths: Sequence[KeyPath]
     shapes: Sequence[Shape]
     shardings: Sequence[Any]

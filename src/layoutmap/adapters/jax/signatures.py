@@ -39,7 +39,7 @@ class Constants:
             for n, value in self.values.items()
         )
 
-    def others(self, leaves: Sequence[object]) -> list[Any]:
+    def others(self, leaves: Sequence[object]) -> list[object]:
         """All leaves but the constants."""
         return [leaf for n, leaf in enumerate(leaves) if n not in self.values] if self.values else [*leaves]
 
@@ -118,12 +118,12 @@ class Signature:
             and self.constants.are_in(leaves)
         )
 
-    def arguments(self, leaves: Sequence[object]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, leaves: Sequence[object]) -> tuple[list[object], dict[str, object]]:
         """The arguments of the compiled function: as they were passed, objects as lists of their arrays."""
         args, kwargs = jax.tree.unflatten(self.arrays, leaves[: self.num_plain])
         args = list(args)
         if self.where:
-            of_objects = list[list[Any]]([] for _ in self.where)
+            of_objects = list[list[object]]([] for _ in self.where)
             for owner, leaf in zip(self.owners, leaves[self.num_plain :], strict=True):
                 of_objects[owner].append(leaf)
             put(args, kwargs, zip(self.where, of_objects, strict=True))
@@ -131,8 +131,8 @@ class Signature:
         return args, kwargs
 
     def opened(
-        self, args: Iterable[Any], kwargs: Any, objects: Sequence[Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, args: Iterable[object], kwargs: Any, objects: Sequence[object]
+    ) -> tuple[list[object], dict[str, object]]:
         """The arguments of the function itself, of those of the compiled one."""
         away = without((args, kwargs), {*self.where, *(key for key, _, _ in self.static)})
         args, kwargs = self.constants.filled(jax.tree.leaves(away))
@@ -143,8 +143,8 @@ class Signature:
 
 
 def without(
-    arguments: tuple[Iterable[Any], Any], keys: Iterable[Key]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    arguments: tuple[Iterable[object], Any], keys: Iterable[Key]
+) -> tuple[tuple[Any, ...], dict[str, object]]:
     """Positional arguments and those by name, with `None` for some."""
     args, kwargs = arguments
     return (

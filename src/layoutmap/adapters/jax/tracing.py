@@ -18,7 +18,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from layoutmap.adapters.jax.private import short_messages
 from layoutmap.core.errors import ScopeError
@@ -158,7 +158,7 @@ class Operations:
         self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
         reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
         self._used = {var for var in reads if not isinstance(var, Literal)}
-        self._seed_eqns: list[Any] = []
+        self._seed_eqns: list[JaxprEqn] = []
         self._seeds: set[object] = {var for var in jaxpr.constvars if _may_be_seed(var.aval)}
         for eqn in jaxpr.eqns:
             from_seeds = all(isinstance(v, Literal) or v in self._seeds for v in eqn.invars)
@@ -230,7 +230,7 @@ def _may_be_seed(aval: Any) -> bool:
 def _key_of(closed: ClosedJaxpr) -> Hashable:
     """Return what is equal only for slices that compute the same from their seeds."""
     jaxpr = closed.jaxpr
-    numbers: dict[Any, int] = {}
+    numbers: dict[Var, int] = {}
 
     def names(variables: Iterable[Any]) -> tuple[Hashable, ...]:
         return tuple(

@@ -179,14 +179,14 @@ class Steps:
     def _values(self) -> dict[str, Any]:
         return {leaf.path: leaf.value for leaf in take_apart(self._state.model).leaves}
 
-    def _apart(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _apart(self, values: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         weights = {path: values[path] for path in self.trained}
         return weights, {path: value for path, value in values.items() if path not in weights}
 
-    def _model(self, values: Mapping[str, Any]) -> Any:
+    def _model(self, values: Mapping[str, jax.Array]) -> Any:
         return self._parts.put_together([values[leaf.path] for leaf in self._parts.leaves])
 
-    def _outputs(self, values: Mapping[str, Any], inputs: object) -> Any:
+    def _outputs(self, values: Mapping[str, jax.Array], inputs: object) -> Any:
         model = self._model(values)
         if is_nnx(model):
             model.eval()

@@ -9,6 +9,7 @@ from typing import Any
 import jax.core
 
 from layoutmap.adapters.jax.tracing import is_key
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
@@ -26,7 +27,7 @@ class Variable:
 
     path: str
     array: Any
-    replace: Callable[[Any], None]
+    replace: Callable[[jax.Array], None]
 
     @property
     def layout(self) -> Layout:
@@ -40,7 +41,7 @@ class Variable:
             raise AttributeError(f"{self.path} is a plain array and has no layout")
         return layout
 
-    def read(self) -> Any:
+    def read(self) -> NumpyArray:
         """Return the global value, as a numpy array; of random keys, their data.
 
         Raises:

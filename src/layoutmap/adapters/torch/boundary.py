@@ -40,8 +40,9 @@ def map_tensors(change: Callable[[Any], object], values: object, kind: type = to
         if isinstance(leaf, kind):
             return change(leaf)
         if _is_record(leaf) and tensors_in(leaf, kind):
-            changed = copy.copy(leaf)
+            changed = copy.copy(leaf)  # a dataclass may take no arguments, or compute in __init__
             for each in dataclasses.fields(leaf):
+                # It may be frozen.
                 object.__setattr__(changed, each.name, map_tensors(change, getattr(leaf, each.name), kind))
             return changed
         return leaf

@@ -128,7 +128,7 @@ def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
         if not isinstance(key, torch.Tensor):
             other[key] = _packed(values)
         else:
-            state[paths[id(key)]] = {
+            state[paths[id(key)]] = {  # by path: ids and order differ in the program that loads
                 name: _packed(value) for name, value in values.items() if not isinstance(value, torch.Tensor)
             }
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state, "other": other}

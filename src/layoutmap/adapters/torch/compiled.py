@@ -197,7 +197,7 @@ def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 class _WithZeros(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # of a DTensor torch would make plain zeros
         ctx.forms = [(each.dtype, tuple(local_of(each).shape), spec_of(each)) for each in tensors]
         return tuple(dtensor(local_of(each), spec_of(each)) for each in tensors)
 

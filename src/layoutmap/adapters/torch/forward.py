@@ -81,7 +81,7 @@ class Forward:
         graphs: dict[object, Any] | None = None,
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
-        self._module = weakref.ref(module)
+        self._module = weakref.ref(module)  # the module holds this: a circle would keep weights until gc runs
         buffers = module.named_buffers(recurse=False) if layouts else ()
         self._buffers = {name: layouts[id(each)] for name, each in buffers if layouts and id(each) in layouts}
         self._placements = {name: context.engine.native(of, of.rank)[1] for name, of in self._buffers.items()}
@@ -221,7 +221,7 @@ class Forward:
     def _compare(self) -> None:
         """In the first call of a mode, refuse a module that is another one in another process."""
         module = self._the_module()
-        mode = module.training, torch.is_grad_enabled()
+        mode = module.training, torch.is_grad_enabled()  # a program may branch on either
         if mode not in self._compared:
             parts = program_of(module, (each._before for each in self._inside()))
             check_program(f"{type(module).__name__}.forward", parts, self.context.gather)
@@ -267,7 +267,7 @@ class Forward:
     def compute(self, args: Args, kwargs: Kwargs) -> object:
         """Compute the module as it is, on the mesh."""
         forward = self._before or _plain_forward(self._the_module())
-        result = forward(*args, **kwargs)
+        result = forward(*args, **kwargs)  # not module(): its hooks have run
         if self._buffers:
             self._keep_buffers()
         return result if self._output is None else self._laid_out(result, self._output)
@@ -313,7 +313,7 @@ class Forward:
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         module = self._the_module()
         made = copy.copy(self)
-        made._module = weakref.ref(memo.get(id(module), module))
+        made._module = weakref.ref(memo.get(id(module), module))  # in the copy, if all is copied
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
@@ -327,7 +327,7 @@ class Forward:
         return made
 
     def __reduce__(self) -> object:
-        return _plain_forward, (self._the_module(),)
+        return _plain_forward, (self._the_module(),)  # a pickle has no mesh: what is loaded is plain code
 
 
 for _function in (Forward.__call__, Forward._alone, Forward._compiled_or_called):

@@ -122,7 +122,7 @@ class Order:  # why: decisions/0104
         if own is not None and own not in self._asked:
             self._asked[own] = _Asked(own, own.held(), context, is_ahead=True)
             if backward_pass() >= 0:
-                at_end_of_backward(self.drop)
+                at_end_of_backward(self.drop)  # the pass may not come to what was asked for
 
     def drop(self) -> None:
         """Wait for the all-gathers that are running, and free their results."""
@@ -160,7 +160,7 @@ class Own:
         for _, stored, tensor in held:
             note_redistributed(stored, tensor)  # a module may change it, as spectral norms do
         memories = [memory_of(tensor) for _, _, tensor in held]
-        keys = () if self._is_kept else asked.keys
+        keys = () if self._is_kept else asked.keys  # what stays gathered needs not be gathered again
         versions = {id(tensor): version_of(tensor) for _, tensor in asked.held}
 
         def again() -> list[DTensor]:

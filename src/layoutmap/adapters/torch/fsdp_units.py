@@ -171,14 +171,14 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: Scop
                 weights.setdefault(id(held), (held, []))[1].append(weight)
         sharded = [tensor for tensor, _ in weights.values() if not tensor.placements[mesh_dim].is_replicate()]
         dtypes = Counter(tensor.dtype for tensor in sharded if tensor.is_floating_point())
-        usual = max(dtypes, key=dtypes.__getitem__, default=None)
+        usual = max(dtypes, key=dtypes.__getitem__, default=None)  # fully_shard takes one at a time
         chosen: list[tuple[DTensor, list[Weight]]] = []
         for tensor, places in weights.values():
             if tensor.placements[mesh_dim].is_replicate():  # and only converted
                 gathering.others += places
                 continue
             reason = _why_not(tensor, mesh_dim)
-            if users[id(tensor)] > 1:
+            if users[id(tensor)] > 1:  # fully_shard would free it after the first
                 reason = "several blocks share them"
             elif tensor.dtype != usual:
                 reason = "most weights of the block are of another element type"

@@ -42,7 +42,7 @@ def note_replaced(tensor: torch.Tensor, path: str) -> None:
         path: Its path in the model, for the message.
     """
     key = id(tensor)
-    _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path
+    _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path  # ids are given again
     look_after_optimizers()
 
 
@@ -80,7 +80,7 @@ def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
                     program.value(f"{kind.__name__}, group {number}: {name}", value)
         gather = functools.partial(engine.all_gather, mesh=layout.mesh)
         check_program("optimizer.step", program.settings, gather)
-    _compared.add(optimizer)
+    _compared.add(optimizer)  # once: it costs an exchange of all processes
 
 
 def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:

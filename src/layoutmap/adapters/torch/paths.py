@@ -84,7 +84,7 @@ def is_of_keras(module: torch.nn.Module) -> bool:
 def find_tensors(root: torch.nn.Module) -> list[Found]:
     """The parameters of a model, then its buffers; each once."""
     found: dict[int, Found] = {}
-    modules = list(root.named_modules(remove_duplicate=False))
+    modules = list(root.named_modules(remove_duplicate=False))  # a shared module has several names
     for is_buffer in (False, True):
         for prefix, module in modules:
             members = module.named_buffers if is_buffer else module.named_parameters

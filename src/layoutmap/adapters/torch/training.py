@@ -67,7 +67,7 @@ def train_with(model: Model, *, loss: Loss | None = None, optimizer: MakeOptimiz
 
 def training_of(model: torch.nn.Module) -> Training:
     """How a model is trained, as far as that was said."""
-    return _trainings.setdefault(model, Training())
+    return _trainings.setdefault(model, Training())  # beside the model, which is not to be changed
 
 
 def call(model: torch.nn.Module, batch: object) -> Any:
@@ -132,6 +132,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
             fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
         )
     if training.optimizer is None:
+        # Frozen weights have no gradient to step by.
         training.optimizer = training.make_optimizer(p for p in model.parameters() if p.requires_grad)
     return training.optimizer
 

@@ -77,7 +77,7 @@ def from_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
-def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+def shards_of(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards that this process holds, each index once, with both ends; of random keys, their data.
 
     On CPU devices they are in the array's own memory, which never changes: JAX donates no memory that numpy shares. A
@@ -105,7 +105,7 @@ def by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
             yield name_of(shard.device), np.asarray(shard.data)
 
 
-def ready(array: Any) -> Any:
+def ready(array: jax.Array) -> Any:
     """The array, computed already where that matters.
 
     On CPU devices, independent programs with collectives that are under way at the same time can wait for each other

@@ -110,7 +110,7 @@ class _Lowering:
             self._found.remove(found)
 
 
-def _lowered(form: Form, plain: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:
+def _lowered(form: Form, plain: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> jax.Array:
     axes = context.module_context.axis_context
     if _inside.get() or not _is_for_a_mesh(axes):
         return plain(context, *operands, **params)
@@ -176,7 +176,9 @@ mlir.register_lowering(_gathered_p, _lower_gathered)
 # -- pooling
 
 
-def _select_and_scatter(operand: Any, source: Any, initial: Any, **params: Any) -> Any:
+def _select_and_scatter(
+    operand: jax.Array, source: jax.Array, initial: jax.Array, **params: Any
+) -> jax.Array:
     axes = _axes_of_windows(**params)
     result = lax.select_and_scatter_p.bind(
         _gathered(operand, axes), _gathered(source, axes), initial, **params
@@ -184,7 +186,7 @@ def _select_and_scatter(operand: Any, source: Any, initial: Any, **params: Any) 
     return _gathered(result, axes)
 
 
-def _select_and_gather(tangents: Any, operand: Any, **params: Any) -> Any:
+def _select_and_gather(tangents: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
     axes = _axes_of_windows(**params)
     result = lax.select_and_gather_add_p.bind(_gathered(tangents, axes), _gathered(operand, axes), **params)
     return _gathered(result, axes)
@@ -197,7 +199,9 @@ def _axes_of_windows(*, window_dimensions: Sequence[int], **_: object) -> set[in
 # -- scatters
 
 
-def _scatter(primitive: Any, operand: Any, indices: Any, updates: Any, **params: Any) -> Any:
+def _scatter(
+    primitive: Any, operand: jax.Array, indices: jax.Array, updates: jax.Array, **params: Any
+) -> jax.Array:
     """A scatter to which the ends of uneven shards add nothing: there updates are 0, or else they are gathered."""
     rows = [
         axis for axis in range(updates.ndim) if axis not in params["dimension_numbers"].update_window_dims
@@ -241,7 +245,7 @@ def _one_summed(value: Any, batch: Sequence[int], summed: Sequence[int]) -> tupl
 # -- Fourier transforms
 
 
-def _fourier(value: Any, *, fft_type: Any, **params: Any) -> Any:
+def _fourier(value: jax.Array, *, fft_type: Any, **params: Any) -> jax.Array:
     """A Fourier transform: XLA can share out one whose shards have as many elements as there are shards, or a multiple.
 
     It gathers the operands of all other kinds, and of all with fewer than three axes, itself.
@@ -257,7 +261,7 @@ def _fourier(value: Any, *, fft_type: Any, **params: Any) -> Any:
 # -- convolutions
 
 
-def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """A convolution; see the module."""
     lhs_spec, rhs_spec, _ = numbers = params["dimension_numbers"]
     groups, by_batch = params["feature_group_count"], params["batch_group_count"] > 1
@@ -281,11 +285,11 @@ def _convolution(lhs: Any, rhs: Any, **params: Any) -> Any:
     return result if groups == 1 else _in_order(jnp.transpose(result, lhs_spec), params["dimension_numbers"])
 
 
-def _replicated(value: Any) -> Any:
+def _replicated(value: jax.Array) -> jax.Array:
     return _gathered(value, range(value.ndim))
 
 
-def _between_groups(value: Any, axis: int, groups: int) -> Any:
+def _between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
     """A value whose axis of features is sharded between groups, never within one: XLA takes each shard for groups."""
     size = value.shape[axis] // groups
     if groups == 1 or size == 1:
@@ -294,7 +298,7 @@ def _between_groups(value: Any, axis: int, groups: int) -> Any:
     return _gathered(parted, {axis + 1}).reshape(value.shape)
 
 
-def _sums_of_products(places: Sequence[int], lhs: Any, rhs: Any, **params: Any) -> Any:
+def _sums_of_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """A convolution in groups of its batch: for each place of the result, the products that it is the sum of.
 
     As the gradient of a kernel it has a place for each element of a window, and adds up over all rows of a batch. XLA
@@ -307,7 +311,7 @@ def _sums_of_products(places: Sequence[int], lhs: Any, rhs: Any, **params: Any) 
     lhs, rhs, sums, dtype = _operands(lhs, rhs, **params)
     lhs, rhs = (each.reshape(groups, -1, *each.shape[1:]) for each in (lhs, rhs))
     lengths = list(map(_reach, rhs.shape[3:], dilation))
-    parts: list[Any] = []
+    parts: list[jax.Array] = []
     for place in np.ndindex(*places):
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
         last = [start + length for start, length in zip(first, lengths, strict=True)]
@@ -321,7 +325,7 @@ def _sums_of_products(places: Sequence[int], lhs: Any, rhs: Any, **params: Any) 
     return _in_order(result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"])
 
 
-def _one_product(places: Sequence[int], lhs: Any, rhs: Any, **params: Any) -> Any:
+def _one_product(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """A convolution in groups of its features whose windows have, along each axis, one element or one place.
 
     As a convolution XLA ends the process on CPU devices where the features are sharded: "free(): invalid pointer".
@@ -371,11 +375,13 @@ def _reach(number: int, step: int) -> int:
     return (number - 1) * step + 1
 
 
-def _multiplied(spec: str, lhs: Any, rhs: Any, sums: Any, *, precision: Any, **_: Any) -> Any:
+def _multiplied(
+    spec: str, lhs: jax.Array, rhs: jax.Array, sums: jax.Array, *, precision: Any, **_: object
+) -> jax.Array:
     return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=sums)
 
 
-def _in_order(result: Any, numbers: Any) -> Any:
+def _in_order(result: jax.Array, numbers: Any) -> jax.Array:
     """A result in the order batch, features, places, with its axes where the convolution has them."""
     return jnp.transpose(result, list(map(numbers.out_spec.index, range(result.ndim))))
 

@@ -95,7 +95,7 @@ class JaxEngine:
         assignments: Mapping[str, Assignment],
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, jax.Array]:
         """Compute initial values, each straight in its layout, with the bits of `initializer.global_value()`.
 
         An initializer with a program is computed in shards: equal programs are compiled once, and called with their
@@ -104,7 +104,7 @@ class JaxEngine:
         """
         shardings = {key: self._checked(assignment) for key, assignment in assignments.items()}
         check_initializers(assignments, initializers)
-        made: dict[str, Any] = {}
+        made: dict[str, jax.Array] = {}
         checksums: list[tuple[str, int]] = []
         try:
             with undisturbed():
@@ -153,7 +153,7 @@ class JaxEngine:
         """Nothing: arrays of JAX never change."""
         return ()
 
-    def relayout(self, array: object, layout: Layout) -> Any:
+    def relayout(self, array: object, layout: Layout) -> jax.Array:
         """Return the same values in another layout; also takes numpy arrays and what numpy makes arrays of.
 
         A numpy array of 64-bit numbers becomes one of 32-bit numbers, as JAX does everywhere unless `jax_enable_x64`
@@ -183,7 +183,7 @@ class JaxEngine:
         """The array: JAX has no variables of its own."""
         return array
 
-    def to_numpy(self, array: Any) -> NumpyArray:
+    def to_numpy(self, array: jax.Array) -> NumpyArray:
         """Return all values of an array, gathered from all processes that hold some; they must all ask.
 
         Of random keys, which numpy cannot hold, it returns their data.

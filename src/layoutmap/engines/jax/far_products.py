@@ -75,7 +75,7 @@ PATCH = Attribute(_mlir, "lower_jaxpr_to_module", _looking)
 """Has JAX look at each program for several devices that it lowers."""
 
 
-def keep_apart(module: Any, name: str) -> None:
+def keep_apart(module: _ir.Module, name: str) -> None:
     """Put a barrier behind each product of a lowered program that XLA could compute wrongly, in place.
 
     Args:
@@ -115,7 +115,7 @@ def _put_barrier_behind(result: Any) -> None:
     result.replace_all_uses_except(barrier.result, barrier.operation)
 
 
-def _gather(module: Any, op: Any, operand: int) -> None:
+def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
     """Have an operand of a product gathered along the axes that are added up over."""
     lhs, rhs, result = _LABELS[op.name](op)
     closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[operand]]
@@ -174,7 +174,7 @@ def _largest_mesh(module: object) -> str:
     return max(meshes, key=lambda name: len(meshes[name]))
 
 
-def _refused(name: str, op: Any, fix: str) -> EngineError:
+def _refused(name: str, op: _ir.OpView, fix: str) -> EngineError:
     return EngineError(
         f"{name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
@@ -214,7 +214,7 @@ def _propagated(module: Any) -> tuple[dict[int, Sequence[Any]], set[tuple[int, i
     return {number: each for number, each in alike.items() if any(each)}, found
 
 
-def _is_in_shard_map(op: Any) -> bool:
+def _is_in_shard_map(op: _ir.OpView) -> bool:
     parent = op.operation.parent
     while parent is not None and parent.name != "sdy.manual_computation":
         parent = parent.operation.parent
@@ -226,7 +226,7 @@ def _values(op: Any) -> tuple[Any, Any, Any]:
     return op.operands[lhs], op.operands[rhs], op.results[0]
 
 
-def _operands_of(op: Any) -> tuple[int, int]:
+def _operands_of(op: _ir.OpView) -> tuple[int, int]:
     """The numbers of the operands that a result is computed of; what a scatter adds to has the result's layout."""
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
@@ -422,7 +422,7 @@ def _layout(value: Any) -> Any:
     return _sdy.TensorShardingAttr(_sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number])
 
 
-def _labels_of_dot(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _labels_of_dot(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     lhs: list[Hashable] = [("lhs", axis) for axis in range(len(op.operands[0].type.shape))]
     rhs: list[Hashable] = [("rhs", axis) for axis in range(len(op.operands[1].type.shape))]
@@ -448,7 +448,7 @@ def _labels_of_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], lis
     return lhs, rhs, result  # type: ignore[return-value]
 
 
-def _labels_of_gather(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _labels_of_gather(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     batch = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     table, indices, result = _labels_of_rows(op, 0, batch, numbers.index_vector_dim, numbers.offset_dims)
@@ -461,7 +461,7 @@ def _labels_of_gather(op: Any) -> tuple[list[Hashable], list[Hashable], list[Has
     return table, indices, result
 
 
-def _labels_of_scatter(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _labels_of_scatter(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     batch = zip(numbers.input_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     return _labels_of_rows(op, _RESULT, batch, numbers.index_vector_dim, numbers.update_window_dims)

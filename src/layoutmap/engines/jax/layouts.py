@@ -112,7 +112,7 @@ class ArrayLayouts:  # why: decisions/0033
         return array
 
 
-def _specs(spec: PartitionSpec, rank: int) -> list[Any]:
+def _specs(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
     return [*spec, *[None] * (rank - len(spec))]
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 _MAX_CONSTANT_SIZE = 1024
@@ -128,7 +128,7 @@ class _Step:
     run: Callable[..., Sequence[Any]]
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
-    last_use_of: tuple[Any, ...]
+    last_use_of: tuple[Var, ...]
 
 
 class ShardedProgram:  # why: decisions/0006
@@ -144,7 +144,7 @@ class ShardedProgram:  # why: decisions/0006
         jaxpr = closed.jaxpr
         (self._result,) = jaxpr.outvars
         eqns, self._literals = _without_literals(jaxpr.eqns)
-        groups: list[list[Any]] = [[]]
+        groups: list[list[JaxprEqn]] = [[]]
         for eqn in eqns:
             groups[-1].append(eqn)
             if eqn.primitive.name not in _EXACT_MOVES and any(map(_rounds, eqn.outvars)):
@@ -154,7 +154,7 @@ class ShardedProgram:  # why: decisions/0006
         shape = self._result.aval.shape
         steps: list[_Step] = []
         for i, group in enumerate(groups):
-            later: set[Any] = set().union(*needs[i + 1 :])
+            later: set[Var] = set().union(*needs[i + 1 :])
             wanted = later if isinstance(self._result, Literal) else later | {self._result}
             gives = tuple(var for eqn in group for var in eqn.outvars if var in wanted)
             if gives:
@@ -183,7 +183,7 @@ class ShardedProgram:  # why: decisions/0006
         values = dict(zip(jaxpr.invars, seed, strict=True))
         return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals
 
-    def lower(self) -> list[Any]:
+    def lower(self) -> list[Var]:
         """Each step lowered, to look at what the compiler makes of it."""
         values = self._values([jnp.zeros(a.shape, a.dtype) for a in self._closed.in_avals])  # type: ignore[attr-defined]
         lowered: list[Any] = []
@@ -194,13 +194,13 @@ class ShardedProgram:  # why: decisions/0006
         return lowered
 
 
-def _without_literals(eqns: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
+def _without_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
     """Return operations that take variables in place of constants, and the values of these.
 
     A plain model passes them to its programs. Of a constant in a program the compiler makes something else: it
     multiplies by the reciprocal instead of dividing, and has its own square root, so the last bit differs.
     """
-    literals: dict[Any, Any] = {}
+    literals: dict[Var, Any] = {}
 
     def variable(var: object) -> Any:
         if not isinstance(var, Literal):
@@ -212,9 +212,9 @@ def _without_literals(eqns: Sequence[Any]) -> tuple[list[Any], dict[Any, Any]]:
     return [eqn.replace(invars=[variable(var) for var in eqn.invars]) for eqn in eqns], literals
 
 
-def _needs(group: Sequence[Any]) -> list[Any]:
+def _needs(group: Sequence[JaxprEqn]) -> list[Var]:
     """The values that a group of operations takes from outside, each once, in order."""
-    made: set[Any] = {var for eqn in group for var in eqn.outvars}
+    made: set[Var] = {var for eqn in group for var in eqn.outvars}
     return list(
         dict.fromkeys(
             var for eqn in group for var in eqn.invars if not isinstance(var, Literal) and var not in made
@@ -223,7 +223,7 @@ def _needs(group: Sequence[Any]) -> list[Any]:
 
 
 def _compiled(
-    group: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any], out_shardings: object
+    group: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Var], out_shardings: object
 ) -> Callable[..., Sequence[Any]]:
     return jax.jit(jaxpr_as_fun(closed_of(group, takes, gives)), out_shardings=out_shardings)
 

@@ -155,7 +155,7 @@ def _operations(module: Any, prefix: str) -> list[Any]:
     return found
 
 
-def _replace_chlo(op: Any) -> None:
+def _replace_chlo(op: _ir.OpView) -> None:
     """Have operations of CHLO, for which Shardy has no rules, stand there as others of StableHLO that cost as much."""
     operands, results = list(op.operands), [result.type for result in op.results]
     shapes = [tuple(each.type.shape) for each in operands]
@@ -206,7 +206,7 @@ def _mark_meshes(module: Any) -> set[str]:
     }
 
 
-def _replace(op: Any, layout: Layout | None) -> None:
+def _replace(op: _ir.OpView, layout: Layout | None) -> None:
     rank = len(op.results[0].type.shape)
     if layout is None or layout.rank != rank:
         op.results[0].replace_all_uses_with(op.operands[0])

@@ -23,10 +23,10 @@ def variables_of(tree: Any) -> list[VariableSpec]:
     return found
 
 
-def mapped_by_path(tree: Any, made: Callable[[str, Any], Any]) -> Any:
+def mapped_by_path(tree: object, made: Callable[[str, Any], Any]) -> Any:
     """The tree with what is made of each array and its path, its keys joined by dots; `None` for any other leaf."""
 
-    def of_leaf(keys: Any, leaf: Any) -> Any:
+    def of_leaf(keys: Any, leaf: object) -> Any:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         # The array in a variable of nnx or in a box of linen has the path of that.
         return jax.tree.map(

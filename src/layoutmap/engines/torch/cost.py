@@ -129,7 +129,7 @@ def _no_one_else(num_processes: int) -> Generator[None]:
     finally:
         forget_process_group(group)
         dist.destroy_process_group()
-        clear_sharding_caches()
+        clear_sharding_caches()  # their keys have meshes of that group
 
 
 @contextmanager
@@ -229,7 +229,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        kwargs = kwargs or {}
+        kwargs = kwargs or {}  # torch passes None
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes again, with the pieces
         result = func(*args, **kwargs)
@@ -241,7 +241,7 @@ class _Counting(TorchDispatchMode):
         if func.namespace in _COMMUNICATING and name not in _SILENT:
             cause = self._collective(name, args, kwargs, inputs, cause)
             outputs = outputs or inputs[:1]
-        elif func.namespace == "aten" and not is_view(func):
+        elif func.namespace == "aten" and not is_view(func):  # a view moves no bytes
             self.traffic += sum(map(_num_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
                 dtype = dtype_name(inputs[0].dtype)
@@ -304,7 +304,7 @@ class _Counting(TorchDispatchMode):
         self._storages[key] = num_bytes, cause
         self._held += num_bytes
         self.peak = max(self.peak, self._held - self.kept)
-        weakref.finalize(storage, self._freed, key)
+        weakref.finalize(storage, self._freed, key)  # not of the tensor: views hold the storage
 
     def _freed(self, key: object) -> None:
         self._held -= self._storages.pop(key)[0]

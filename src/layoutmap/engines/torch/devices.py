@@ -96,9 +96,9 @@ def _rank(name: str) -> int:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Where this process keeps its piece of a tensor on a mesh."""
-    if mesh.device_type == "cpu":
+    if mesh.device_type == "cpu":  # torch numbers GPUs, and the CPU not
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())
+    return torch.device(mesh.device_type, torch.cuda.current_device())  # DeviceMesh sets it
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -109,7 +109,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.start()
-    group = simulation.group()
+    group = simulation.group()  # meshes of a group that has ended are of no use
     known = _known.get((mesh, group))
     if known is None:
         known = _known[mesh, group] = _device_mesh(mesh)
@@ -131,7 +131,7 @@ def _forget(native: DeviceMesh) -> None:
     """End the process groups of simulated ranks that a mesh has, before their common one ends."""
     is_here = simulation.rank() in simulation.ranks_of(native)  # else torch knows no groups of it
     for group in native.get_all_groups() if is_here else ():
-        if group is not simulation.group():
+        if group is not simulation.group():  # torch ends that one by itself
             dist.destroy_process_group(group)
     forget_process_group(simulation.group())
 
@@ -201,7 +201,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)
-    if all(numbers == sorted(numbers) for numbers in axes):
+    if all(numbers == sorted(numbers) for numbers in axes):  # as torch takes them
         return tuple(placements)
     order = tuple(
         ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))
@@ -220,7 +220,7 @@ def layout_of_placements(native: DeviceMesh, placements: Sequence[Placement], ra
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
     order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)
-    if order is None:
+    if order is None:  # no order of the dims shards so
         return None
     axes: list[tuple[str, ...]] = [()] * rank
     for entry in order:

@@ -110,7 +110,7 @@ def has_begun() -> bool:
 def _begin(number: int) -> None:
     global _simulation, _group
     _warn_of_processes(number)
-    with default_group(None):
+    with default_group(None):  # init_process_group refuses a second default group
         on_error = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
         sys.excepthook = on_error  # torch's names the rank
@@ -188,6 +188,7 @@ def _warn_of_processes(number: int) -> None:
 def _num_launched() -> int:
     """The number of processes that a launcher has started; 0 without one."""
     number = int(os.environ.get("WORLD_SIZE", "0"))
+    # Torchrun of one sets both, a shell may set one.
     return number if number > 1 or "MASTER_ADDR" in os.environ else 0
 
 

@@ -112,14 +112,14 @@ class History:
         if view.is_dense:
             reader = self._memory(view.memory, until, frame.around(view))
             return Shifted(reader, view.offset) if view.offset else reader
-        if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:
+        if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:  # much for little
             return None
         reader = self._memory(view.memory, until, frame.around(view))
         return _used(Picked(reader, view.geometry))
 
     def _memory(self, memory: Memory, until: int, frame: Frame) -> Reader:
         place = bisect.bisect_left(memory.writes, until) - 1
-        key = (memory, place, frame)
+        key = (memory, place, frame)  # by the frame, since a reader gives each element once
         if key not in self._readers:
             self._readers[key] = self._version(memory, place, frame)
         return _used(self._readers[key])
@@ -131,7 +131,7 @@ class History:
             step = self._steps[memory.writes[place]]
             made = step.makes(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
-            if len(written) != 1 or len(patches) > _MOST_PATCHES:
+            if len(written) != 1 or len(patches) > _MOST_PATCHES:  # each patch is asked for every run
                 raise self._needs_all(step)
             [view] = written
             if view.is_all and step.op.overloadpacket is not aten.index_put_:
@@ -173,7 +173,7 @@ class History:
                 [n if i == axis else 1 for i in range(len(view.shape))]
             )
             places += stride * along.expand(view.shape)[index]
-        if places.unique().numel() < places.numel():
+        if places.unique().numel() < places.numel():  # which of them wins, torch does not say
             raise self._needs_all(step)
         return patch_places(places.reshape(-1), values.value.expand(shape).reshape(-1))
 

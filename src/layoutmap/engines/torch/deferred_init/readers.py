@@ -32,13 +32,13 @@ class Reader:
         Raises:
             ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
         """
-        if self.consumers < 2:
+        if self.consumers < 2:  # nobody else asks for the same run
             return self._compute(run)
         if self._run == run:
             return self._values
         if self._run.start <= run.start and run.stop <= self._run.stop and self._run.rows == run.rows == 1:
             return self._values[run.start - self._run.start : run.stop - self._run.start]
-        self._values = self._compute(run)
+        self._values = self._compute(run)  # kept, since the other consumers ask for it next
         self._run = run
         return self._values
 

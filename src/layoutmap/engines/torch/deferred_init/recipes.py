@@ -75,7 +75,7 @@ class Recipe:
             if isinstance(leaf, Constant):
                 few = leaf.value[-1:].reshape(-1)[-_SAMPLE:] if leaf.is_of_file else leaf.value
                 return f"{leaf.value.dtype}{list(leaf.value.shape)} {_bits(few)}"
-            return leaf.type if isinstance(leaf, torch.device) else leaf
+            return leaf.type if isinstance(leaf, torch.device) else leaf  # not its number
 
         lines = [text_of(self._view)]
         for number in needed(self._steps, {self._view.memory}, self._until):
@@ -118,7 +118,7 @@ class Recipe:
         [source] = step.args
         if not isinstance(source, View) or self._until <= self._view.memory.writes[-1]:
             return None
-        decisive = step.name == "any"
+        decisive = step.name == "any"  # one element decides, so not all have to exist at once
         try:
             reader = History(self._steps, self._piece).of(source, self._view.memory.writes[0])
             shape = source.geometry.shape

@@ -45,7 +45,7 @@ def replay(steps: Sequence[Step], wanted: Sequence[View], until: int) -> list[to
             _run(steps[number], storages)
             for memory in {view.memory for view in _touched(steps[number])}:
                 if last_use[memory] == number and memory not in kept:
-                    storages.pop(memory, None)
+                    storages.pop(memory, None)  # so no more is alive than what is still read
         return [view.on(_storage(view.memory, storages)) for view in wanted]
 
 

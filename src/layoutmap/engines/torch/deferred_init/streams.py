@@ -62,7 +62,7 @@ class RandomFill:
         words = _words(self)
         # The last group is drawn: it may leave half a pair of normal numbers behind.
         ahead = (numel - _GROUP) // _GROUP * _GROUP
-        if ahead * words >= _FAR and jump.works():
+        if ahead * words >= _FAR and jump.works():  # below that drawing is quicker
             jump.jump(generator, ahead * words)
             numel -= ahead
         room = _room((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)

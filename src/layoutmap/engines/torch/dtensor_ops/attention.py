@@ -34,6 +34,7 @@ def _attend(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> o
     kept = kept_axes(tensors, mesh, range(rank - 2) if is_alike else (), broadcast=True)
     shards = [local_shard(each, mesh, _of(each, kept, rank), kept) for each in tensors]
     if mask is not None:
+        # It may be broadcast along the batch or the heads.
         mask = local_shard(mask, mesh, _of(mask, kept, rank), kept)
     if dropout_p > 0:
         query, key = tensors[:2]
@@ -123,7 +124,7 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     mesh = mesh_of(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
-    kept = kept_axes(batched, mesh, [1])
+    kept = kept_axes(batched, mesh, [1])  # heads are split inside of the function, of all of the embedding
     of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_weights_of(given), given["dropout_p"], mesh, of_weights) if drops else None

@@ -56,11 +56,11 @@ def _of_classes(function: Function, args: Args, kwargs: Kwargs) -> object:  # wh
     labels = local_shard(target, mesh, of_rows if has_labels else shards, shards)
     counted = None
     if has_labels:
-        labels = labels.long()
+        labels = labels.long()  # gather takes no other type, cross_entropy also uint8
         counted = labels != given.get("ignore_index", -100)
     weights = None if weight is None else local_shard(weight, mesh, {}, shards)
     if along:
-        _check_options(function, x, target, weight, given)
+        _check_options(function, x, target, weight, given)  # what is computed here would not notice
         classes = _Classes(axis, x.shape[axis], mesh, along)
         if function is F.cross_entropy:
             local = log_softmax_of_shards(local, axis, mesh, along)

@@ -55,7 +55,7 @@ def on_gathered(
     for each in changed:
         if isinstance(each, DTensor):
             write(each, plain[id(each)])
-    given = {id(plain[id(each)]): each for each in changed}
+    given = {id(plain[id(each)]): each for each in changed}  # what is returned may be the argument itself
 
     def on_mesh(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -34,7 +34,7 @@ def _embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
             why="it changes rows of the table while it reads them, and each device would change others",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
-    if given.get("scale_grad_by_freq", False):
+    if given.get("scale_grad_by_freq", False):  # how often a row occurs in all of the batch
         return on_gathered(function, args, kwargs)
     rows, table = given["input"], given["weight"]
     if given.get("sparse", False) and not all(each.is_replicate() for each in table.placements):
@@ -60,7 +60,7 @@ def _embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
     found = F.embedding(here, shard).where(is_here[..., None], 0)
     if given.get("padding_idx") is not None:
         is_padding = rows == given["padding_idx"] % table.shape[0]
-        found = torch.where(is_padding[..., None], found.detach(), found)
+        found = torch.where(is_padding[..., None], found.detach(), found)  # its row gets no gradient
     columns = {dim: rows.ndim for dim, axis in along.items() if axis == 1}
     return sum_up(found, mesh, {**apart, **columns}, along.keys() - columns.keys())
 
@@ -98,7 +98,7 @@ def numbers_here(
     """
     numbers = all_here(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
-    return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here
+    return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here  # any row that is here, for the rest
 
 
 def all_here(size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device) -> torch.Tensor:

@@ -35,7 +35,7 @@ def _batch_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
     local = {name: local_shard(each, mesh, channels, kept) for name, each in of_channels.items()}
     y, eps = local_shard(x, mesh, kept, kept), given.get("eps", 1e-5)
-    if not given.get("training", False) and "running_mean" in local:
+    if not given.get("training", False) and "running_mean" in local:  # each device has all that it needs
         return join(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
     if count == 1:  # torch's own error: a shard may have one value where the batch has more

@@ -38,7 +38,8 @@ def _softmax_of_shards(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Coll
 
 
 def _below_the_largest(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels
+    # It cancels, so needs no gradient.
     return x - largest_of_devices(x.detach().amax(axis, keepdim=True), mesh, along)
 
 

@@ -122,9 +122,9 @@ class _ScatterOver(torch.autograd.Function):
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
             flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
-            flat = flat.to(gather.reduce_dtype)
+            flat = flat.to(gather.reduce_dtype)  # sums of bfloat16 lose digits: a policy may say float32
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
-            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))
+            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # for the whole block
             parts = mine.split([place.local_size for place, _ in some])
             results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
         return tuple(results.get(id(place)) for place in places)

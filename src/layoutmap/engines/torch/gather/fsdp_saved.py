@@ -47,7 +47,7 @@ def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]
 @plainly
 def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> _Weights | None:
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    if not nodes or not torch.is_grad_enabled() or saver() is not None:
+    if not nodes or not torch.is_grad_enabled() or saver() is not None:  # other hooks decide what is kept
         return None
     weights = _Weights(tensors, again)
     for node in nodes:

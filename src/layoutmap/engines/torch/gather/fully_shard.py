@@ -155,6 +155,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             self._learn()
         self.state.before_forward()
         if not self._storages:
+            # They stay: torch resizes them.
             self._storages = frozenset(storage_key(local_of(each)) for each in self.state.gathered)
         if torch.is_grad_enabled():
             for number, each in enumerate(self.state.gathered):
@@ -195,7 +196,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             self.state.free()
         if backward_pass() < 0 and not self.state.is_called:
             for unit in self.order.ahead:  # that was not called this time
-                unit.state.free()
+                unit.state.free()  # it was gathered ahead for nothing
             self.order.ahead.clear()
             self.order.last = None
             if not torch.is_grad_enabled():

@@ -147,7 +147,7 @@ def _batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
 
 def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
     pieces = [local_of(parameter.grad) for parameter in parameters]
-    joined = torch.cat([each.reshape(-1) for each in pieces])
+    joined = torch.cat([each.reshape(-1) for each in pieces])  # one large takes less time
     parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)
     for parameter, piece, part in zip(
         parameters, pieces, parts.split([each.numel() for each in pieces]), strict=True
