@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
@@ -34,6 +35,20 @@ class SavedVariable:
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     layout: Specs | None = None
+
+
+def package_for(what: str, name: str, why: str) -> Any:
+    """Return the package that reads a form of checkpoints.
+
+    Raises:
+        CheckpointError: It is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{what} are read with {name}, which is not installed", why=why, fix=f"pip install {name}"
+        ) from error
 
 
 class Source(ABC):

@@ -17,7 +17,7 @@ import numpy as np
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.foreign.archives import Window, stored_files
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.checkpoint.source import SavedVariable, Source, package_for
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
@@ -42,7 +42,7 @@ class KerasWeights(Source):
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(os.fspath(path), {})
         self._datasets: dict[str, Any] = {}
-        h5py = _h5py()
+        h5py = package_for("weight files of Keras", "h5py", "they are files of HDF5")
         for file in _files_of(Path(path)):
             try:
                 root = h5py.File(_within(file) if file.suffix == ".keras" else file, "r")
@@ -117,18 +117,6 @@ def _files_of(path: Path) -> list[Path]:
         if file.parent != path.parent or not file.is_file():
             raise _wrong(str(file), "the file is missing", f"{path} names it, and it is not beside it")
     return files
-
-
-def _h5py() -> Any:
-    try:
-        import h5py  # pyright: ignore[reportMissingTypeStubs]
-    except ModuleNotFoundError as error:
-        raise CheckpointError(
-            "weight files of Keras are read with h5py, which is not installed",
-            why="they are files of HDF5",
-            fix="pip install h5py",
-        ) from error
-    return cast("Any", h5py)
 
 
 def _wrong(where: str, what: str, why: str) -> CheckpointError:

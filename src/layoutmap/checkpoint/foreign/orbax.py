@@ -11,11 +11,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.checkpoint.source import SavedVariable, Source, package_for
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, listed
 
@@ -100,8 +100,9 @@ class Orbax(Source):
         else:
             base["path"] = f"{item / name}/"
         spec = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
+        tensorstore = package_for("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
         try:
-            return _tensorstore().open(spec, open=True, read=True).result()
+            return tensorstore.open(spec, open=True, read=True).result()
         except (ValueError, OSError, RuntimeError) as error:
             raise _unreadable(str(item), path, error) from error
 
@@ -138,18 +139,6 @@ def _folder_of(path: Path, step: int | None) -> Path:
 
 def _items(folder: Path) -> list[Path]:
     return sorted(each.parent for each in folder.glob(f"*/{METADATA}"))
-
-
-def _tensorstore() -> Any:
-    try:
-        import tensorstore
-    except ModuleNotFoundError as error:
-        raise CheckpointError(
-            "checkpoints of orbax are read with tensorstore, which is not installed",
-            why="their arrays are in its formats",
-            fix="pip install tensorstore",
-        ) from error
-    return cast("Any", tensorstore)
 
 
 def _unreadable(where: str, path: str, error: Exception) -> CheckpointError:

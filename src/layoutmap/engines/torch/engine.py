@@ -81,6 +81,7 @@ class TorchEngine:
     own_memory = staticmethod(own_memory)
     by_device = staticmethod(by_device)
     canonical = staticmethod(canonical)
+    check_dtype = staticmethod(torch_dtype)
 
     # -- devices and layouts
 
@@ -91,10 +92,6 @@ class TorchEngine:
             EngineError: The mesh's devices come in an order that torch does not keep.
         """
         check_order(layout.mesh)
-
-    def check_dtype(self, name: str, path: str) -> None:
-        """Refuse an element type that no array in a layout has as it is; see `Engine.check_dtype`."""
-        torch_dtype(name, path)
 
     @plainly
     def native(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
