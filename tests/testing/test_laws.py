@@ -41,8 +41,9 @@ FOUND = {
     # A weight's gradient that came beside its module was added to the one of fully_shard; one with its axes in another
     # order in memory was summed up by autograd's copy, and by fully_shard once more.
     "torch-processes": [7001, 7002],
-    # Trackers of several losses held tracers after a gradient.
-    "keras-jax-processes": [9101],
+    # Trackers of several losses held tracers after a gradient. A batch had each row once for each process, and dropout
+    # drew for all of them.
+    "keras-jax-processes": [9101, 20261227002],
 }
 """Cases in which a law once did not hold, and whose fault has no smaller test."""
 
@@ -56,10 +57,12 @@ def test_the_laws_hold_on_the_cases_of_this_day(subject):
 
 
 @pytest.mark.skipif(not TOGETHER, reason="TensorFlow's processes are started by hand")
-@pytest.mark.parametrize("subject", TOGETHER)
-def test_the_laws_hold_on_a_case_of_this_day_in_processes(subject):
-    """So does one that two processes make and train together: torch's fully_shard gathers there and nowhere else."""
-    assert {} == unheld(subject, DAY * 1000, 1, IN_FLOAT32)
+def test_the_laws_hold_on_a_case_of_this_day_in_processes():
+    """So does one that processes make and train together, of another library each day.
+
+    torch's fully_shard gathers there and nowhere else.
+    """
+    assert {} == unheld(TOGETHER[DAY % len(TOGETHER)], DAY * 1000, 1, IN_FLOAT32)
 
 
 @pytest.mark.long

@@ -139,8 +139,7 @@ def check_parity(
     Args:
         make_model: Makes the model and returns it; compiled, if steps are to be compared. Called twice.
         layout_map: The rules.
-        batch: What one training step takes: `(x, y)` or `(x, y, sample_weight)`. Several processes of Keras on JAX
-            each pass it as rows of their own, so that the step has each row several times, and dropout other draws.
+        batch: What one training step takes: `(x, y)` or `(x, y, sample_weight)`, all of it in each process.
         steps: How many optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
         seed: The seed of both builds. Random states are put back afterwards.
         tolerance: The largest relative difference that counts as equal; first weights must be equal bit for bit.

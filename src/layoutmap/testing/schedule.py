@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from layoutmap.testing.laws import Outcome
-from layoutmap.testing.subjects import started_together, subject_named
+from layoutmap.testing.subjects import OF_A_PROCESS, started_together, subject_named
 
 IN_ONE_PROCESS = 20
 """Cases that one process tries: frameworks keep compiled programs, so its memory grows."""
@@ -196,7 +196,9 @@ class _Process:
         tried, simulated = subject_named(subject), schedule.simulate > 0
         self.subject, self._engine, self._schedule = subject, tried.engine, schedule
         self.is_quick = quick and simulated and tried.engine == "jax"
-        simulate = schedule.simulate if tried.num_processes == 1 else 0
+        simulate = schedule.simulate
+        if tried.num_processes > 1:  # JAX has them by a flag, and torch has one
+            simulate = OF_A_PROCESS[tried.engine] if tried.engine == "tensorflow" else 0
         arguments = [tried.engine, str(simulate), schedule.mesh, *schedule.laws]
         command = [sys.executable, "-m", "layoutmap.testing.trying", *arguments]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115

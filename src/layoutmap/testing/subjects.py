@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from layoutmap.engines.launchers import launcher
@@ -19,8 +20,8 @@ is found so is tried again without them.
 """
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """The environment in which torch takes a device of the machine where no launcher has started several processes."""
-_OF_A_PROCESS = 4
-"""The devices of each process of JAX that tries cases with others; of torch each has one."""
+OF_A_PROCESS = {"jax": 4, "tensorflow": 4, "torch": 1}
+"""The devices of each process that tries cases with others."""
 _OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "DTENSOR_")
 
 
@@ -32,12 +33,21 @@ def alone_on_cpus() -> dict[str, str]:
 
 def started_together(count: int) -> list[dict[str, str]]:
     """Return what a launcher would set for each of so many processes of this host that compute together."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
-    ranks = [{"RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count)] if count > 1 else [{}]
-    return [common | each for each in ranks]
+    with ExitStack() as probes:
+        addresses: list[str] = []
+        for probe in (probes.enter_context(socket.socket()) for _ in range(count)):
+            probe.bind(("127.0.0.1", 0))
+            addresses.append(f"127.0.0.1:{probe.getsockname()[1]}")
+    first = addresses[0]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": first.rpartition(":")[2],
+        "JAX_COORDINATOR_ADDRESS": first,
+    }
+    if count == 1:
+        return [common]
+    common |= {"WORLD_SIZE": str(count), "DTENSOR_JOBS": ",".join(addresses), "DTENSOR_JOB_NAME": "worker"}
+    return [common | {"RANK": str(rank), "DTENSOR_CLIENT_ID": str(rank)} for rank in range(count)]
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class Subject:
             "OMP_NUM_THREADS": "1",
         }
         if self.num_processes > 1:
-            settings["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={_OF_A_PROCESS}"
+            settings["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={OF_A_PROCESS[self.engine]}"
             return alone_on_cpus() | settings
         if simulated:
             return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
@@ -83,11 +93,20 @@ SUBJECTS = {
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
     "keras-jax-processes": Subject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),
     "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
+    "keras-torch-processes": Subject(
+        "Keras 3 on PyTorch in two processes", "keras", "torch", num_processes=2
+    ),
     "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow"),
+    "keras-tensorflow-processes": Subject(
+        "Keras 3 on TensorFlow in two processes", "keras", "tensorflow", num_processes=2
+    ),
     "torch": Subject("torch.nn", "torch", "torch"),
     "torch-processes": Subject("torch.nn in two processes", "torch", "torch", num_processes=2),
+    "torch-4-processes": Subject("torch.nn in four processes", "torch", "torch", num_processes=4),
     "nnx": Subject("flax.nnx", "nnx", "jax"),
+    "nnx-processes": Subject("flax.nnx in two processes", "nnx", "jax", num_processes=2),
     "pytree": Subject("pytrees of JAX", "pytree", "jax"),
+    "pytree-processes": Subject("pytrees of JAX in two processes", "pytree", "jax", num_processes=2),
 }
 """All subjects with models, by the names that commands take."""
 

@@ -80,7 +80,8 @@ def main(arguments: list[str]) -> int:
     if int(number):
         simulate_devices(int(number), engine)
     started_by = launcher()
-    if engine == "jax" and started_by is not None and started_by.num_processes > 1:
+    together = started_by is not None and started_by.num_processes > 1
+    if engine == "jax" and started_by is not None and together:
         import jax
 
         if "JAX_COORDINATOR_ADDRESS" in os.environ:  # of processes that no cluster has started
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
         else:
             jax.distributed.initialize()
     names = devices(engine)
-    there = Devices(len(names), simulated=int(number) > 0, mesh=mesh)
+    there = Devices(len(names), simulated=int(number) > 0 and not together, mesh=mesh)
     if mesh and Mesh(None, mesh).size != len(names):
         raise MeshError(f"{engine} has {len(names)} devices, and the mesh {mesh} has {Mesh(None, mesh).size}")
     group = Group(get_engine(engine), every := Mesh(names, {"all": len(names)}))

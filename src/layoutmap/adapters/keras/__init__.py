@@ -139,13 +139,14 @@ class KerasAdapter(Adapter):
 
     def forward(self, model: Any, batch: Any) -> Any:
         """Return what a model returns for a batch, in inference."""
-        return keras.tree.map_structure(np.asarray, model.predict_on_batch(_x_of(batch)))
+        with backend_of(backend_name()).comparing(model):
+            return keras.tree.map_structure(np.asarray, model.predict_on_batch(_x_of(batch)))
 
     def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
         """The losses of a batch, and the gradients that the model's step passes to its optimizer, by path."""
         x, y, sample_weight = _tensors(batch)
         backend = backend_of(backend_name())
-        with backend.drawing(model):
+        with backend.comparing(model):
             losses, gradients = backend.gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
@@ -154,7 +155,7 @@ class KerasAdapter(Adapter):
     def train_step(self, model: Any, batch: Any) -> dict[str, float]:
         """One optimizer step of a compiled model on a batch; returns the numbers that it logs."""
         x, y, sample_weight = _tensors(batch)
-        with backend_of(backend_name()).drawing(model):
+        with backend_of(backend_name()).comparing(model):
             return _numbers(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True))
 
     def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:

@@ -55,6 +55,9 @@ class OnThread(threading.local):
     sums_up: bool = False
     """Whether the batch of the outermost call is replicated, so that gradients are sums over all of it."""
 
+    has_all_rows: bool = False
+    """Whether each process passes the whole batch to a step, and not rows of its own."""
+
     model_in_step: Any = None
     """The model whose step runs."""
 
@@ -207,10 +210,11 @@ class Backend(ABC):  # why: decisions/0043
         The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
         """
 
-    def drawing(self, model: object) -> AbstractContextManager[object]:
-        """While open, what is drawn from a generator of the process depends on how often the model drew before.
+    def comparing(self, model: object) -> AbstractContextManager[object]:
+        """While open, a model is compared with another one: it draws what that one draws, from the same rows.
 
-        Keras draws from generators that are variables; only what does not is to be looked after.
+        Keras draws from generators that are variables; what is drawn from one of the process depends in here on how
+        often the model drew before. Each process passes the whole batch.
         """
         return nullcontext()
 

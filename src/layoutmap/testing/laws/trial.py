@@ -59,11 +59,6 @@ class Trial:
         """The processes that have devices of the mesh."""
         return Group(get_engine(self.adapter.engine_name), self.case.layout_map.mesh)
 
-    @property
-    def repeats_rows(self) -> bool:
-        """Whether a step has each row of the batch several times: processes of Keras on JAX pass rows of their own."""
-        return self.group.several and (self.adapter.name, self.adapter.engine_name) == ("keras", "jax")
-
     @contextmanager
     def folder(self) -> Generator[str]:
         """A folder of all processes, for as long as the first one needs it."""
@@ -185,7 +180,7 @@ class Trial:
 
     def _run(self, model: Any, batch: Any) -> dict[str, float]:
         """A step with other rows than before; of Keras `fit`, whose last batch is smaller, too."""
-        if self.case.library != "keras":
+        if self.case.library != "keras" or self.group.several:  # processes pass `fit` rows of their own
             return self.adapter.train_step(model, batch)
         size = self.case.rows * 2 // 3
         history = model.fit(*self.case.batch, batch_size=size, shuffle=False, verbose=0).history

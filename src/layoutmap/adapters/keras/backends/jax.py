@@ -109,6 +109,19 @@ class JaxBackend(Backend):
             wraps = {**wraps, **{name: saving(model, session, name) for name in ("save", "save_weights")}}
         return wraps
 
+    @contextmanager
+    def comparing(self, model: object) -> Generator[None]:
+        """Several processes would pass a step rows of their own, so that it had each row several times."""
+        session = session_of(model)
+        if session is None:
+            yield
+            return
+        session.on_thread.has_all_rows = True
+        try:
+            yield
+        finally:
+            session.on_thread.has_all_rows = False
+
     def gradients(
         self, model: Any, x: object, y: object, sample_weight: object
     ) -> tuple[dict[str, Any], list[Any]]:

@@ -202,7 +202,7 @@ def _entry(plain: Callable[..., Any], lent: _Lent) -> Callable[..., Any]:
 
 def _step(step: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
     if session.context.across:
-        return _across(step, Rows(session, name), name)
+        return _across(step, Rows(session, name), name, session)
     return lambda state, data: step(state, (placed(batch, session) for batch in data))
 
 
@@ -221,12 +221,14 @@ def _compared(step: Any, session: KerasSession) -> Callable[..., Any]:
     return compared
 
 
-def _across(step: Callable[..., Any], rows: Rows, name: str) -> Callable[..., Any]:
+def _across(step: Callable[..., Any], rows: Rows, name: str, session: KerasSession) -> Callable[..., Any]:
     """Steps in several processes, each with its own rows."""
 
     def run(state: Any, data: Any) -> Any:
         rows.placed.clear()
-        outputs, new = step(state, rows.place(data))
+        whole = session.on_thread.has_all_rows
+        batches = (placed(batch, session) for batch in data) if whole else rows.place(data)
+        outputs, new = step(state, batches)
         if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
             jax.block_until_ready((outputs, new))
         return (rows.own(outputs), new) if name == "predict" else (outputs, new)

@@ -139,7 +139,7 @@ class TorchBackend(Backend):  # why: decisions/0018
         return {"apply": applying(optimizer, session)}
 
     @contextmanager
-    def drawing(self, model: object) -> Generator[None]:
+    def comparing(self, model: object) -> Generator[None]:
         """A dropout without a seed draws from torch's own generator: seeded anew here, and put back."""
         _num_draws[model] = number = _num_draws.get(model, 0) + 1
         with torch.random.fork_rng():
