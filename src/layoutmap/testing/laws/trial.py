@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -112,30 +112,33 @@ class Trial:
     def beyond_rounding(self, rows: Sequence[ParityRow]) -> list[ParityRow]:
         """Return comparisons that differ by more than the plain model does when its weights are rounded."""
         wrong = [row for row in rows if not row.agrees]
-        if not wrong:
-            return []
         worst = {row.stage: EPSILONS[self.case.precision] for row in wrong}
-        again = self._compared(self.plain(), self.plain())  # some devices add in any order
-        for row in (*self._rounded, *self._from_float32, *again):
-            worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
-        if self.case.precision == "float32":
-            return [row for row in wrong if not row.error <= ROUNDINGS * worst[row.stage]]
-        # A maximum of few digits has ties, where gradients jump: steps differ as much as a rounding moves gradients.
-        jumps = {row.stage: worst.get("gradient", 0.0) for row in wrong if row.stage not in _BEFORE_STEPS}
-        return [
-            row
-            for row in wrong
-            if not row.error <= max(_COARSE_ROUNDINGS * worst[row.stage], jumps.get(row.stage, 0.0))
-        ]
+        for rounded in (self._from_float32, self._rounded, self._again):  # each needs models of its own
+            if not wrong:
+                break
+            for row in rounded():
+                worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
+            wrong = [row for row in wrong if not row.error <= self._allowed(row.stage, worst)]
+        return wrong
 
-    @cached_property
-    def _rounded(self) -> Sequence[ParityRow]:
+    def _allowed(self, stage: str, worst: Mapping[str, float]) -> float:
+        """How much a stage may differ, by how much stages of plain models do."""
+        if self.case.precision == "float32":
+            return ROUNDINGS * worst[stage]
+        # A maximum of few digits has ties, where gradients jump: steps differ as much as a rounding moves gradients.
+        jump = 0.0 if stage in _BEFORE_STEPS else worst.get("gradient", 0.0)
+        return max(_COARSE_ROUNDINGS * worst[stage], jump)
+
+    def _again(self) -> Iterator[ParityRow]:
+        """Comparisons of two plain models: some devices add in any order."""
+        return self._compared(self.plain(), self.plain())
+
+    def _rounded(self) -> Iterator[ParityRow]:
         """Comparisons of two plain models, the weights of one moved by one rounding."""
         signs, step = np.random.default_rng(0), EPSILONS[self.case.precision]
         moved = self._with_weights(self.plain(), lambda value: 1 + step * signs.choice([-1, 1], value.shape))
-        return tuple(self._compared(self.plain(), moved))
+        return self._compared(self.plain(), moved)
 
-    @property
     def _from_float32(self) -> Iterator[ParityRow]:
         """Comparisons of the plain model with one of the same weights in float32: frameworks add up in either."""
         if self.case.precision != "float32":
