@@ -125,7 +125,7 @@ def _left_out(path: Path, laws: list[list[pytest.Item]]) -> Iterator[pytest.Item
     if RUNNING == "core" or not frameworks.is_test(path):
         return
     first, *_ = frameworks.processes_of(path)
-    elsewhere = path.parent.name == "adapters" and RUNNING not in ("", first)
+    elsewhere = path.parent.name in ("adapters", "checkpoint") and RUNNING not in ("", first)
     marked = [cases for cases in laws if cases[0].get_closest_marker("every_backend")]
     on_each = marked or ([] if laws[0][0].get_closest_marker("one_backend") else laws[:1])
     for number, cases in enumerate(laws):

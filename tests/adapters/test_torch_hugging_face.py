@@ -243,6 +243,7 @@ def in_two_processes(worker, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.long
 def test_a_killed_save_leaves_nothing_to_the_next(tmp_path):
     """Its hidden folder is there until the next save to the same place, which finds nobody who writes it."""
     assert in_two_processes("save_pretrained_process", tmp_path, "killed").returncode

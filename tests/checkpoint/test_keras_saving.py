@@ -14,6 +14,7 @@ PROCESSES = ("jax", "tensorflow", "torch")
 WORKER = Path(__file__).with_name("keras_saving_process.py")
 
 
+@pytest.mark.one_backend
 def test_two_processes_of_keras_go_on_where_they_have_saved(tmp_path: Path) -> None:
     """The losses after a load are those of the run that went on, bit for bit in the same layouts, in both processes.
 

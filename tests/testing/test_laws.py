@@ -16,7 +16,7 @@ from layoutmap.testing.trying import try_seed
 
 PROCESSES = ("jax", "tensorflow", "torch")
 DAY = int(os.environ.get("LAYOUTMAP_DRAWN", date.today().strftime("%Y%m%d")))
-A_DAY = {"keras-jax": 3, "nnx": 3, "pytree": 3, "keras-torch": 2, "torch": 2, "keras-tensorflow": 2}
+A_DAY = {"keras-jax": 2, "nnx": 2, "pytree": 2, "keras-torch": 1, "torch": 2, "keras-tensorflow": 1}
 HERE = [
     name for name, each in SUBJECTS.items() if each.engine == os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")
 ]

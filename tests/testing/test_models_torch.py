@@ -112,6 +112,7 @@ def test_a_seed_gives_the_same_case_for_ever():
     assert program == str(models.draw(5, "torch"))
 
 
+@pytest.mark.long
 def test_a_case_is_a_program(tmp_path):
     """It runs without this package's tests, and says whether parity holds."""
     program = tmp_path / "case.py"
