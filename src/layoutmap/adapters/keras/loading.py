@@ -152,9 +152,8 @@ def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
 def _only_assigns(method: object) -> bool:
     """Whether it can be called without a trace: Keras's own can, but for layers that compute with what they load."""
     module = method.__module__
-    return (
-        module.startswith(("keras.src.layers.", "keras.src.optimizers.")) and ".preprocessing." not in module
-    )
+    own = module.startswith(("keras.src.layers.", "keras.src.optimizers."))
+    return own and ".preprocessing." not in module
 
 
 def _variables_of(thing: Any) -> Iterable[object]:

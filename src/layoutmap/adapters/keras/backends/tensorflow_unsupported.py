@@ -80,11 +80,8 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
 
 
 def _multiplies_int8(layer: Any) -> bool:
-    return (
-        isinstance(layer, (L.Dense, L.EinsumDense))
-        and layer.quantization_mode == "int8"
-        and getattr(layer, "inputs_quantizer", None) is not None
-    )
+    is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"
+    return is_int8 and getattr(layer, "inputs_quantizer", None) is not None
 
 
 def generating(task: Any) -> Callable[[], Any]:

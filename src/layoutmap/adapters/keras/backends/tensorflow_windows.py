@@ -1,7 +1,7 @@
 """Pooling, convolutions, flips, diagonals and slices by operations that DTensor has rules for, and their gradients too.
 
-A window's places are slices of the array: their mean is average pooling, and the sum of their products with a filter's
-places is a depthwise convolution. A filter that is dilated has zeros between its places (why: decisions/0145).
+A window's places are slices of the array: their mean is average pooling. Gathered, with an axis for places, and times a
+filter they are a depthwise convolution. A dilated filter has zeros between its places (why: decisions/0145).
 
 Each function stands for one of Keras or TensorFlow, which it is given with the arguments of a call by their names.
 """
@@ -30,22 +30,24 @@ def conv(plain: Plain, given: Any) -> Any:
     own = functools.partial(plain, strides=given.strides, **rest)
     if groups == 1:
         return own(given.inputs, kernel)
+    if groups == given.inputs.shape[axis]:  # hundreds of convolutions else, as in ConvNeXt
+        apart = tf.reshape(kernel, [*kernel.shape[:-2], groups, -1])
+        return keras_nn.depthwise_conv(given.inputs, apart, given.strides, given.padding, given.data_format)
     pairs = zip(tf.split(given.inputs, groups, axis), tf.split(kernel, groups, -1), strict=True)
     return tf.concat([own(*pair) for pair in pairs], axis)
 
 
 def depthwise_conv(plain: Plain, given: Any) -> Any:
-    """Return the sum of the filter's places times what windows have there."""
+    """Return the sum over the filter's places of what windows have there; each place gets an axis."""
     kernel = _dilated(given.kernel, given.dilation_rate)
     *sizes, channels, multiples = kernel.shape
-    places: list[tuple[Any, tuple[int, ...]]] = [(_channels_last(given), ())]
-    for axis, (size, step) in enumerate(zip(sizes, _each(given.strides, len(sizes)), strict=True), 1):
-        places = [
-            (place, (*at, number))
-            for values, at in places
-            for number, place in enumerate(_places(values, axis, size, step, given.padding))
-        ]
-    total = tf.add_n([tf.expand_dims(values, -1) * kernel[at] for values, at in places])
+    values = _channels_last(given)
+    for i, (size, step) in enumerate(zip(sizes, _each(given.strides, len(sizes)), strict=True)):
+        values, count = _padded(values, axis := 1 + 2 * i, size, step, given.padding)
+        values = tf.gather(values, step * np.arange(count)[:, None] + np.arange(size), axis=axis)
+    space, places = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
+    axes = "".join(map("".join, zip(space, places, strict=True)))
+    total: Any = tf.einsum(f"b{axes}c,{places}cm->b{space}cm", values, kernel)
     return _as_given(tf.reshape(total, [*total.shape[:-2], channels * multiples]), given)
 
 
@@ -193,14 +195,19 @@ def _dilated(kernel: Any, rates: Any) -> Any:
     return kernel
 
 
+def _padded(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[Any, int]:
+    """The array, padded along an axis, and how many windows it has there."""
+    length = values.shape[axis]
+    if padding.upper() != "SAME":
+        return values, (length - size) // step + 1
+    count = math.ceil(length / step)
+    missing = max((count - 1) * step + size - length, 0)
+    around = (missing // 2, missing - missing // 2)
+    return tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))]), count
+
+
 def _places(values: Any, axis: int, size: int, step: int, padding: str) -> Iterator[Any]:
     """Each place of the windows along an axis: what all windows have there."""
-    length, is_padded = values.shape[axis], padding.upper() == "SAME"
-    windows = math.ceil(length / step) if is_padded else (length - size) // step + 1
-    if is_padded:
-        missing = max((windows - 1) * step + size - length, 0)
-        around = (missing // 2, missing - missing // 2)
-        values = tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))])
+    values, count = _padded(values, axis, size, step, padding)
     for place in range(size):
-        along = slice(place, place + (windows - 1) * step + 1, step)
-        yield values[(*(slice(None),) * axis, along)]
+        yield values[(*(slice(None),) * axis, slice(place, place + (count - 1) * step + 1, step))]
