@@ -163,7 +163,7 @@ class TorchAdapter(Adapter):
 
     def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, object]]:
         """The loss of a batch, and its gradient for each trainable parameter by path."""
-        model.zero_grad()
+        model.zero_grad()  # what a step of the program has left
         with self._drawing(model):
             loss = loss_of(model, batch)
             loss.backward()

@@ -128,7 +128,7 @@ class Compiled:  # why: decisions/0105
         """Compute the module."""
         if self._gave_up:
             return self._forward.compute(args, kwargs)
-        call = _Call(self._forward, module, args, kwargs)
+        call = _Call(self._forward, module, args, kwargs)  # its key has all that Dynamo does not guard
         key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
         if graph is None:

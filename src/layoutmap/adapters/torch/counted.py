@@ -100,7 +100,7 @@ class _Step:
         optimizer = self.optimizer(trained) if self.optimizer is not None else None
         with tracer:
             self._once(tracer, batch, optimizer)
-            self._model.zero_grad()
+            self._model.zero_grad()  # gradients of the first step are not held in the second
             gc.collect()  # graphs are circles
             tracer.forget()
             self._once(tracer, batch, optimizer)

@@ -81,7 +81,7 @@ def _loading(plain: Any) -> object:
                 given = {name: brief(options[name])}
                 raise _refused(f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given)
         _probe(cls)
-        loaded = plain.__get__(None, cls)(*args, **options)
+        loaded = plain.__get__(None, cls)(*args, **options)  # a classmethod, bound to the class that is asked
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
             raise _refused(f"{cls.__name__}.from_pretrained: the weights are quantized", {})

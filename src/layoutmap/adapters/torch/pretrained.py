@@ -94,12 +94,12 @@ def save_shards(
     }
     if not layouts:  # of tensors that somebody else has laid out in a way that has no form here
         return False
-    mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)
+    mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)  # all take part
 
     def gather(values: NumpyArray) -> NumpyArray:
         return engine.all_gather(values, mesh)
 
-    own = os.urandom(8).hex()
+    own = os.urandom(8).hex()  # two programs may save to one folder at once
     tokens = gather_texts(own, gather)
     is_first = own == tokens[0]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
@@ -156,7 +156,7 @@ def _make_file(
     """Make a file with its header, its full size, and the values of plain tensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
+    ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))  # as safetensors
     for name, tensor in ordered:
         end = place + tensor.numel() * tensor.dtype.itemsize
         entries[name] = {
@@ -166,7 +166,7 @@ def _make_file(
         }
         place = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format aligns the values
     places: list[_Place] = []
     with open(folder / file, "xb") as sink:
         sink.write(len(text).to_bytes(8, "little") + text)
@@ -178,7 +178,7 @@ def _make_file(
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        sink.truncate(begin + place)
+        sink.truncate(begin + place)  # the full size, before others write into it
     return places
 
 
@@ -202,7 +202,7 @@ def _write(
             for index, values in _own_shards(tensors[name], layouts[name], number):
                 _write_block(files[file], start, tensors[name].shape, index, values)
         for each in files.values():
-            os.fsync(each)
+            os.fsync(each)  # before the index names the file
     except OSError as error:
         raise CheckpointError(
             f"{folder}: it cannot be written",
@@ -221,7 +221,7 @@ def _own_shards(tensor: torch.Tensor, layout: Layout, number: int) -> Iterator[t
     for device in range(layout.mesh.size):
         holders.setdefault(ends_of(layout.shard_slices(tensor.shape, device)), []).append(device)
     here = set(engine.bind(layout.mesh).local_device_ids)
-    writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}
+    writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}  # all write
     if here.intersection(writers.values()):
         for index, values in engine.to_shards(tensor, copy=False):
             if writers[ends_of(index)] in here:

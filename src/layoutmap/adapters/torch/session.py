@@ -168,14 +168,14 @@ class TorchSession:
         """A module was given its first tensor or child, or a further one."""
         key = id(module)
         if key not in self._modules:
-            if is_of_keras(module):
+            if is_of_keras(module):  # Keras on torch has modules, too
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
                     why="a scope is for one library, and names and trains Keras models in another way",
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
-            self.reading.look()
+            self.reading.look()  # the program may have imported transformers meanwhile
 
     def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A tensor of a file, deferred; see `Tape.read_later`."""

@@ -61,7 +61,7 @@ class Variable:
         self._check()
         engine = get_engine("torch")
         layout = engine.layout_of(self.tensor)
-        with torch.no_grad():
+        with torch.no_grad():  # torch refuses to change a leaf in place else
             if layout is not None:
                 value = engine.relayout(value, layout)
             self.tensor.copy_(value if isinstance(value, torch.Tensor) else to_torch(value))

@@ -249,7 +249,7 @@ def gather(array: Any) -> torch.Tensor:
     if not simulation.is_simulated():
         return local_of(_redistributed(array, [Replicate()] * array.device_mesh.ndim))
     pieces = list(_pieces(array))
-    if len(pieces) == 1:
+    if len(pieces) == 1:  # no second copy of all of it
         return pieces[0][1].clone()
     made = torch.empty(array.shape, dtype=array.dtype, device=pieces[0][1].device)
     for index, piece in pieces:
@@ -273,7 +273,7 @@ def move(array: DTensor, layout: Layout) -> torch.Tensor:
             # It may be the very tensor, on which another layout is noted.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
     if layout_of(array) is None:
-        return shard(gather(array), layout)
+        return shard(gather(array), layout)  # its placements have no layout: pieces cannot be told
     return _moved_by_pieces(array, layout)
 
 

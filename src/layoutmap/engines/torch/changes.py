@@ -36,7 +36,7 @@ def change(*patches: Patch) -> None:
     """Have patches installed until no tensor on a mesh is left."""
     with _lock:
         for patch in patches:
-            if patch not in _made:
+            if patch not in _made:  # several scopes ask for it
                 _made.append(patch)
             patch.install()
         if _collected not in gc.callbacks:
@@ -56,7 +56,7 @@ def keep(what: object) -> None:
 def take_back() -> None:  # why: decisions/0150
     """Put torch back as it was found."""
     with _lock:
-        for patch in reversed(_made):
+        for patch in reversed(_made):  # one may be on top of another
             patch.remove()
         _made.clear()
         meshes.clear()

@@ -125,7 +125,7 @@ def simulated(
         coordinate: Returns the coordinates of the simulated ranks in a mesh: called with what torch does, and the mesh.
         pickled: Returns `DTensor.__reduce_ex__`, of what that is.
     """
-    mode._disable = False
+    mode._disable = False  # it counts for all, as if it had been entered
     of_mesh = vars(local_tensors._LocalDeviceMesh)
     methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
     methods["get_coordinate"] = functools.partial(coordinate, methods["get_coordinate"])
@@ -139,8 +139,8 @@ def simulated(
         ),
         *(Attribute(DeviceMesh, name, functools.partial(_either, local)) for name, local in methods.items()),
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
-        Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),
-        Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),
+        Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # else one for all threads
+        Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
         Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gathered_by_size, type(mode))),
         Attribute(local_tensors, "_for_each_rank_run_func", _for_ranks_of_arguments),
         Attribute(DTensor, "__reduce_ex__", pickled),

@@ -89,7 +89,7 @@ def placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """A DTensor in other placements on its mesh; itself if it has them."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
-    if not simulation.is_simulated():
+    if not simulation.is_simulated():  # simulated ranks have groups inside of their simulation
         return redistributed(tensor, placements)
     with simulation.on_mesh(tensor.device_mesh):
         return redistributed(tensor, placements)

@@ -53,7 +53,7 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def cached_by_mesh(function: Callable[P, R]) -> Callable[P, R]:
     """A function that remembers what it returned, until DTensor is to forget its meshes."""
-    cached: Any = functools.lru_cache(maxsize=4096)(function)
+    cached: Any = functools.lru_cache(maxsize=4096)(function)  # lengths of sequences vary without end
     _of_meshes.append(cached)
     return cached
 

@@ -160,7 +160,7 @@ def _next_layouts(planner: Any, placements: tuple[Placement, ...], order: Any) -
     """
     wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]
     known, key = vars(planner).setdefault("layoutmap_known", {}), (placements, order, *wanted)
-    if key not in known:
+    if key not in known:  # a search asks for the same states again and again
         known[key] = _NEXT_LAYOUTS(planner, placements, order)
     return known[key]
 

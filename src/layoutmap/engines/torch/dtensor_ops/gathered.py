@@ -120,7 +120,7 @@ _warned: set[str] = set()
 
 def warn_of_gathering(name: str, why: str) -> None:
     """Warn that a function is computed on gathered tensors, once for each function."""
-    if name in _warned:
+    if name in _warned:  # a step is taken many times
         return
     _warned.add(name)
     why = next(iter(why.strip().splitlines()), "")

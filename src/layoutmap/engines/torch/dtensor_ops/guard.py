@@ -128,7 +128,7 @@ def _answer(
         kwargs: And by name.
         mesh: Their mesh.
     """
-    if mesh not in meshes:
+    if mesh not in meshes:  # DTensors of the program itself
         return own()
     _refuse_plain(op, args, kwargs)
     return _decided(own, op, args, kwargs, mesh)
@@ -200,7 +200,7 @@ def _decided(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: D
         if only_views(op):
             note_redistributed(args[0], ready[0])
         return op(*ready, **named)
-    inner = decomposed(op, args, kwargs)
+    inner = decomposed(op, args, kwargs)  # its parts may be proven, or need less of a gather
     if inner is not NotImplemented:
         return inner
     if only_views(op) and all(map(is_everywhere, tensors)) and not _is_read_by_strides(name, args[0]):

@@ -75,13 +75,13 @@ def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
         copy: The same in the other layout.
     """
     memory, above = memory_of(copy), memory_of(source)
-    if memory is above:
+    if memory is above:  # the redistribution was none
         return
     places = {
         rank: (int(piece.storage_offset()), tuple(piece.shape), piece.stride())
         for rank, piece in simulation.pieces_of(local_of(copy)).items()
     }
-    own = dtensor(local_of(source), spec_of(source))
+    own = dtensor(local_of(source), spec_of(source))  # another object, outside of the graph
     setattr(memory, _ORIGIN, _Origin(own, weakref.ref(base_of(source)), spec_of(copy), places))
     vars(above).setdefault(_COPIES, weakref.WeakSet()).add(memory)
     copied.add(memory)
@@ -134,7 +134,7 @@ def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iter
         EngineError: It cannot.
     """
     *_, root = _up_to_the_root(memory_of(part))
-    if 0 in origin.source.stride():
+    if 0 in origin.source.stride():  # as after expand
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
@@ -164,18 +164,18 @@ def count_unseen(changed: list[torch.Tensor]) -> None:
 def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_seen: bool) -> None:
     """Mark the copies of memories as outdated that are not among these; autograd has seen the change, or does now."""
     for memory in memories:
-        for each in list(getattr(memory, _COPIES, ())):
+        for each in list(getattr(memory, _COPIES, ())):  # the garbage collector may take some
             if not any(each is other for other in memories):
                 _mark(each, is_seen=is_seen)
 
 
 def _mark(memory: torch.UntypedStorage, *, is_seen: bool) -> None:
-    if not outdated:
+    if not outdated:  # a DTensor costs nothing where no slice is outdated
         _watch_functions()
     outdated.add(memory)
     base = getattr(memory, _ORIGIN).base()
     if not is_seen and base is not None and not base.is_inference():
-        torch.autograd.graph.increment_version(base)
+        torch.autograd.graph.increment_version(base)  # so that a backward pass with it fails
     _mark_copies([memory], is_seen=is_seen)
 
 
@@ -228,7 +228,7 @@ def _watch_functions() -> None:
 def _torch_function(
     _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
-    if type(func) is not MethodWrapperType:
+    if type(func) is not MethodWrapperType:  # a property reads no values
         _before_function(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))

@@ -57,7 +57,7 @@ def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
 def _state(kind: str) -> int:
     """A checksum of what the next random numbers of this process follow from, on its devices too."""
     states = [torch.get_rng_state()]
-    if kind != "cpu":
+    if kind != "cpu":  # masks are drawn by the generator of the device
         states.append(torch.get_device_module(kind).get_rng_state())
     return checksum(*(state.numpy() for state in states))
 
@@ -70,7 +70,7 @@ def _in_memory_as(tensor: torch.Tensor) -> torch.Tensor:
 def _dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
     x, p, train = _given(*args, **kwargs)
     if not train or p == 0:
-        return x
+        return x  # as torch: nothing is drawn
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
     mask = like(plain(_in_memory_as(x).fill_(1), p, True), x)
     return x.mul_(mask) if changes_in_place(function) else x * mask
@@ -89,7 +89,7 @@ def _dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -> object
         return RANDOM[function](function, args, kwargs)
     in_place = changes_in_place(function)
     axes = 2 if of_channels else x.ndim
-    shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]
+    shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]  # one number for a channel
     placements = [
         each if getattr(each, "dim", axes) < axes else Replicate() for each in attainable_placements(x)
     ]
