@@ -66,7 +66,8 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
             if not session.on_thread.call_depth or not is_pinned(layer, session):
                 return plain(*args, **kwargs)
             args, kwargs = between_layers((args, kwargs), session)
-            return between_layers(plain(*args, **kwargs), session)
+            results = plain(*args, **kwargs)
+            return between_layers(results, session) if session.on_thread.gathering else results
 
     return call
 

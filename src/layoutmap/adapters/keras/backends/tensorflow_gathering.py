@@ -155,8 +155,6 @@ def _needed(graph: Any) -> tuple[Gathering, str]:
 
 def between_layers(values: Any, session: KerasSession) -> Any:
     """Return what goes into a layer or comes out of it, so that no layout is carried further, forward or backward."""
-    if session.on_thread.gathering == Gathering.AS_PLANNED:
-        return values
 
     def pin(value: Any) -> Any:
         if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
@@ -193,5 +191,8 @@ def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
 
 def is_pinned(layer: Any, session: KerasSession) -> bool:
     """Whether layouts are kept from being carried into a layer and out of it: it computes by itself."""
+    if session.on_thread.gathering == Gathering.AS_PLANNED:
+        # Sharded features would be summed up over devices in each step of a loop over time.
+        return isinstance(layer, keras.layers.RNN)
     is_innermost = layer._trainable_variables or layer._non_trainable_variables or not layer._layers
     return bool(is_innermost) or session.on_thread.gathering == Gathering.ALL
