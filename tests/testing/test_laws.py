@@ -33,6 +33,8 @@ FOUND = {
     "keras-jax": [20261126046],
     # A grouped convolution, on a mesh of one dim, before a reshape.
     "nnx": [20261127045],
+    # The gradient of the largest along a sharded axis, a scatter, was refused: a barrier behind it was not enough.
+    "pytree": [20261230086],
     # A layer's assignment to its own weight, which the call had gathered, was lost.
     "keras-torch": [20261127010],
     # DTensor took the layout of a regularizer's gradient for that of a grouped convolution's filter.

@@ -5,7 +5,8 @@ groups apart, it takes the devices of a group in the order that the result's lay
 which the operands' layouts had them compute (docs/xla-faults.md). A rule for lowering sees no layouts, so this looks
 at each program for a mesh of several dims once it is lowered. On a copy Shardy's passes say which layouts its values
 get. Behind a product that XLA could compute wrongly goes a barrier: then the layout of its result follows from its
-operands', and an operation of its own redistributes it to the wanted one. Where the operands are sharded over other
+operands', and an operation of its own redistributes it to the wanted one. A result that could be wrong so, too, is
+replicated. Where the operands are sharded over other
 dims along what is added up, so that one of them must be redistributed in any case, the smaller one is gathered.
 At the end each product is held in the layouts that were found, since XLA could find others (docs/decisions/0126).
 
@@ -92,18 +93,23 @@ def keep_apart(module: _ir.Module, name: str) -> None:
                 raise _refused(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
             return
         apart: set[tuple[int, int]] = set()
+        replicated: set[tuple[int, int]] = set()
         while True:  # changing the layouts of one product can change those of others
             layouts, found = _propagated(module)
             if not found:
                 break
-            if apart & found:
-                fix = "constrain its result to be replicated: lm.dtensor.relayout(result, layout)"
-                raise _refused(name, products[min(apart & found)[0]], fix)
+            if refused := {each for each in apart & found if each[1] != _RESULT or each in replicated}:
+                fix = "constrain its operands to be replicated: lm.dtensor.relayout(operand, layout)"
+                raise _refused(name, products[min(refused)[0]], fix)
             for number, value in sorted(found):
-                if value == _RESULT:
-                    _put_barrier_behind(products[number].results[0])
-                else:
+                result = products[number].results[0]
+                if value != _RESULT:
                     _gather(module, products[number], value)
+                elif (number, value) in apart:  # what follows from its operands can be wrong, too
+                    _replicate(module, result)
+                    replicated.add((number, value))
+                else:
+                    _put_barrier_behind(result)
             apart |= found
         if layouts:
             _pin(module, layouts)
@@ -113,6 +119,16 @@ def _put_barrier_behind(result: Any) -> None:
     with _ir.InsertionPoint.after(result.owner):
         barrier = _sdy.PropagationBarrierOp(result, _sdy.PropagationDirection.FORWARD.value)
     result.replace_all_uses_except(barrier.result, barrier.operation)
+
+
+def _replicate(module: _ir.Module, result: Any) -> None:
+    """Have a result replicated, from which each device takes what it wants."""
+    layout = _sdy.TensorShardingAttr.get(
+        _largest_mesh(module), [_sdy.DimensionShardingAttr.get([], is_closed=True) for _ in result.type.shape]
+    )
+    with _ir.InsertionPoint.after(result.owner):
+        whole = _sdy.ShardingConstraintOp(result, layout)
+    result.replace_all_uses_except(whole.result, whole.operation)
 
 
 def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
