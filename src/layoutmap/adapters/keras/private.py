@@ -131,8 +131,10 @@ def check_names(more: Names = ()) -> None:
     if inspect.unwrap(keras.models.clone_model).__module__ != CLONING:
         missing.append(CLONING)
     # The optimizer hands it on; in Keras 3.14, the variables of JAX alone have it from the beginning.
-    adding = inspect.unwrap(BaseOptimizer.add_variable_from_reference).__code__.co_consts
-    if not missing and _LAYOUT not in adding:
+    if (
+        not missing
+        and _LAYOUT not in inspect.unwrap(BaseOptimizer.add_variable_from_reference).__code__.co_consts
+    ):
         missing.append(_LAYOUT)
     if _COUNTS not in uniquify.__code__.co_consts:
         missing.append(_COUNTS)
