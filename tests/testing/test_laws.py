@@ -58,7 +58,6 @@ def test_the_laws_hold_on_the_cases_of_this_day(subject):
     assert {} == unheld(subject, DAY * 1000, A_DAY[subject], IN_FLOAT32)
 
 
-@pytest.mark.skipif(not TOGETHER, reason="TensorFlow's processes are started by hand")
 def test_the_laws_hold_on_a_case_of_this_day_in_processes():
     """So does one that processes make and train together, of another library each day.
 

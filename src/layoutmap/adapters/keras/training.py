@@ -31,8 +31,11 @@ def complete(model: Any, inputs: object) -> None:
     if inputs is not None:
         _call(model, keras.tree.map_structure(functools.partial(_symbol, inputs), inputs))
     optimizer = getattr(model, "optimizer", None)
-    is_complete = all(layer.built for layer in model._flatten_layers())
-    if optimizer is not None and not optimizer.built and is_complete:
+    if (
+        optimizer is not None
+        and not optimizer.built
+        and all(layer.built for layer in model._flatten_layers())
+    ):
         optimizer.build(model.trainable_variables)
 
 

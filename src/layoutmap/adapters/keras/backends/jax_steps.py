@@ -12,7 +12,7 @@ Private names of Keras, tested on Keras 3.15:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.experimental.sparse import JAXSparse
 
 from layoutmap.adapters.keras.backends.jax_processes import Rows, reporting
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
-from layoutmap.adapters.keras.training import step_wraps
+from layoutmap.adapters.keras.training import check_same_batch, step_wraps
 from layoutmap.adapters.programs import lowered_lines
 from layoutmap.engines.agreement import check_program
 from layoutmap.engines.patches import temporarily
@@ -227,13 +227,19 @@ def _across(step: Callable[..., Any], rows: Rows, name: str, session: KerasSessi
     def run(state: Any, data: Any) -> Any:
         rows.placed.clear()
         whole = session.on_thread.has_all_rows
-        batches = (placed(batch, session) for batch in data) if whole else rows.place(data)
-        outputs, new = step(state, batches)
+        outputs, new = step(state, _placed_whole(data, session) if whole else rows.place(data))
         if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
             jax.block_until_ready((outputs, new))
         return (rows.own(outputs), new) if name == "predict" else (outputs, new)
 
     return run
+
+
+def _placed_whole(data: Iterable[object], session: KerasSession) -> Iterator[Any]:
+    """Batches on the mesh, of which each process brings all rows."""
+    for batch in data:
+        check_same_batch(batch, session)
+        yield placed(batch, session)
 
 
 def _in_layouts(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:

@@ -67,6 +67,7 @@ def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., A
                 return plain(*args, **kwargs)
             args, kwargs = between_layers((args, kwargs), session)
             results = plain(*args, **kwargs)
+            # Where nothing is gathered, only what goes into a loop over time is laid out.
             return between_layers(results, session) if session.on_thread.gathering else results
 
     return call
