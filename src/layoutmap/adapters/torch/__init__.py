@@ -99,7 +99,7 @@ class TorchAdapter(Adapter):
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch."""
         random_states.seed_both(seed)
-        torch.manual_seed(seed)
+        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
     def complete(self, model: torch.nn.Module, batch: object) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
@@ -121,7 +121,7 @@ class TorchAdapter(Adapter):
         found = find_tensors(model)
         named = {each.path: Variable(each.path, each.tensor, has_value) for each in found}
         optimizer = training_of(model).optimizer
-        state = optimizer.state if optimizer is not None else {}
+        state: dict[torch.Tensor, Any] = {} if optimizer is None else optimizer.state
         for each in found:
             for name, slot in state.get(each.tensor, {}).items():
                 if isinstance(slot, torch.Tensor):
@@ -166,7 +166,7 @@ class TorchAdapter(Adapter):
         model.zero_grad()  # what a step of the program has left
         with self._drawing(model):
             loss = loss_of(model, batch)
-            loss.backward()
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
         gradients: dict[str, object] = {}
         for each in find_tensors(model):
             if each.tensor.requires_grad:
@@ -181,7 +181,7 @@ class TorchAdapter(Adapter):
         optimizer.zero_grad()
         with self._drawing(model):
             loss = loss_of(model, batch)
-            loss.backward()
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
         optimizer.step()
         return {"loss": loss.item()}
 
@@ -219,9 +219,9 @@ class TorchAdapter(Adapter):
         random = settings["random"]
         random_states.restore(random)
         if "torch" in random:
-            torch.set_rng_state(torch.from_numpy(random["torch"]))
+            torch.set_rng_state(torch.from_numpy(random["torch"]))  # pyright: ignore[reportUnknownMemberType]
         if "cuda" in random and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(torch.from_numpy(random["cuda"]))
+            torch.cuda.set_rng_state(torch.from_numpy(random["cuda"]))  # pyright: ignore[reportUnknownMemberType]
 
     @contextmanager
     def _drawing(self, model: torch.nn.Module) -> Generator[None]:

@@ -125,7 +125,7 @@ def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     state: dict[str, object] = {}
     other: dict[object, object] = {}
     for key, values in optimizer.state.items():
-        if not isinstance(key, torch.Tensor):
+        if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             other[key] = _packed(values)
         else:
             state[paths[id(key)]] = {  # by path: ids and order differ in the program that loads
@@ -239,7 +239,7 @@ def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
 
 def _kept(model: torch.nn.Module) -> Iterator[Found]:
     for each in find_tensors(uncompiled(model)):
-        if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):
+        if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):  # pyright: ignore[reportPrivateUsage]
             yield each
 
 

@@ -33,7 +33,7 @@ from layoutmap.adapters.torch.structure import Structure, changed, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import Ctx
+from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.modes import plainly, without_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import summed_placements
@@ -91,7 +91,7 @@ def by_options(options: Mapping[str, Any]) -> Compiler:
     check_compilable(is_dynamic=bool(options.get("dynamic")))
     key = tuple((name, id(value)) for name, value in options.items())
     given = {**options, "dynamic": False}  # DTensor hashes shapes, and symbolic sizes have no hash
-    return Compiler(key, partial(torch.compile, **given), bool(options.get("fullgraph")), given)
+    return Compiler(key, partial(torch.compile, **given), bool(options.get("fullgraph")), given)  # pyright: ignore[reportUnknownMemberType]
 
 
 def as_called(compiler: Any) -> Compiler:
@@ -158,7 +158,7 @@ class _Graph:
             if not call.why_not:
                 results = self._results.setdefault(call.inputs, call.results)
                 found = _with_all_gradients(tensors)
-                return map_tensors(lambda place: found[place.number], results, _Place)
+                return map_tensors(lambda place: found[place.number], results, _Place)  # pyright: ignore[reportUnknownLambdaType]
             self._refuse(call)
         return call.compute()
 
@@ -194,7 +194,7 @@ def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [found.get(n, each) for n, each in enumerate(tensors)]
 
 
-class _WithZeros(torch.autograd.Function):
+class _WithZeros(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # of a DTensor torch would make plain zeros
@@ -205,7 +205,8 @@ class _WithZeros(torch.autograd.Function):
     @plainly
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return tuple(
-            _zeros(*form) if each is None else each for each, form in zip(upstream, ctx.forms, strict=True)
+            _zeros(*form) if each is None else each  # pyright: ignore[reportUnnecessaryComparison]
+            for each, form in zip(upstream, ctx.forms, strict=True)
         )
 
 
@@ -252,7 +253,7 @@ class _Call:
         self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in given))
 
     def _form(self, value: Any) -> object:
-        kind = type(value)
+        kind = type(value)  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, torch.Tensor):
             return self._structure.number(value)
         if kind in (list, tuple):
@@ -260,9 +261,9 @@ class _Call:
         if kind is dict:
             return (kind, *((name, self._form(each)) for name, each in value.items()))
         if is_constant(value):
-            return kind, str(value)
+            return kind, str(value)  # pyright: ignore[reportUnknownVariableType]
         self.why_not = f"an argument is a {kind.__name__}, of which a graph knows nothing"
-        return kind
+        return kind  # pyright: ignore[reportUnknownVariableType]
 
     def compute(self) -> object:
         """Compute it as it is."""
@@ -330,7 +331,7 @@ def _unchanged(structure: Structure) -> Generator[None]:
     finally:
         for each, known in (*held, *inner):
             each.clear()
-            (each.update if isinstance(each, dict) else each.extend)(known)
+            (each.update if isinstance(each, dict) else each.extend)(known)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:

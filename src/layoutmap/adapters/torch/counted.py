@@ -21,6 +21,7 @@ from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
 Install = Callable[[Any, Sequence[tuple[Entry, DTensor, Layout]]], object]
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
@@ -42,11 +43,7 @@ class _Context:
 
 
 def training_step(
-    entries: Sequence[Entry],
-    model: torch.nn.Module,
-    inputs: Any,
-    loss: Function | None,
-    install: Install,
+    entries: Sequence[Entry], model: torch.nn.Module, inputs: Any, loss: Function | None, install: Install
 ) -> TrainingStep:
     """Return the training step of a module without values, with the optimizer of `train_with`.
 
@@ -76,9 +73,9 @@ class _Step:
         self._entries = entries
         self._model = model
         self._is_named = isinstance(inputs, Mapping)
-        several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+        several: list[Any] = [*inputs] if is_sequence(inputs) else [inputs]
         numbered = {f"input {i}": each for i, each in enumerate(several)}
-        self.inputs: dict[str, torch.Tensor] = dict(inputs) if self._is_named else numbered
+        self.inputs: dict[str, torch.Tensor] = dict(inputs) if is_mapping(inputs) else numbered
         self.optimizer = training_of(model).make_optimizer
         self._install = install
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs
@@ -140,7 +137,7 @@ def _tell(module: torch.nn.Module, path: str, tracer: Any) -> None:
             # The innermost layer has been here before those that it is in.
             if tensor.grad_fn is not None and tensor.grad_fn not in tracer.nodes:
                 tracer.nodes.add(tensor.grad_fn)
-                tensor.register_hook(of_gradient)
+                tensor.register_hook(of_gradient)  # pyright: ignore[reportUnknownMemberType]
             return tensor
 
         map_tensors(watched, output)

@@ -160,7 +160,7 @@ class Forward:
             return self._alone(args, kwargs)
         return self._compiled_or_called(args, kwargs)
 
-    @torch.compiler.disable(recursive=False, reason=_ALONE)
+    @torch.compiler.disable(recursive=False, reason=_ALONE)  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
     def _alone(self, args: Args, kwargs: Kwargs) -> object:
         """The call that Dynamo finds in the place of the module where it compiles a function that calls it."""
         return self._compiled_or_called(args, kwargs)
@@ -197,7 +197,7 @@ class Forward:
 
     def _refuse_transforms(self) -> None:
         transform = transform_of_functions()
-        if transform is not None:
+        if transform is not None:  # pyright: ignore[reportUnnecessaryComparison]
             raise EngineError(
                 f"{type(self._the_module()).__name__}: a module in layouts is called by torch.func",
                 facts={"transform": transform.key().name.lower()},
@@ -326,11 +326,11 @@ class Forward:
         vars(made).update(vars(self))
         return made
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[object, ...]:
         return _plain_forward, (self._the_module(),)  # a pickle has no mesh: what is loaded is plain code
 
 
-for _function in (Forward.__call__, Forward._alone, Forward._compiled_or_called):
+for _function in (Forward.__call__, Forward._alone, Forward._compiled_or_called):  # pyright: ignore[reportPrivateUsage]
     not_compiled(_function)
 
 
@@ -339,18 +339,18 @@ def _plain_forward(module: torch.nn.Module) -> Function:
     return functools.partial(type(module).forward, module)
 
 
-def _compile(forward: Any, **options: object) -> None:
+def _compile(forward: Any, **options: Any) -> None:
     """`Module.compile` of a module in layouts, or of one that was unpickled and is plain code again."""
     if not isinstance(forward, Forward):
-        module = forward.args[0]
-        return type(module).compile(module, **options)
+        module: torch.nn.Module = forward.args[0]
+        return type(module).compile(module, **options)  # pyright: ignore[reportUnknownMemberType]
     return forward.compile(options)
 
 
 def _before(module: torch.nn.Module) -> Any:
     """The forward that was set on a module itself, by the program or an earlier scope; `None`: that of its class."""
     own = vars(module).get(_ATTRIBUTE)
-    return own._before if isinstance(own, Forward) else own
+    return own._before if isinstance(own, Forward) else own  # pyright: ignore[reportPrivateUsage]
 
 
 def forward_of(module: torch.nn.Module) -> Forward | None:

@@ -25,6 +25,7 @@ from layoutmap.adapters.current import current
 from layoutmap.core.errors import ScopeError, brief
 from layoutmap.engines.patches import Attribute, Closing, Patches
 from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.trees import is_sequence
 
 TESTED = "5.23"
 
@@ -82,12 +83,12 @@ def _loading(plain: Any) -> object:
                 raise _refused(f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given)
         _probe(cls)
         loaded = plain.__get__(None, cls)(*args, **options)  # a classmethod, bound to the class that is asked
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model = loaded[0] if is_sequence(loaded) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
             raise _refused(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
         return loaded
 
-    return classmethod(from_pretrained)
+    return classmethod(from_pretrained)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _probe(cls: type) -> None:

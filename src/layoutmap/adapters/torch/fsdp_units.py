@@ -169,12 +169,12 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: Scop
         for weight in gathering.weights:
             if isinstance(held := weight.held, DTensor):
                 weights.setdefault(id(held), (held, []))[1].append(weight)
-        sharded = [tensor for tensor, _ in weights.values() if not tensor.placements[mesh_dim].is_replicate()]
+        sharded = [tensor for tensor, _ in weights.values() if not tensor.placements[mesh_dim].is_replicate()]  # pyright: ignore[reportUnknownMemberType]
         dtypes = Counter(tensor.dtype for tensor in sharded if tensor.is_floating_point())
         usual = max(dtypes, key=dtypes.__getitem__, default=None)  # fully_shard takes one at a time
         chosen: list[tuple[DTensor, list[Weight]]] = []
         for tensor, places in weights.values():
-            if tensor.placements[mesh_dim].is_replicate():  # and only converted
+            if tensor.placements[mesh_dim].is_replicate():  # and only converted  # pyright: ignore[reportUnknownMemberType]
                 gathering.others += places
                 continue
             reason = _why_not(tensor, mesh_dim)

@@ -16,6 +16,7 @@ import torch
 from layoutmap.adapters.torch.paths import Found
 from layoutmap.adapters.torch.roles import roles_of
 from layoutmap.core.uneven import Axes
+from layoutmap.engines.torch.modules import modules_of
 
 _BASE = "base_layer"
 _WRAPPER = "base_model.model."
@@ -35,7 +36,7 @@ def names_without(found: Found, root: torch.nn.Module) -> list[str]:
 def derivations(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
     """From which weight each factor of LoRA is derived, and what its axes are made of there, by the factor's id."""
     found: dict[int, tuple[str, Axes]] = {}
-    for prefix, module in root.named_modules():
+    for prefix, module in modules_of(root):
         base = getattr(module, _BASE, None)
         if not (_is_of_peft(module) and isinstance(base, torch.nn.Module)):
             continue

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.nn.modules import module as _of_modules
+import torch.nn.modules.module
 
 from layoutmap.adapters.current import current, warn_if_elsewhere
 from layoutmap.adapters.torch.paths import has_forward, is_of_keras
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute, Closing, Item, Patches
 from layoutmap.engines.tested import check_names
+
+_of_modules: Any = torch.nn.modules.module  # where hooks have no types
 
 check_names(
     "torch",

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from layoutmap.core.variables import VariableSpec, distinct
-from layoutmap.engines.torch.modules import members_of_module
+from layoutmap.engines.torch.modules import members_of_module, modules_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Found:
     tensor: torch.Tensor
     path: str
     is_buffer: bool
-    aliases: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list[str])
+    places: list[Place] = field(default_factory=list[Place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def is_of_keras(module: torch.nn.Module) -> bool:
 def find_tensors(root: torch.nn.Module) -> list[Found]:
     """The parameters of a model, then its buffers; each once."""
     found: dict[int, Found] = {}
-    modules = list(root.named_modules(remove_duplicate=False))  # a shared module has several names
+    modules = modules_of(root, remove_duplicate=False)  # a shared module has several names
     for is_buffer in (False, True):
         for prefix, module in modules:
             members = module.named_buffers if is_buffer else module.named_parameters
@@ -103,7 +103,7 @@ def find_tensors(root: torch.nn.Module) -> list[Found]:
 def layer_paths(root: torch.nn.Module) -> dict[int, str]:
     """The first name of each module below a model, by the module's id."""
     paths: dict[int, str] = {}
-    for name, module in root.named_modules():
+    for name, module in modules_of(root):
         if name:
             paths.setdefault(id(module), name)
     return paths
@@ -144,6 +144,6 @@ def lazy_layers(root: torch.nn.Module) -> list[str]:
     """The names of modules that will make weights when they are first called."""
     return [
         name or type(root).__name__
-        for name, module in root.named_modules()
+        for name, module in modules_of(root)
         if any(is_lazy(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     ]

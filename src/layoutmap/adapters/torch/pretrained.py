@@ -120,11 +120,7 @@ def save_shards(
 
 
 def _begin(
-    save: Function,
-    hidden: Path,
-    target: Path,
-    tensors: Mapping[str, Any],
-    layouts: Mapping[str, Layout],
+    save: Function, hidden: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
 ) -> list[_Place] | None:
     """Make the folder, with files in which the values of tensors in layouts are missing; returns where these are."""
     if target.exists() and not target.is_dir():

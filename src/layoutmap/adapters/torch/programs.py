@@ -9,6 +9,7 @@ import torch
 from layoutmap.adapters.programs import Program, is_users, versions
 from layoutmap.adapters.torch.structure import OF_TORCH
 from layoutmap.engines.agreement import Part
+from layoutmap.engines.torch.modules import modules_of
 
 _OURS = ("compile", "forward")
 
@@ -21,7 +22,7 @@ def program_of(module: torch.nn.Module, forwards: Iterator[object]) -> list[Part
         forwards: The functions that were set on it and on those below it, in the place of their classes' `forward`.
     """
     program = Program()
-    modules = list(module.named_modules())
+    modules = modules_of(module)
     for forward in forwards:
         program.function(forward)
     for kind in dict.fromkeys(type(each) for _, each in modules):

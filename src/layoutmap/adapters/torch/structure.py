@@ -28,7 +28,7 @@ _BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctio
 def is_constant(value: object) -> bool:
     """Whether a value that is no tensor can be part of a graph."""
     if isinstance(value, slice):
-        return all(map(is_constant, (value.start, value.stop, value.step)))
+        return all(map(is_constant, (value.start, value.stop, value.step)))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     return isinstance(value, (*_VALUES, Enum))
 
 
@@ -89,15 +89,15 @@ class Structure:
 
     def frozen(self, value: Any) -> object:
         """Something hashable that is equal for values which compute the same."""
-        kind = type(value)
+        kind = type(value)  # pyright: ignore[reportUnknownVariableType]
         if kind in _SIMPLE:
-            return kind, value  # with its type, since 1, 1.0 and True are equal
+            return kind, value  # with its type, since 1, 1.0 and True are equal  # pyright: ignore[reportUnknownVariableType]
         if kind in (list, tuple):
             return (kind, *map(self.frozen, value))
         if kind in (dict, OrderedDict):
             return (kind, *((self.frozen(name), self.frozen(each)) for name, each in value.items()))
         if isinstance(value, functools.partial):
-            return (kind, self.frozen(value.func), self.frozen(value.args), self.frozen(value.keywords))
+            return (kind, self.frozen(value.func), self.frozen(value.args), self.frozen(value.keywords))  # pyright: ignore[reportUnknownVariableType]
         own = getattr(value, "structure", None)
         if own is not None and kind.__module__.startswith("layoutmap."):
             return own()

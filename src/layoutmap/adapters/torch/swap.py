@@ -8,7 +8,7 @@ that was made before is refused at its first step, by `optimizer_hooks`: so noth
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,9 +34,9 @@ def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
     on_gradient, after_accumulation = hooks_of_tensor(old)
     if new.requires_grad:  # torch takes hooks of no other tensor
         for hook in on_gradient:
-            new.register_hook(hook)
+            new.register_hook(hook)  # pyright: ignore[reportUnknownMemberType]
         for hook in after_accumulation:
-            new.register_post_accumulate_grad_hook(hook)
+            new.register_post_accumulate_grad_hook(hook)  # pyright: ignore[reportUnknownMemberType]
 
 
 def replace_in_module(module: torch.nn.Module, swap: Swap) -> None:
@@ -82,12 +82,16 @@ def _replaced(value: object, swap: Swap) -> object:
     if isinstance(value, torch.Tensor):
         return swap(value)
     if type(value) is list:
-        value[:] = [_replaced(each, swap) for each in value]  # in place, since others may hold the list
-    elif type(value) is tuple and any(isinstance(each, (torch.Tensor, list, tuple, dict)) for each in value):
-        return tuple(_replaced(each, swap) for each in value)
+        held = cast("list[object]", value)
+        held[:] = [_replaced(each, swap) for each in held]  # in place, since others may hold the list
+    elif type(value) is tuple:
+        items = cast("tuple[object, ...]", value)
+        if any(isinstance(each, (torch.Tensor, list, tuple, dict)) for each in items):
+            return tuple(_replaced(each, swap) for each in items)
     elif isinstance(value, dict):
-        for key, each in list(value.items()):
+        named = cast("dict[object, object]", value)
+        for key, each in list(named.items()):
             new = _replaced(each, swap)
             if new is not each:
-                value[key] = new
-    return value
+                named[key] = new
+    return cast("object", value)

@@ -146,7 +146,7 @@ def _peft() -> Iterator[Attribute]:
 
 
 def _accelerate() -> Iterator[Attribute]:
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # pyright: ignore[reportMissingTypeStubs]
 
     def of_model(own: Function) -> Function:
         def get_state_dict(self: object, model: torch.nn.Module, *args: object, **options: object) -> object:

@@ -6,7 +6,7 @@ Torch keeps these in the program's own loop. `check_parity` runs that loop itsel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.torch.boundary import plain, tensors_in
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -72,7 +73,7 @@ def training_of(model: torch.nn.Module) -> Training:
 
 def call(model: torch.nn.Module, batch: object) -> Any:
     """The output of a model for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # one tensor: no targets
+    inputs = batch[0] if is_sequence(batch) else batch  # one tensor: no targets
     tensors = _tensors(inputs, _device_of(model))
     if isinstance(tensors, dict):
         return model(**tensors)
@@ -87,10 +88,8 @@ def loss_of(model: torch.nn.Module, batch: object) -> torch.Tensor:
     """
     output, loss = call(model, batch), training_of(model).loss
     if loss is not None:
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            given = (
-                f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else kind_of(batch)
-            )
+        if not is_sequence(batch) or len(batch) < 2:
+            given = f"a mapping of {', '.join(map(str, batch))}" if is_mapping(batch) else kind_of(batch)
             raise ScopeError(
                 f"{type(model).__name__}: the batch has no targets for its loss",
                 facts={"batch": given},
@@ -111,8 +110,8 @@ def loss_of(model: torch.nn.Module, batch: object) -> torch.Tensor:
 
 def scalar_loss(output: object) -> torch.Tensor | None:
     """The number that a model returns, alone or as `loss` among others; `None`: it returns none."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    found = found[0] if isinstance(found, (tuple, list)) else found
+    found = output.get("loss") if is_mapping(output) else getattr(output, "loss", output)
+    found = found[0] if is_sequence(found) else found
     if isinstance(found, torch.Tensor) and found.ndim == 0:
         return plain(found) if isinstance(found, DTensor) else found
     return None
@@ -161,18 +160,18 @@ def arrays_of(output: object, read: Callable[[Any], object]) -> object:
     """The output of a model as numpy arrays, nested as it nests it; without values that are no tensors."""
     if isinstance(output, torch.Tensor):
         return read(output)
-    if isinstance(output, Mapping):
+    if is_mapping(output):
         return {name: arrays_of(value, read) for name, value in output.items() if tensors_in(value)}
-    if isinstance(output, (tuple, list)):
+    if is_sequence(output):
         return [arrays_of(value, read) for value in output if tensors_in(value)]
     return [read(tensor) for tensor in tensors_in(output)]
 
 
 def _tensors(values: object, device: torch.device | None) -> object:
     """Tensors for arrays, also of those in tuples, lists and mappings, which several outputs have for targets."""
-    if isinstance(values, Mapping):
+    if is_mapping(values):
         return {name: _tensors(each, device) for name, each in values.items()}
-    if isinstance(values, (tuple, list)):
+    if is_sequence(values):
         return [_tensors(each, device) for each in values]
     is_array = hasattr(values, "__array__") and not isinstance(values, torch.Tensor)
     return torch.as_tensor(values, device=device) if is_array else values

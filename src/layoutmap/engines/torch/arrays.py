@@ -20,7 +20,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import Ctx
+from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.devices import (
     bound_mesh,
     device_mesh,
@@ -224,7 +224,7 @@ def shard(tensor: torch.Tensor, layout: Layout) -> DTensor:
     )
 
 
-class _ShardTensor(torch.autograd.Function):
+class _ShardTensor(AutogradFunction):
     """Sharding a plain tensor: its gradient is gathered."""
 
     @staticmethod

@@ -1,9 +1,10 @@
 """The backward pass that runs on this thread, and what decides which tensors autograd saves for it."""
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import checkpoint
@@ -14,9 +15,9 @@ with Needed("torch"):
     from torch._C import _current_graph_task_id
 
     _ENGINE: Any = torch.autograd.Variable._execution_engine
-    _SAVING: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    _SAVING: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
-check_names("torch", (torch._C, "_current_autograd_node"), (_SAVING, "_top_saved_tensors_default_hooks"))
+check_names("torch", (torch._C, "_current_autograd_node"), (_SAVING, "_top_saved_tensors_default_hooks"))  # pyright: ignore[reportUnknownArgumentType]
 check_names("torch", (checkpoint, "_checkpoint_hook"))
 
 backward_pass = _current_graph_task_id
@@ -24,6 +25,16 @@ backward_pass = _current_graph_task_id
 
 Ctx = Any
 """The object on which the forward pass of a function leaves attributes of any name for its backward pass."""
+
+
+if TYPE_CHECKING:
+
+    class AutogradFunction(torch.autograd.Function):
+        """`torch.autograd.Function`, whose `apply` has no type there."""
+
+        apply: Callable[..., Any]
+else:
+    AutogradFunction = torch.autograd.Function
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

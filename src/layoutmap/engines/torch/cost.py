@@ -34,7 +34,7 @@ from layoutmap.engines.torch.devices import forget_process_group
 from layoutmap.engines.torch.element_types import dtype_name, torch_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.modes import TorchDispatchMode
-from layoutmap.engines.torch.operators import Args, Function, Kwargs, is_view
+from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, is_view
 from layoutmap.engines.torch.simulation import FakeStore
 from layoutmap.engines.torch.specs import clear_sharding_caches, dtensor, local_of, spec_of_tensor
 from layoutmap.engines.torch.storages import storage_key
@@ -176,7 +176,7 @@ class _Counting(TorchDispatchMode):
     """
 
     def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.policy = policy
         self._groups = groups
         self.engine: TorchEngine = engine()
@@ -227,7 +227,7 @@ class _Counting(TorchDispatchMode):
     # -- what is seen
 
     def __torch_dispatch__(
-        self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        self, func: OpOverload[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}  # torch passes None
         if any(issubclass(each, DTensor) for each in types):

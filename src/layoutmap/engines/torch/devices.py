@@ -208,7 +208,7 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
         for axis, numbers in enumerate(axes)
         if numbers
     )
-    return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)
+    return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
 
 
 def layout_of_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
@@ -219,7 +219,7 @@ def layout_of_placements(native: DeviceMesh, placements: Sequence[Placement], ra
     mesh = mesh_of(native)
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
-    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
     if order is None:  # no order of the dims shards so
         return None
     axes: list[tuple[str, ...]] = [()] * rank

@@ -251,7 +251,7 @@ class _OnMesh(TorchFunctionMode):
 
     def __exit__(self, *error: object) -> None:
         _meshes.innermost = self._around
-        super().__exit__(*error)
+        super().__exit__(*error)  # pyright: ignore[reportUnknownMemberType]
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None

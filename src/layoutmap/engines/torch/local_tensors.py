@@ -3,6 +3,7 @@
 `SimulationMode` is for one thread, and `simulated` makes the patches for all of them; `simulation` uses both.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -60,7 +61,7 @@ def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
 
 def ranks_around(mesh: DeviceMesh) -> list[int]:
     """All ranks of the mesh that a mesh was taken from."""
-    return mesh._rank_map.tolist()
+    return mesh._rank_map.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @contextmanager
@@ -133,7 +134,7 @@ def simulated(
         # Meshes answer by the simulation of the thread: modes need not patch them each time. And torch's own functions,
         # as get_rank from 2.14 on, are left as they are for the rest of the program.
         *(
-            Attribute(LocalTensorMode, name, lambda _: lambda _: None)
+            Attribute(LocalTensorMode, name, lambda _: lambda _: None)  # pyright: ignore[reportUnknownLambdaType]
             for name in ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_dist", "_unpatch_dist")
             if hasattr(LocalTensorMode, name)
         ),
@@ -169,7 +170,7 @@ def _for_ranks_of_arguments(for_ranks: Function) -> Function:
             leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
             if isinstance(leaf, LocalTensor):
                 ranks = ranks & leaf._ranks
-            elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):
+            elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
                 ranks = ranks & leaf.node._local_ints.keys()
         return for_ranks(func, ranks, args, kwargs, **options)
 

@@ -1,5 +1,6 @@
 """Modes of torch that functions and operators are called in: seen, and left for a while."""
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -12,7 +13,7 @@ import torch
 from layoutmap.engines.tested import Needed
 
 with Needed("torch"):
-    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # pyright: ignore[reportUnknownVariableType]
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

@@ -1,5 +1,6 @@
 """Operators of torch's dispatcher: the names of their arguments, what they change, and what of theirs is a view."""
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -29,7 +30,7 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 """The arguments of a call by name."""
 
-OPERATORS = (OpOverload, OpOverloadPacket)
+OPERATORS: tuple[type[Any], ...] = (OpOverload, OpOverloadPacket)
 """The types of `torch.ops.<namespace>.<name>.<overload>`, and of that without an overload."""
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
@@ -68,8 +69,8 @@ def only_views(op: OpOverload) -> bool:
     return is_view(op) and not written_arguments(op)
 
 
-def operator_of(function: Function, args: Args, kwargs: Kwargs) -> object:
+def operator_of(function: Any, args: Args, kwargs: Kwargs) -> object:
     """The overload of an operator of `torch.ops` that a call of it means."""
     if isinstance(function, OpOverload):
-        return function
-    return getattr(function, torch._C._jit_resolve_packet(function._qualified_op_name, *args, **kwargs))
+        return function  # pyright: ignore[reportUnknownVariableType]
+    return getattr(function, torch._C._jit_resolve_packet(function._qualified_op_name, *args, **kwargs))  # pyright: ignore[reportUnknownMemberType]

@@ -5,6 +5,7 @@ most: a sum over one mesh dim, and a gradient that is placed right already. DTen
 What is random, or has no rule in DTensor, is computed on plain tensors: once in a simulation, else alike by all.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import math
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation, unseen
-from layoutmap.engines.torch.backward import Ctx
+from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
@@ -141,7 +142,7 @@ def attainable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
     return placements
 
 
-class OwnGradient(torch.autograd.Function):
+class OwnGradient(AutogradFunction):
     """A function of a tensor with a gradient of its own, of which torch hears only where there is to be one.
 
     No function mode sees what it calls, forwards or backwards.
@@ -245,10 +246,10 @@ class _Reduced(OwnGradient):
         return placed(tensor, attainable_placements(tensor))
 
     @staticmethod
-    def needed(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def needed(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # No gradient of a sum needs the sum; that of a maximum, or of a norm, does.
         pending = [p for p in tensor.placements if p.is_partial()]
-        is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)
+        is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)  # pyright: ignore[reportUnknownMemberType]
         return (tensor,) if is_sum else (tensor, result)
 
     @staticmethod
@@ -286,7 +287,7 @@ class _Everywhere(OwnGradient):
         return full_tensor(upstream[0]), None
 
 
-class _WithGradient(torch.autograd.Function):
+class _WithGradient(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, value: torch.Tensor, change: Callable[[torch.Tensor], object]) -> torch.Tensor:
         ctx.change = change
@@ -306,7 +307,7 @@ def _redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTenso
     if len(changed) == 1 and type(moves[0][0]) is Partial and moves[0][1].is_replicate():
         dim = changed[0]
         is_sum = spec.mesh.size(dim) > 1
-        local = summed_over(local, spec.mesh, dim, moves[0][0].reduce_op) if is_sum else local.detach()
+        local = summed_over(local, spec.mesh, dim, moves[0][0].reduce_op) if is_sum else local.detach()  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     elif not simulation.is_simulated() and _is_taken_apart(spec, placements, moves):
         coordinates = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
@@ -349,7 +350,7 @@ def _is_taken_apart(
     if not all(before.is_replicate() and type(after) is Shard for before, after in moves):
         return False
     axes = {axis_of(after) for _, after in moves}
-    if any(not p.is_replicate() and (type(p) is not Shard or p.dim in axes) for p in spec.placements):
+    if any(not p.is_replicate() and (type(p) is not Shard or axis_of(p) in axes) for p in spec.placements):
         return False
     return all(
         spec.shape[axis]

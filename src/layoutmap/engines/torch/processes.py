@@ -51,9 +51,9 @@ def gathered(values: NumpyArray) -> NumpyArray:
     if "cpu:" not in dist.get_backend_config():  # NCCL alone: torch pickles, and sends that by way of the GPU
         return np.stack(_gathered(values))
     # As bytes, since gloo has no collectives of unsigned and 8-bit floating types.
-    own = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+    own = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())  # pyright: ignore[reportUnknownMemberType]
     rows = [torch.empty_like(own) for _ in range(simulation.world_size())]
-    dist.all_gather(rows, own)
+    dist.all_gather(rows, own)  # pyright: ignore[reportUnknownMemberType]
     return np.stack([row.numpy().view(values.dtype).reshape(values.shape) for row in rows])
 
 
@@ -65,5 +65,5 @@ def random_state() -> int:
 def _gathered(value: object) -> list[Any]:
     simulation.start()
     rows: list[Any] = [None] * simulation.world_size()
-    dist.all_gather_object(rows, value)
+    dist.all_gather_object(rows, value)  # pyright: ignore[reportUnknownMemberType]
     return rows

@@ -85,7 +85,7 @@ def _coordinate(of_all: Function, mesh: DeviceMesh) -> object:
 
 def _is_per_rank(value: object) -> bool:
     return isinstance(value, LocalTensor) or (
-        isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode)
+        isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode)  # pyright: ignore[reportUnknownMemberType]
     )
 
 
@@ -116,7 +116,7 @@ def _begin(number: int) -> None:
         sys.excepthook = on_error  # torch's names the rank
         _group = dist.group.WORLD
     simulation = _Simulation(number)
-    change(*simulated(simulation, _group, _coordinate, lambda own: functools.partialmethod(_reduced, own)))
+    change(*simulated(simulation, _group, _coordinate, functools.partial(functools.partialmethod, _reduced)))
     at_end(_end)
     _simulation = simulation
 
@@ -235,7 +235,7 @@ def on_ranks(ranks: Iterable[int]) -> Generator[None]:
 @functools.lru_cache(maxsize=256)  # torch works it out anew each time
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """The ranks of a device mesh, row-major."""
-    return tuple(mesh.mesh.flatten().tolist())
+    return tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def on_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ A spec has the mesh, placements, shape, strides and element type of a `DTensor`.
 a small product, so they are remembered.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -36,7 +37,7 @@ spec_of = attrgetter("_spec")
 meta_of = attrgetter("tensor_meta")
 """The shape, strides and element type of a spec."""
 
-axis_of = attrgetter("dim")
+axis_of: Callable[[Placement], int] = attrgetter("dim")
 """The axis along which a placement shards."""
 
 

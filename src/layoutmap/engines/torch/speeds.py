@@ -27,7 +27,7 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Ca
     there, wanted = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
     number = mesh.dim_names.index(dim)
     there[number], wanted[number] = _PLACEMENTS[kind]
-    rows = num_bytes // 4 // size**2 // (size if there[number].is_shard() else 1)
+    rows = num_bytes // 4 // size**2 // (size if there[number].is_shard() else 1)  # pyright: ignore[reportUnknownMemberType]
     with simulation.on_mesh(native):
         ranks = simulation.ranks_here(simulation.ranks_of(native))
         pieces = {rank: torch.ones(rows * size, size, device=device_of(native)) for rank in ranks}
@@ -54,7 +54,7 @@ def copy(num_bytes: int) -> Callable[[], Any]:
 
 def memory_bytes() -> int | None:
     """Return the memory of a device; `None`: it is that of the host."""
-    return torch.cuda.get_device_properties(_device()).total_memory if _device().type == "cuda" else None
+    return torch.cuda.get_device_properties(_device()).total_memory if _device().type == "cuda" else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def watched_peak() -> Callable[[], int | None]:

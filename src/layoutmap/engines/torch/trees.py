@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
 from layoutmap.engines.tested import Needed
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 with Needed("torch"):  # torch 2.13 has no public form of it
     from torch.utils._pytree import tree_leaves as tree_leaves
-    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map as _tree_map
+
+tree_map: Callable[[Callable[[Any], object], Any], Any] = _tree_map
+"""A tree with its leaves replaced by what a function makes of them."""
+
+
+def is_sequence(value: object) -> TypeIs[list[Any] | tuple[Any, ...]]:
+    """Whether a value is a list or a tuple; `isinstance` would leave the type of its items unknown."""
+    return isinstance(value, (list, tuple))
+
+
+def is_mapping(value: object) -> TypeIs[Mapping[Any, Any]]:
+    """Whether a value is a mapping, such as a dict."""
+    return isinstance(value, Mapping)

@@ -25,8 +25,8 @@ def can_wait(tensor: torch.Tensor) -> bool:
 
 def size_of(shape: Any) -> float:
     """The number of elements of a shape, if it is one."""
-    is_shape = isinstance(shape, list | tuple) and all(type(n) is int for n in shape)
-    return math.prod(shape) if is_shape else math.inf
+    is_shape = isinstance(shape, list | tuple) and all(type(n) is int for n in shape)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return math.prod(shape) if is_shape else math.inf  # pyright: ignore[reportUnknownArgumentType]
 
 
 def generator_of(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator | None:
@@ -43,7 +43,7 @@ _ASKING = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
 def asked_by() -> str:
     """The outermost function of torch.nn or initializer of Keras that asked for what is being recorded."""
     found = ""
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_ASKING):

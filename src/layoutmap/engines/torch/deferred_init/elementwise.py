@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +174,7 @@ class History:
                 [n if i == axis else 1 for i in range(len(view.shape))]
             )
             places += stride * along.expand(view.shape)[index]
-        if places.unique().numel() < places.numel():  # which of them wins, torch does not say
+        if places.unique().numel() < places.numel():  # which of them wins, torch does not say  # pyright: ignore[reportUnknownMemberType]
             raise self._needs_all(step)
         return patch_places(places.reshape(-1), values.value.expand(shape).reshape(-1))
 
@@ -198,7 +199,7 @@ class History:
             return Filled(value.value.item() if isinstance(value, Constant) else value, view.dtype)
         if packet in COPIES:
             source = self._operand(step, step.args[packet is aten.copy_], view, frame)
-            return Computed(lambda values: values.to(view.dtype), [source], owns_first=True)
+            return Computed(methodcaller("to", view.dtype), [source], owns_first=True)
         if is_pointwise(step):
             return self._pointwise(step, view, frame)
         if packet in (aten.cat, aten.stack):

@@ -66,7 +66,7 @@ def _leave(mode: Any) -> None:
     for modes in (function_modes(), dispatch_modes()):
         places = [place for place, each in enumerate(modes) if each is mode]
         for each in reversed(modes[places[-1] :] if places else []):
-            each.__exit__(None, None, None)
+            each.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
         for each in modes[places[-1] + 1 :] if places else []:
             each.__enter__()
 
@@ -75,7 +75,7 @@ class _Operations(TorchDispatchMode):
     """Sends each operation to a tape."""
 
     def __init__(self, tape: Any) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.tape = tape
 
     def __torch_dispatch__(
@@ -84,8 +84,8 @@ class _Operations(TorchDispatchMode):
         return self.tape.dispatch(func, args, kwargs or {})
 
 
-_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
-_COPIES = (torch.Tensor.__deepcopy__,)
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+_COPIES = (torch.Tensor.__deepcopy__,)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _READS = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__reduce_ex__")}
 
 
@@ -93,7 +93,7 @@ class _Reads(TorchFunctionMode):
     """Methods that take the values out of a tensor, which no operation sees."""
 
     def __init__(self, tape: Any) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.tape = tape
 
     def __torch_function__(
@@ -168,7 +168,7 @@ def _apply_of(original: Function) -> Function:
         }
         if recurse and tapes:
             for child in module.children():
-                child._apply(fn)
+                child._apply(fn)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         if not held:
             return original(module, fn, recurse and not tapes)
         for key, parameter in held.items():

@@ -134,7 +134,7 @@ class Joined(Reader):
         self._parts = parts
 
     def _compute(self, run: Run) -> torch.Tensor:
-        found, begin = [], 0
+        found, begin = list[torch.Tensor](), 0
         for reader, numel in self._parts:
             part = run.between(begin, begin + numel)
             if part is not None:
@@ -250,7 +250,7 @@ def patch_places(places: torch.Tensor, values: torch.Tensor) -> Patch:
 
     def put(values: torch.Tensor, run: Run) -> None:
         ends = torch.tensor([run.start, run.stop], device="cpu")
-        low, high = torch.searchsorted(in_order, ends).tolist()
+        low, high = torch.searchsorted(in_order, ends).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         at, new = in_order[low:high] - run.start, ordered[low:high]
         if run.rows > 1:
             row, column = at // run.stride, at % run.stride

@@ -40,8 +40,8 @@ def _attend(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> o
         query, key = tensors[:2]
         leading = query.shape[:-2]
         if not given.get("enable_gqa", False):
-            leading = torch.broadcast_shapes(leading, key.shape[:-2])
-        shape = (*leading, query.shape[-2], key.shape[-2])
+            leading = torch.broadcast_shapes(leading, key.shape[:-2])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        shape = (*leading, query.shape[-2], key.shape[-2])  # pyright: ignore[reportUnknownVariableType]
         drawn = draw(shape, _wide(query.dtype), query.device, dropout_p, mesh, kept)
         local = _with_mask(shards, mask, drawn, **given)
     else:
@@ -136,13 +136,14 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
             shards[id(each)] = local_shard(each, mesh, axes, kept)
         given[name] = shards[id(each)]
     if mask is not None:
-        attend = unwrapped(
-            function,
-            dropout=lambda weights, p: weights * mask,
-            scaled_dot_product_attention=lambda q, k, v, m, p, causal: _with_mask(
-                [q, k, v], m, mask, is_causal=causal
-            ),
-        )
+
+        def attended(q: Any, k: Any, v: Any, bias: Any, p: float, causal: bool) -> torch.Tensor:
+            return _with_mask([q, k, v], bias, mask, is_causal=causal)
+
+        def dropped(weights: torch.Tensor, p: float) -> torch.Tensor:
+            return weights * mask
+
+        attend = unwrapped(function, dropout=dropped, scaled_dot_product_attention=attended)
     else:
         attend = function
     output, weights = attend(**given)
@@ -172,10 +173,7 @@ def _weights_of(given: Kwargs) -> tuple[tuple[int, ...], torch.dtype, torch.devi
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
-_HOW = {
-    F.scaled_dot_product_attention: _attend,
-    F.multi_head_attention_forward: _attend_with_projections,
-}
+_HOW = {F.scaled_dot_product_attention: _attend, F.multi_head_attention_forward: _attend_with_projections}
 ATTENTION = {function: functools.partial(attend, _draw) for function, attend in _HOW.items()}
 ATTENTION_BY_SHARDS = {
     function: functools.partial(attend, _draw_by_shards) for function, attend in _HOW.items()

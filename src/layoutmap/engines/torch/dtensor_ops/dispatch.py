@@ -3,6 +3,7 @@
 `guard` decides. The dispatcher asks about each operator once for some shapes and placements, and remembers the answer.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -30,9 +31,10 @@ with Needed("torch"):
     from torch.distributed.tensor import _dispatch as _of_dispatch
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
-    from torch.utils._python_dispatch import return_and_correct_aliasing
+    from torch.utils._python_dispatch import return_and_correct_aliasing  # pyright: ignore[reportUnknownVariableType]
 
     _DISPATCHER: Any = DTensor._op_dispatcher
+    _Dispatcher: Any = type(_DISPATCHER)  # pyright: ignore[reportUnknownVariableType]
 
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # asked about operators that are not known yet
 _TAIL = "_dispatch_fast_path_python_tail"  # makes what operators return that change tensors
@@ -63,7 +65,7 @@ def is_custom(function: Function) -> bool:
 def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
     """Have a `DTensor`, the first argument of an operator that changes its shape in place, be as a view of it is."""
     set_pieces(args[0], local_of(view), spec_of(view))
-    return return_and_correct_aliasing(op, args, kwargs, args[0])
+    return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
 
 def specs_of_answer(answer: object) -> list[DTensorSpec]:
@@ -106,7 +108,7 @@ class OperatorsGuarded:
     """
 
     def __init__(self, answer: Function, changed: Function, moved: Function):
-        own = getattr(type(_DISPATCHER), _PROPAGATE).__get__(_DISPATCHER)
+        own = getattr(_Dispatcher, _PROPAGATE).__get__(_DISPATCHER)
 
         def propagate(op: OpOverload, args: Args, kwargs: Kwargs, info: Any, try_cache: bool) -> object:
             return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
@@ -122,9 +124,9 @@ class OperatorsGuarded:
         """Have it decide, where it does not."""
         if _PROPAGATE in vars(_DISPATCHER):
             return  # caches are kept: they have this guard's answers
-        vars(_DISPATCHER).update(self._methods)
+        vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
         for name, instead in _INSTEAD.items():
-            getattr(type(_DISPATCHER), name).__code__ = instead.__code__
+            getattr(_Dispatcher, name).__code__ = instead.__code__
         for name in _HANDLED:  # decided in Python, and not by rules
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
             handler = functools.partial(_answered, self._answer, _HANDLERS_OF_DTENSOR[op])
@@ -135,9 +137,9 @@ class OperatorsGuarded:
     def remove(self) -> None:
         """Have `DTensor` decide for itself again."""
         for name in self._methods:
-            vars(_DISPATCHER).pop(name, None)
+            vars(_DISPATCHER).pop(name, None)  # pyright: ignore[reportUnknownMemberType]
         for name, code in _OF_TORCH.items():
-            getattr(type(_DISPATCHER), name).__code__ = code
+            getattr(_Dispatcher, name).__code__ = code
         _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
         setattr(_Planner, "get_next_state", _NEXT_LAYOUTS)  # noqa: B010
         _forget_answers()
@@ -152,14 +154,14 @@ def _forget_answers() -> None:
 _NEXT_LAYOUTS = _Planner.get_next_state
 
 
-def _next_layouts(planner: Any, placements: tuple[Placement, ...], order: Any) -> object:
+def _next_layouts(planner: _Planner, placements: tuple[Placement, ...], order: Any) -> object:
     """The layouts that are one collective away from one, and what each costs, counted once for each kind of tensor.
 
     `DTensor` searches the cheapest way from each tensor to each layout that an operator could take it in, and counted
     these anew in every search: the first step of a small model on three mesh dims took a minute.
     """
-    wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]
-    known, key = vars(planner).setdefault("layoutmap_known", {}), (placements, order, *wanted)
+    wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    known, key = vars(planner).setdefault("layoutmap_known", {}), (placements, order, *wanted)  # pyright: ignore[reportUnknownVariableType]
     if key not in known:  # a search asks for the same states again and again
         known[key] = _NEXT_LAYOUTS(planner, placements, order)
     return known[key]
@@ -167,11 +169,11 @@ def _next_layouts(planner: Any, placements: tuple[Placement, ...], order: Any) -
 
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)
 # Torch's C++ keeps these methods as it finds them first, be it before we are imported: their code is replaced.
-_OF_TORCH = {name: getattr(type(_DISPATCHER), name).__code__ for name in (_TAIL, _RESULTS)}
+_OF_TORCH = {name: getattr(_Dispatcher, name).__code__ for name in (_TAIL, _RESULTS)}
 _OWN = {name: FunctionType(code, _of_dispatch.__dict__) for name, code in _OF_TORCH.items()}
 _INSTEAD: dict[str, Function] = {
-    _TAIL: lambda self, *args: self.layoutmap_tail(*args),
-    _RESULTS: lambda self, *args: self.layoutmap_results(*args),
+    _TAIL: lambda self, *args: self.layoutmap_tail(*args),  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType]
+    _RESULTS: lambda self, *args: self.layoutmap_results(*args),  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType]
 }
 
 

@@ -232,7 +232,7 @@ def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
 
 def _is_aligned(target: torch.Tensor, axis: int, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors of one rank have the same size in all axes but one."""
-    shapes = [list(e.shape) for e in tensors if isinstance(e, torch.Tensor) and 0 < e.ndim == target.ndim]
+    shapes = [list(e.shape) for e in tensors if isinstance(e, torch.Tensor) and 0 < e.ndim == target.ndim]  # pyright: ignore[reportUnnecessaryIsInstance]
     return all(shape[:axis] + shape[axis:][1:] == shapes[0][:axis] + shapes[0][axis:][1:] for shape in shapes)
 
 
@@ -245,7 +245,7 @@ def _may_pass(tensors: list[DTensor], name: str) -> bool:
     ):
         return False
     waiting = {p for tensor in tensors for p in tensor.placements if not _is_plain(p)}
-    sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}
+    sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}  # pyright: ignore[reportUnknownMemberType]
     others = waiting - sums
     return (not sums or (name in SUMS_PASS and len(sums) == 1)) and (
         not others or (name in ANY_ORDER and not any(p.is_partial() for p in others))

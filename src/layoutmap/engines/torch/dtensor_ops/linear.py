@@ -7,17 +7,18 @@ dim needs an argument in another layout, that is one product, and two backwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.backward import Ctx
+from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import on_mesh, redistributed, reduced, summed_placements
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
+    axis_of,
     cached_by_mesh,
     dtensor,
     local_of,
@@ -29,7 +30,7 @@ from layoutmap.engines.torch.specs import (
 
 def _linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:  # why: decisions/0101
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-    tensors = [given["input"], given["weight"], given.get("bias")]
+    tensors: list[Any] = [given["input"], given["weight"], given.get("bias")]
     plan = None
     # Under autocast torch is to convert the arguments first.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
@@ -76,16 +77,16 @@ def _plan(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _Pla
         match placed:
             case Replicate(), Replicate():
                 made = Replicate(), Replicate(), Replicate(), Replicate()
-            case Shard(dim=axis), Replicate() if axis < last:  # rows
+            case Shard(dim=axis), Replicate() if axis < last:  # rows  # pyright: ignore[reportUnknownVariableType]
                 made = Shard(axis), Shard(axis), Partial(), Partial()
             case Replicate(), Shard(dim=0):  # columns
                 made = Shard(last), Partial(), Shard(0), Shard(0)
-            case Shard(dim=axis), Shard(dim=1) if axis == last:  # summands
+            case Shard(dim=axis), Shard(dim=1) if axis == last:  # summands  # pyright: ignore[reportUnknownVariableType]
                 made = Partial(), Shard(last), Shard(1), Replicate()
                 num_summands *= mesh.size(dim)
             case _:
                 return None
-        if bias is not None and bias.placements[dim] != (Shard(0) if placed[1].is_shard(0) else Replicate()):
+        if bias is not None and bias.placements[dim] != (Shard(0) if placed[1].is_shard(0) else Replicate()):  # pyright: ignore[reportUnknownMemberType]
             return None
         of_result.append(made[0])
         for gradient, each in zip(of_gradients, made[1:], strict=True):
@@ -108,11 +109,11 @@ def _is_even(spec: DTensorSpec) -> bool:
     parts = [1] * len(spec.shape)
     for dim, placement in enumerate(spec.placements):
         if type(placement) is Shard:
-            parts[placement.dim] *= spec.mesh.size(dim)
+            parts[axis_of(placement)] *= spec.mesh.size(dim)
     return all(size and size % number == 0 for size, number in zip(spec.shape, parts, strict=True))
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(AutogradFunction):
     @staticmethod
     def forward(
         ctx: Ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _Plan

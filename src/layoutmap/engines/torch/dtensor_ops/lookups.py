@@ -120,7 +120,7 @@ def _take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:
     if axis is None or x.ndim != index.ndim or not is_sharded(x, axis):
         return function(*args, **kwargs)
     axis %= x.ndim
-    shape = torch.broadcast_shapes(_others(x.shape, axis), _others(index.shape, axis))
+    shape = torch.broadcast_shapes(_others(x.shape, axis), _others(index.shape, axis))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     x, index = (each.expand(*shape[:axis], each.shape[axis], *shape[axis + 1 :]) for each in (x, index))
     return _gather(torch.gather, (x, axis, index.remainder(x.shape[axis])), {})
 

@@ -7,6 +7,7 @@ one changes the other, with their gradients. Here the gathered memory knows of w
 - an operator that changes the tensor leaves its copies outdated, and all functions of torch refuse these from then on.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -246,6 +247,6 @@ def _watched(own: Function) -> Function:
 def _stop_watching_functions() -> None:
     """Have the functions of torch called as they are."""
     owner: Any = DTensor
-    owner.__torch_function__ = torch._C._disabled_torch_function_impl
+    owner.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportUnknownMemberType]
     for name, own in (*_CONVERSIONS.items(), ("__repr__", _SHOW)):
         setattr(owner, name, own)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,31 +68,31 @@ from layoutmap.engines.torch.storages import base_of
 from layoutmap.engines.torch.trees import tree_leaves
 
 with Needed("torch"):
-    from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors
-    from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors
+    from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
+    from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 
 Handler = Callable[[Function, Args, Kwargs], Any]
 
-_HANDLERS: dict[object, Handler] = {
-    **LINEAR,
-    **LOSSES,
-    **CLASS_LOSSES,
-    **SOFTMAX,
-    **NORMS,
-    **ATTENTION,
-    **CONVOLUTIONS,
-    **RANDOM,
-    **ROWS,
-    **LOOKUPS,
-    **RECURRENT,
-    **GATHERED,
-    **READS,
-    torch.Tensor.__setitem__: assign,
-}
-_HANDLERS = {function: plainly(handler) for function, handler in _HANDLERS.items()}
+_TABLES: tuple[Mapping[Any, Handler], ...] = (
+    *(
+        LINEAR,
+        LOSSES,
+        CLASS_LOSSES,
+        SOFTMAX,
+        NORMS,
+        ATTENTION,
+        CONVOLUTIONS,
+        RANDOM,
+        ROWS,
+        LOOKUPS,
+        RECURRENT,
+    ),
+    *(GATHERED, READS, {torch.Tensor.__setitem__: assign}),
+)
+_HANDLERS = {function: plainly(handler) for table in _TABLES for function, handler in table.items()}
 _BY_SHARDS = {f: plainly(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()}
 _INTO_PLAIN = plainly(on_gathered)
-_BACKWARD = (torch.Tensor.backward, torch.autograd.grad)
+_BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @contextmanager
@@ -229,9 +229,9 @@ def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args:
 def _index(index: object) -> object:
     """An index whose lists of numbers are tensors, as torch makes of them where nobody can place them on the mesh."""
     if type(index) is tuple:
-        return tuple(map(_index, index))
+        return tuple(map(_index, index))  # pyright: ignore[reportUnknownArgumentType]
     numbers = type(index) is list and all(isinstance(each, int) for each in tree_leaves(index))
-    return torch.tensor(index) if numbers else index
+    return torch.tensor(index) if numbers else index  # pyright: ignore[reportUnknownVariableType]
 
 
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))
@@ -241,7 +241,7 @@ def _survey(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
     """A DTensor among values and in lists of them, and whether there are plain tensors."""
     found, is_mixed = None, False
     for value in values:
-        kind = type(value)
+        kind = type(value)  # pyright: ignore[reportUnknownVariableType]
         if kind is DTensor:
             found = value
         elif kind in _NUMBERS:

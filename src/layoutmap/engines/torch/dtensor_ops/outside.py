@@ -32,7 +32,7 @@ from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
 from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
-from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors
+from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed, summed_placements
@@ -42,7 +42,7 @@ from layoutmap.engines.torch.unseen import count, hide, memory_of
 
 with Needed("torch"):
     from torch.optim import _muon as _of_muon
-    from torch.utils.flop_counter import _FlopCounterMode as FlopCounting
+    from torch.utils.flop_counter import _FlopCounterMode as FlopCounting  # pyright: ignore[reportPrivateUsage]
 
 check_names("torch", (_of_muon, "_zeropower_via_newtonschulz"))
 
@@ -123,7 +123,7 @@ def _formatted(own: Callable[..., str], tensor: DTensor, spec: str) -> str:
 
 def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
     """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of; `copy.deepcopy` does, too."""
-    asking = sys._getframe(level_of_user({"functools"}) - 1)
+    asking = sys._getframe(level_of_user({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
     if is_guarded(tensor.device_mesh) and asking.f_globals.get("__name__") != "torch._tensor":
         raise EngineError(
             f"{asking.f_code.co_qualname}: the address of a tensor on a mesh",
@@ -208,7 +208,7 @@ _CHANGES = (
     _method("numpy", _on_plain),
     _method("tolist", _on_plain),
     _method("__format__", _formatted),
-    _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),
+    _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     _method("__torch_dispatch__", _counted, FlopCounting),
     _method("_zeropower_via_newtonschulz", _orthogonal, _of_muon),
     _PlainTensorsReplicated(),

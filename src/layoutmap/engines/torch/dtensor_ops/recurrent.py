@@ -7,7 +7,7 @@ import torch
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.trees import tree_leaves
+from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -20,7 +20,7 @@ def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
     axis = 0 if batch_first else 1
     kept = kept_axes([x], mesh, [axis])
     of_states = dict.fromkeys(kept, 1)  # their first axis is that of the layers, whatever batch_first says
-    several = isinstance(states, (tuple, list))
+    several = is_sequence(states)
     shards = [local_shard(each, mesh, of_states, kept) for each in (states if several else (states,))]
     output, *last = function(
         local_shard(x, mesh, kept, kept),

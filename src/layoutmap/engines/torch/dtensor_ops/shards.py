@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import everywhere, from_shards, placed, reduced, replicated, shard_of
 from layoutmap.engines.torch.specs import axis_of
+from layoutmap.engines.torch.trees import is_sequence
 
 
 def mesh_of(tensors: Iterable[object]) -> DeviceMesh:
@@ -110,7 +111,7 @@ def apart(free: Callable[[int], Container[int]]) -> Function:
             if isinstance(value, torch.Tensor):
                 values[name] = local_shard(value, mesh, kept if name == first else {}, kept)
         local = function(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs})
-        if isinstance(local, (tuple, list)):
+        if is_sequence(local):
             return type(local)(join(each, mesh, kept) for each in local)
         return join(local, mesh, kept)
 

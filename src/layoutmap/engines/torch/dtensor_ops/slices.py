@@ -28,7 +28,7 @@ def keep_gradient(changed: torch.Tensor) -> None:
         def place(gradient: torch.Tensor) -> DTensor:
             return placed(reduced(on_mesh(gradient, mesh)), placements)  # torch may have made plain zeros
 
-        base.register_hook(place)
+        base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]
 
 
 def assign(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -45,13 +45,13 @@ def assign(function: Function, args: Args, kwargs: Kwargs) -> object:
 
 def _is_replicated_where_indexed(target: DTensor, index: object) -> bool:
     """Whether an index of slices and numbers takes all of each sharded axis."""
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts: list[object] = [*index] if isinstance(index, tuple) else [index]
     if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):
         return False
     named = sum(part is not None and part is not ... for part in parts)
     if ... not in parts:
         parts.append(...)
-    axis, touched = 0, set()
+    axis, touched = 0, set[int]()
     for part in parts:
         if part is ...:
             axis += target.ndim - named

@@ -18,8 +18,8 @@ from layoutmap.engines.torch.operators import Args, Function
 from layoutmap.engines.torch.placing import reduced, with_gradient
 from layoutmap.engines.torch.trees import tree_map
 
-_PRODUCTS = (
-    *(torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.tensordot, functional.linear),
+_PRODUCTS = (  # pyright: ignore[reportUnknownVariableType]
+    *(torch.matmul, torch.mm, torch.bmm, torch.einsum, torch.tensordot, functional.linear),  # pyright: ignore[reportUnknownMemberType]
     *(torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.__matmul__),
 )
 

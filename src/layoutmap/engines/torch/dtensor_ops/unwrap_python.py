@@ -21,7 +21,7 @@ def can_be_unwrapped(function: Function) -> bool:
     )
 
 
-def unwrapped(function: Function, **replaced: object) -> Function:
+def unwrapped(function: Function, **replaced: Function) -> Function:
     """Such a function, without the question.
 
     Args:

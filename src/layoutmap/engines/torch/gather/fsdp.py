@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
-from layoutmap.engines.torch.backward import Ctx
+from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.placing import redistributed
 from layoutmap.engines.torch.specs import (
@@ -76,7 +76,8 @@ class Gather:
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
         group = mesh.get_group(mesh_dim)
-        self._work = dist.all_gather_single(self._rows.view(-1), flat, group=group, async_op=is_asynchronous)
+        flat_rows = self._rows.view(-1)
+        self._work: dist.Work | None = dist.all_gather_single(flat_rows, flat, group, is_asynchronous)  # pyright: ignore[reportUnknownMemberType]
 
     def gathered(self) -> list[DTensor]:
         """The tensors; gradients pass, summed up over the mesh dim and sharded again. To be called once."""
@@ -90,12 +91,12 @@ class Gather:
         return rows
 
 
-class _GatherOver(torch.autograd.Function):
+class _GatherOver(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # of a DTensor that is not used, torch makes plain zeros
         ctx.gather = gather
-        columns = gather.rows().split([place.local_size for place in gather.places], dim=1)
+        columns = torch.split(gather.rows(), [place.local_size for place in gather.places], dim=1)
         return tuple(place.gathered_of(part) for place, part in zip(gather.places, columns, strict=True))
 
     @staticmethod
@@ -104,7 +105,7 @@ class _GatherOver(torch.autograd.Function):
         return None, *_ScatterOver.apply(ctx.gather, *upstream)
 
 
-class _ScatterOver(torch.autograd.Function):
+class _ScatterOver(AutogradFunction):
     """Gradients of gathered tensors, summed up over the mesh dim and sharded again."""
 
     @staticmethod
@@ -124,8 +125,8 @@ class _ScatterOver(torch.autograd.Function):
             flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
             flat = flat.to(gather.reduce_dtype)  # sums of bfloat16 lose digits: a policy may say float32
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
-            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # for the whole block
-            parts = mine.split([place.local_size for place, _ in some])
+            dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # for the whole block  # pyright: ignore[reportUnknownMemberType]
+            parts = torch.split(mine, [place.local_size for place, _ in some])
             results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
         return tuple(results.get(id(place)) for place in places)
 
@@ -134,7 +135,7 @@ class _ScatterOver(torch.autograd.Function):
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
         groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # in one order in all processes
         for number, each in enumerate(upstream):
-            if each is not None:
+            if each is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)
         results: list[DTensor | None] = [None] * len(upstream)
         for (dtype, _), numbers in groups.items():
@@ -145,7 +146,7 @@ class _ScatterOver(torch.autograd.Function):
         return None, *results
 
 
-class Cast(torch.autograd.Function):
+class Cast(AutogradFunction):
     """A DTensor in another element type; its gradient comes back in its own, before it is summed up."""
 
     @staticmethod

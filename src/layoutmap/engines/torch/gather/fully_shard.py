@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.backward import Ctx, backward_pass, is_checkpoint, saver
+from layoutmap.engines.torch.backward import AutogradFunction, Ctx, backward_pass, is_checkpoint, saver
 from layoutmap.engines.torch.gather.fsdp import as_sum, changed_too_early
 from layoutmap.engines.torch.gather.fsdp_saved import is_of_graph
 from layoutmap.engines.torch.gather.fully_sharded import FullySharded
@@ -31,7 +31,7 @@ from layoutmap.engines.torch.specs import DTensorSpec, axis_of, dtensor, local_o
 from layoutmap.engines.torch.storages import storage_key, version_of
 
 with Needed("torch"):
-    from torch._C import _will_engine_execute_node as will_be_reached
+    from torch._C import _will_engine_execute_node as will_be_reached  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class _Order:
 
     outermost: Unit | None = None
     last: Unit | None = None
-    following: dict[Unit, Unit] = field(default_factory=dict)
-    ahead: set[Unit] = field(default_factory=set)
+    following: dict[Unit, Unit] = field(default_factory=dict["Unit", "Unit"])
+    ahead: set[Unit] = field(default_factory=set["Unit"])
 
 
 class Unit(torch.nn.Module):  # why: decisions/0017
@@ -98,12 +98,13 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             placeholder = _placeholder(each, mesh, self._mesh_dim)
             axes[id(placeholder)] = Shard(axis_of(each.placements[self._mesh_dim]))
             self.register_parameter(f"weight {number}", placeholder)
-        made: Any = fully_shard(
+        given: dict[str, Any] = {**options, "reshard_after_forward": not self._is_kept}
+        made = fully_shard(
             self,
             mesh=mesh,
             dp_mesh_dims=DataParallelMeshDims(shard=mesh.mesh_dim_names[self._mesh_dim]),
             shard_placement_fn=lambda each: axes[id(each)],
-            **{**options, "reshard_after_forward": not self._is_kept},
+            **given,
         )
         for number, each in enumerate(parameters):
             self._parameters[f"weight {number}"] = each
@@ -161,10 +162,10 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             for number, each in enumerate(self.state.gathered):
                 if each.requires_grad and number not in self._watched:
                     self._watched.add(number)
-                    each.register_hook(plainly(partial(self._came, number)))
+                    each.register_hook(plainly(partial(self._came, number)))  # pyright: ignore[reportUnknownMemberType]
             for each in inputs if self._sharded else ():
                 if each.grad_fn is not None:
-                    each.register_hook(self._done)
+                    each.register_hook(self._done)  # pyright: ignore[reportUnknownMemberType]
 
     @plainly
     def _reachable(self) -> list[DTensor]:
@@ -243,7 +244,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             self.state.after_backward()
 
 
-class _Reachable(torch.autograd.Function):
+class _Reachable(AutogradFunction):
     """The same gathered parameter; refuses gradients of sharded ones, which `fully_shard` computes by itself."""
 
     @staticmethod
@@ -319,7 +320,7 @@ def _off_load(parameter: torch.Tensor, *, is_pinned: bool) -> None:
     made = torch.nn.Parameter(dtensor(local, spec_of(parameter)), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     made.grad = parameter.grad
-    torch.utils.swap_tensors(parameter, made)
+    torch.utils.swap_tensors(parameter, made)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _placeholder(parameter: DTensor, mesh: DeviceMesh, mesh_dim: int) -> torch.nn.Parameter:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook  # pyright: ignore[reportUnknownVariableType]
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import at_end_of_backward, backward_pass
@@ -71,7 +71,7 @@ class Gradients:
             if added is not None or _differs(parameter):
                 self._note(parameter, added)
 
-        return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)
+        return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
     def _note(self, parameter: DTensor, earlier: torch.Tensor | None) -> None:
         """Remember a parameter until the pass that runs now ends."""
@@ -148,10 +148,9 @@ def _batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
 def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
     pieces = [local_of(parameter.grad) for parameter in parameters]
     joined = torch.cat([each.reshape(-1) for each in pieces])  # one large takes less time
-    parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)
-    for parameter, piece, part in zip(
-        parameters, pieces, parts.split([each.numel() for each in pieces]), strict=True
-    ):
+    joined = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)
+    sizes = [each.numel() for each in pieces]
+    for parameter, piece, part in zip(parameters, pieces, torch.split(joined, sizes), strict=True):
         spec = spec_of(parameter.grad)
         # A DTensor that begins inside of a storage cannot be copied.
         parameter.grad = dtensor(
