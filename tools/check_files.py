@@ -17,9 +17,7 @@ DECISION = ("Question", "Choice", "Why", "What was given up")
 ANY = {
     "adapters/jax": 65,
     "adapters/keras": 97,
-    "adapters/keras/backends": 151,
     "engines/jax": 46,
-    "engines/tensorflow": 113,
     "testing/laws": 27,
 }
 _HALLS = ("adapters", "engines")

@@ -7,7 +7,7 @@ shards with such indices, and everything that moves values between layouts, proc
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ from layoutmap.core.layout import Layout
 NumpyArray = npt.NDArray[Any]
 Index = tuple[slice, ...]
 """Where a block is: one slice for each axis, with both ends."""
+
+BlockReader = Callable[[Index], NumpyArray]
+"""Gives the values at an index."""
 
 Ends = tuple[tuple[int, int], ...]
 """An index as a value that has a hash."""

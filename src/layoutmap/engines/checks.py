@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from layoutmap.core.blocks import Index, NumpyArray, block_shape
+from layoutmap.core.blocks import BlockReader, Index, NumpyArray, block_shape
 from layoutmap.core.errors import EngineError, MeshError, listed
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
@@ -193,9 +193,7 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
         )
 
 
-def checked_reader(
-    variable: VariableSpec, read: Callable[[Index], NumpyArray]
-) -> Callable[[Index], NumpyArray]:
+def checked_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
     """A reader of a variable's shards that checks what it reads."""
 
     def checked(index: Index) -> NumpyArray:

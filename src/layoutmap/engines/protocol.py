@@ -13,7 +13,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 
 if TYPE_CHECKING:
-    from layoutmap.core.blocks import Index, NumpyArray
+    from layoutmap.core.blocks import BlockReader, Index, NumpyArray
 
 Array = Any
 """An array of the engine's framework."""
@@ -160,9 +160,7 @@ class Engine(Protocol):  # why: decisions/0046
         """
         ...
 
-    def from_shards(
-        self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
-    ) -> Array:
+    def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> Array:
         """Make an array whose shards are read one by one.
 
         Args:

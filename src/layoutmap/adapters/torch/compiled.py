@@ -343,9 +343,7 @@ def _is_recorded(tensor: torch.Tensor) -> bool:
 class _OnlyRecorded(TorchFunctionMode):
     """Refuses tensors that have values: the graph would have those of now for ever."""
 
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not _is_recorded(leaf):
                 raise RuntimeError(

@@ -23,7 +23,8 @@ from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
-Install = Callable[[Any, Sequence[tuple[Entry, DTensor, Layout]]], object]
+Placed = Sequence[tuple[Entry, DTensor, Layout]]
+Install = Callable[[Any, Placed], object]
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
 _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from layoutmap.adapters.current import current, entered, is_entered
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
-from layoutmap.adapters.torch.counted import training_step
+from layoutmap.adapters.torch.counted import Placed, training_step
 from layoutmap.adapters.torch.forward import Forward, forward_of
 from layoutmap.adapters.torch.from_pretrained import Reading
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
@@ -265,9 +265,7 @@ class TorchSession:
             roots, [(e, array, a.layout) for (e, a), array in zip(pairs.values(), arrays, strict=True)]
         )
 
-    def install(
-        self, roots: Sequence[torch.nn.Module], placed: Sequence[tuple[Entry, DTensor, Layout]]
-    ) -> None:
+    def install(self, roots: Sequence[torch.nn.Module], placed: Placed) -> None:
         """Have models hold arrays in the places of their tensors, and compute in these layouts."""
         replaced = {id(e.found.tensor): self._held(e, array, layout) for e, array, layout in placed}
         for entry, _, _ in placed:

@@ -15,6 +15,7 @@ import torch
 from layoutmap.engines.torch.modules import hooks_of_tensor, members_of_module
 
 Swap = Callable[[Any], Any]
+Slot = Callable[[Any, Any], object]
 
 
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}  # torch's own, of Parameter and Buffer
@@ -54,9 +55,7 @@ def replace_in_module(module: torch.nn.Module, swap: Swap) -> None:
                 vars(module)[name] = new
 
 
-def replace_in_optimizer(
-    optimizer: torch.optim.Optimizer, swap: Swap, slot: Callable[[Any, Any], object]
-) -> None:
+def replace_in_optimizer(optimizer: torch.optim.Optimizer, swap: Swap, slot: Slot) -> None:
     """Replace tensors in an optimizer.
 
     Args:

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, NumpyArray, assemble, full_index, held_shards
+from layoutmap.core.blocks import BlockReader, Index, NumpyArray, assemble, full_index, held_shards
 from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.protocol import Unplaced
-from layoutmap.engines.tensorflow.devices import bound_mesh, native_layout, to_mesh
+from layoutmap.engines.tensorflow.devices import NativeLayout, NativeMesh, bound_mesh, native_layout, to_mesh
 
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
 
+T = TypeVar("T")
+Array: TypeAlias = tf.Tensor | tf.Variable
 _MAX_MESHES = 1024
 default_mesh_lock = threading.RLock()
 """Held while DTensor's default mesh is set, which it does for itself, too, where it makes a variable or a relayout."""
@@ -37,7 +39,7 @@ _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
 
-def native_of(layout: Layout) -> Any:
+def native_of(layout: Layout) -> NativeLayout:
     """DTensor's layout; the mesh is remembered, for `layout_of`."""
     native = native_layout(layout)
     with _lock:
@@ -47,7 +49,7 @@ def native_of(layout: Layout) -> Any:
     return native
 
 
-def layout_of(array: Any) -> Layout | None:
+def layout_of(array: object) -> Layout | None:
     """The layout of a tensor or variable; `None` if it is on no mesh, and in a `tf.function`, where none is known."""
     if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
         return None
@@ -59,7 +61,7 @@ def layout_of(array: Any) -> Layout | None:
     return Layout(list(native.sharding_specs), _mesh_of(native.mesh))
 
 
-def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+def found(array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
     """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.found`."""
     try:
         layout = layout_of(array)
@@ -73,19 +75,19 @@ def found(array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
     )
 
 
-def _mesh_of(native_mesh: Any) -> Mesh:
+def _mesh_of(native_mesh: NativeMesh) -> Mesh:
     with _lock:
         known = _mesh_of_native.get(native_mesh.to_string())
     return known or to_mesh(native_mesh)
 
 
-def note(array: Any, layout: Layout) -> Any:
+def note(array: T, layout: Layout) -> T:
     """Note on a tensor or variable the layout that it was made in: two of ours may be one of DTensor's."""
     setattr(array, _MADE_IN, layout)
     return array
 
 
-def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> Any:
+def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
     """DTensor's form of a layout that fits a shape.
 
     Raises:
@@ -122,12 +124,17 @@ def _is_number(dtype: Any) -> bool:
     return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
 
 
-def tensor_of(array: Any) -> Any:
+def tensor_of(array: Array) -> tf.Tensor:
     """The tensor in a variable; a tensor as it is."""
     return array.read_value() if isinstance(array, tf.Variable) else array
 
 
-def _with_values(array: Any) -> Any:
+def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor whose sizes are all known."""
+    return tuple(tensor.shape)  # pyright: ignore[reportReturnType]
+
+
+def _with_values(array: Array) -> tf.Tensor:
     """The tensor in a variable, or a tensor, that has values."""
     tensor = tensor_of(array)
     if tf.is_symbolic_tensor(tensor):
@@ -139,11 +146,11 @@ def _with_values(array: Any) -> Any:
     return tensor
 
 
-def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+def shards_of(array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
     """The shards that this process holds, each index once, with both ends; always copies."""
     tensor = _with_values(array)
     layout = layout_of(tensor)
-    shape = tuple(tensor.shape)
+    shape = shape_of(tensor)
     if layout is None:
         yield full_index(shape), tensor.numpy()
         return
@@ -153,7 +160,7 @@ def shards_of(array: Any, *, copy: bool = True) -> Iterator[tuple[Index, NumpyAr
         yield index, components[holders[0]].numpy()
 
 
-def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
+def by_device(array: Array) -> Iterator[tuple[str, NumpyArray]]:
     """The values that each device of this process holds, with its name."""
     tensor = _with_values(array)
     layout = layout_of(tensor)
@@ -166,9 +173,7 @@ def by_device(array: Any) -> Iterator[tuple[str, NumpyArray]]:
         yield names[place], component.numpy()
 
 
-def from_blocks(
-    shape: tuple[int, ...], layout: Layout, read: Callable[[Index], NumpyArray], *, copy: bool = True
-) -> Any:
+def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
     """Make a tensor from blocks, each read once.
 
     Args:
@@ -179,7 +184,7 @@ def from_blocks(
     """
     native = native_of(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
-    made: dict[int, Any] = {}
+    made: dict[int, tf.Tensor] = {}
     for index, holders in held_shards(layout, shape, device_of).values():
         values = np.array(read(index), copy=copy or None, order="C")
         for place in holders:
@@ -190,7 +195,7 @@ def from_blocks(
 
 
 @contextmanager
-def run_on(native_mesh: Any) -> Generator[None]:
+def run_on(native_mesh: NativeMesh) -> Generator[None]:
     """While open, operations on plain tensors run on the mesh. An exception ends that, too, as in DTensor it does not.
 
     DTensor has one such mesh for all threads, so a thread waits here for another one that is inside.
@@ -204,7 +209,7 @@ def run_on(native_mesh: Any) -> Generator[None]:
             inside.__exit__(None, None, None)
 
 
-def to_numpy(array: Any) -> NumpyArray:
+def to_numpy(array: Array) -> NumpyArray:
     """Return all of an array's values."""
     tensor = _with_values(array)
     layout = layout_of(tensor)
@@ -214,10 +219,10 @@ def to_numpy(array: Any) -> NumpyArray:
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
         tensor = _replicated(tensor, layout)
-    return assemble(shards_of(tensor), tuple(tensor.shape), tensor.dtype.as_numpy_dtype)
+    return assemble(shards_of(tensor), shape_of(tensor), tensor.dtype.as_numpy_dtype)
 
 
-def move(array: Any, layout: Layout) -> Any:
+def move(array: Array, layout: Layout) -> tf.Tensor:
     """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
     if not _is_number(array.dtype):
         raise no_numbers("TensorFlow", array.dtype.name)
@@ -231,8 +236,8 @@ def move(array: Any, layout: Layout) -> Any:
         return note(tf.identity(tensor) if tensor is array else tensor, layout)
 
     @tf.custom_gradient
-    def moved(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def back(upstream: Any) -> Any:
+    def moved(tensor: tf.Tensor) -> Any:
+        def back(upstream: tf.Tensor) -> tf.Tensor:
             return tf.constant(to_numpy(upstream)) if present is None else move(upstream, present)
 
         return _moved(tensor, layout), back
@@ -243,7 +248,7 @@ def move(array: Any, layout: Layout) -> Any:
     return _moved(tensor_of(array), layout)
 
 
-def _constrained(tensor: Any, native: Any) -> Any:
+def _constrained(tensor: Array, native: NativeLayout) -> tf.Tensor:
     """A tensor inside a compiled function, in a layout. DTensor lays its gradient out as it sees fit.
 
     DTensor's own gradient of a relayout wants the layout that the tensor had, and fails where propagation has since
@@ -251,14 +256,14 @@ def _constrained(tensor: Any, native: Any) -> Any:
     """
 
     @tf.custom_gradient
-    def constrained(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def constrained(tensor: Array) -> Any:
         return dtensor.relayout(tensor, native), lambda upstream: upstream
 
     with default_mesh_lock:
         return constrained(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
 
 
-def relayout_in_trace(tensor: Any, layout: Layout) -> Any:
+def relayout_in_trace(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     """A tensor inside a compiled function, in a layout, by DTensor's own operation and nothing else.
 
     That is for what is assigned to a variable: DTensor restores checkpoints in a function, where it wants just this.
@@ -267,16 +272,16 @@ def relayout_in_trace(tensor: Any, layout: Layout) -> Any:
         return dtensor.relayout(tensor, native_of(layout))
 
 
-def _moved(tensor: Any, layout: Layout) -> Any:
+def _moved(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     present = layout_of(tensor)
     if present is not None and dtensor.num_clients() > 1 and not present.is_fully_replicated():
         tensor = _replicated(tensor, present)
     shards = list(shards_of(tensor))
-    shape, dtype = tuple(tensor.shape), tensor.dtype.as_numpy_dtype
+    shape, dtype = shape_of(tensor), tensor.dtype.as_numpy_dtype
     return from_blocks(shape, layout, lambda index: assemble(shards, shape, dtype, index))
 
 
-def _replicated(tensor: Any, layout: Layout) -> Any:
+def _replicated(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     """The tensor on all devices of all processes. Its bits travel as integers."""
     width = tensor.dtype.size
     integer = np.int64 if width == 8 else np.int32
@@ -286,7 +291,7 @@ def _replicated(tensor: Any, layout: Layout) -> Any:
     packed = dtensor.pack(flat, native_of(pieces))
     joined = dtensor.relayout(packed, native_of(Layout.replicated(layout.mesh, pieces.rank)))
     values = _from_integers(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
-    return from_blocks(tuple(tensor.shape), Layout.replicated(layout.mesh, layout.rank), values.__getitem__)
+    return from_blocks(shape_of(tensor), Layout.replicated(layout.mesh, layout.rank), values.__getitem__)
 
 
 def _as_integers(values: NumpyArray, integer: type) -> NumpyArray:

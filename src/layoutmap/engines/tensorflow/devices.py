@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,9 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, check_simulated, device_names_of, fix_too_few, no_devices
 from layoutmap.engines.tensorflow.selfcheck import wait_for_devices
 
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
+NativeMesh: TypeAlias = tf.experimental.dtensor.Mesh
+NativeLayout: TypeAlias = tf.experimental.dtensor.Layout
 
 _MAX_NATIVES = 4096
 _FULL_NAME = re.compile(r"/job:([^/]+)/replica:0/task:(\d+)/device:([A-Za-z]+):(\d+)$")
@@ -79,7 +81,7 @@ def _full_name(name: str) -> tf.DeviceSpec:
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def native_mesh(mesh: Mesh) -> Any:
+def native_mesh(mesh: Mesh) -> NativeMesh:
     """DTensor's mesh of a mesh that is bound or can be."""
     bound = bound_mesh(mesh)
     wait_for_devices()
@@ -95,7 +97,7 @@ def native_mesh(mesh: Mesh) -> Any:
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def native_layout(layout: Layout) -> Any:
+def native_layout(layout: Layout) -> NativeLayout:
     """DTensor's layout of a layout; its mesh has the machine's devices."""
     return dtensor.Layout(native_specs(layout), native_mesh(layout.mesh))
 
@@ -123,7 +125,7 @@ def native_specs(layout: Layout) -> list[str]:
     return specs
 
 
-def to_mesh(native: Any) -> Mesh:
+def to_mesh(native: NativeMesh) -> Mesh:
     """The mesh of one of DTensor's, with short device names."""
     mesh = Mesh.from_string(native.to_string())
     names = mesh.devices or ()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import Index, NumpyArray, ends_of
+from layoutmap.core.blocks import BlockReader, NumpyArray, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -45,6 +45,7 @@ from layoutmap.engines.tensorflow.arrays import (
     move,
     native_of,
     run_on,
+    shape_of,
     shards_of,
     to_numpy,
 )
@@ -54,7 +55,7 @@ from layoutmap.engines.tensorflow.programs import PieceProgram
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.variable import DVariable
 
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
 
 
 class TensorFlowEngine:
@@ -91,7 +92,7 @@ class TensorFlowEngine:
         """Refuse an element type that no array in a layout has as it is; see `Engine.check_dtype`."""
         check_dtype(name, path)
 
-    def native(self, layout: Layout, rank: int) -> Any:
+    def native(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
         """Return the `tf.experimental.dtensor.Layout` of a layout."""
         layout.check_rank((None,) * rank)
         return native_of(layout)
@@ -104,7 +105,7 @@ class TensorFlowEngine:
         assignments: Mapping[str, Assignment],
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, tf.Tensor]:
         """Compute initial values, each straight in its layout, with the bits of the plain initializer.
 
         An initializer with a program is computed in pieces of at most 16 MiB, or one row: random numbers of TensorFlow
@@ -116,7 +117,7 @@ class TensorFlowEngine:
         check_initializers(assignments, initializers)
         for native in natives[:1]:
             check_computing(native.mesh)
-        made: dict[str, Any] = {}
+        made: dict[str, tf.Tensor] = {}
         checksums: list[tuple[str, int]] = []
         try:
             with tf.init_scope():
@@ -134,21 +135,19 @@ class TensorFlowEngine:
             raise
         return made
 
-    def from_shards(
-        self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
-    ) -> Any:
+    def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
         """Make a tensor whose shards are read one by one; see `Engine.from_shards`."""
         self._checked(assignment)
         variable = assignment.variable
         with tf.init_scope():
             return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read), copy=copy)
 
-    def own_memory(self, array: Any) -> tuple[()]:
+    def own_memory(self, array: object) -> tuple[()]:
         """Nothing: numpy has copies of what TensorFlow holds."""
         return ()
 
     @tf.autograph.experimental.do_not_convert
-    def relayout(self, array: Any, layout: Layout) -> Any:
+    def relayout(self, array: Any, layout: Layout) -> tf.Tensor:
         """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
 
         Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.
@@ -162,7 +161,7 @@ class TensorFlowEngine:
         with tf.init_scope():
             return from_blocks(values.shape, layout, values.__getitem__)
 
-    def variable(self, array: Any, *, name: str = "", trainable: bool = True) -> DVariable:
+    def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """A `DVariable` that holds the tensor.
 
         Raises:
@@ -175,7 +174,7 @@ class TensorFlowEngine:
         """Return the values of each process, one row each; they must all ask."""
         return gathered(values)
 
-    def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
+    def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[None]:
         """While open, operations on plain tensors run on the mesh, replicated.
 
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
@@ -186,7 +185,7 @@ class TensorFlowEngine:
     @tf.autograph.experimental.do_not_convert
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    ) -> tf.Tensor:
         """Return the result of a function in a layout, with the bits of the plain call.
 
         A function that fills an array or draws random numbers, and takes no tensor, is computed in pieces. Any other is
@@ -196,7 +195,7 @@ class TensorFlowEngine:
         if not any(isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray)) for leaf in leaves):
             program = PieceProgram(lambda _: function(*args, **kwargs), ())
             if not program.why_global:
-                shape = tuple(program.outputs[0].shape)
+                shape = shape_of(program.outputs[0])
                 check_placed(layout, shape)
                 with tf.init_scope():
                     return _in_pieces(program, (), shape, layout)
@@ -206,20 +205,20 @@ class TensorFlowEngine:
 
     # -- parts
 
-    def _checked(self, assignment: Assignment) -> Any:
+    def _checked(self, assignment: Assignment) -> tf.experimental.dtensor.Layout:
         """DTensor's layout of an assignment, after all checks that need no tensor."""
         variable = assignment.variable
         check_dtype(variable.dtype, variable.path)
         return check_placed(assignment.layout, variable.shape, variable.path)
 
-    def _created(self, assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[Any, int]:
+    def _created(self, assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[tf.Tensor, int]:
         """Return an initial value, and with several processes the checksum of what each computed for itself."""
         variable = assignment.variable
         if initializer.program is not None:
             program = self._program(initializer)
             if len(program.outputs) == 1:
                 (output,) = program.outputs
-                check_initial_value(variable, tuple(output.shape), output.dtype.name)
+                check_initial_value(variable, shape_of(output), output.dtype.name)
             if not program.why_global:
                 return _in_pieces(program, seed, variable.shape, assignment.layout), 0
         across = dtensor.num_clients() > 1
@@ -251,13 +250,13 @@ def engine() -> TensorFlowEngine:
     return TensorFlowEngine()
 
 
-def _in_pieces(program: PieceProgram, seed: Any, shape: tuple[int, ...], layout: Layout) -> Any:
+def _in_pieces(program: PieceProgram, seed: object, shape: tuple[int, ...], layout: Layout) -> tf.Tensor:
     native = native_of(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
     blocks = program.blocks(seed, indices)
     return from_blocks(shape, layout, lambda index: blocks.pop(ends_of(index)), copy=False)
 
 
-def _signature(seed: Any) -> Hashable:
+def _signature(seed: object) -> Hashable:
     leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]
     return repr(tf.nest.map_structure(lambda _: 0, seed)), tuple((tuple(s.shape), s.dtype) for s in leaves)

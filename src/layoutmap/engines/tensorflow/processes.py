@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,12 +12,12 @@ from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import processes_differ
-from layoutmap.engines.tensorflow.devices import device_names, native_mesh
+from layoutmap.engines.tensorflow.devices import NativeMesh, device_names, native_mesh
 
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
 
 
-def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
+def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
     """Return the seed of each initializer that has a program; with several processes, those of process 0.
 
     Args:
@@ -33,7 +32,7 @@ def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, Any]:
     leaves = [tf.convert_to_tensor(leaf).numpy() for leaf in tf.nest.flatten(seeds)]
     mine = np.frombuffer(b"".join(leaf.tobytes() for leaf in leaves), np.uint8)
     first = _gathered_alike(mine)[0].astype(np.uint8).tobytes()
-    common: list[Any] = []
+    common: list[tf.Tensor] = []
     for leaf in leaves:
         part, first = first[: leaf.nbytes], first[leaf.nbytes :]
         common.append(tf.constant(np.frombuffer(part, leaf.dtype).reshape(leaf.shape)))
@@ -64,7 +63,7 @@ def gathered(values: NumpyArray) -> NumpyArray:
     return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 
 
-def _gathered_alike(numbers: Any) -> Any:
+def _gathered_alike(numbers: NumpyArray | list[int]) -> NumpyArray:
     """Whole numbers of every device's process, one row for each device.
 
     Raises:
@@ -78,12 +77,12 @@ def _gathered_alike(numbers: Any) -> Any:
     return _gathered(mesh, mine) if mine.size else np.zeros((mesh.size, 0), np.int64)
 
 
-def _all_devices() -> Any:
+def _all_devices() -> NativeMesh:
     names = device_names(None)
     return native_mesh(Mesh(names, {"device": len(names)}))
 
 
-def _gathered(mesh: Any, values: Any) -> Any:
+def _gathered(mesh: NativeMesh, values: NumpyArray) -> NumpyArray:
     """The values of every device's process, one row for each device."""
     rows = dtensor.pack(
         [tf.constant(values[None])] * mesh.num_local_devices(),

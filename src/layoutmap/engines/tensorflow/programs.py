@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ _COUNTS = {
 _SINGLE = "Abs AddV2 Cast Div DivNoNan Identity Maximum Minimum Mul Neg RealDiv Sqrt Square Sub"
 _ON_ELEMENTS = frozenset(_SINGLE.split())
 _SMALL = 1024  # elements of what is computed globally on the way to a run: seeds, counters, single numbers
+Needs = tuple[str, list[tuple[tf.Tensor, bool]]]
+Known = dict[Hashable, tf.Tensor]
 
 
 class PieceProgram:  # why: decisions/0012
@@ -49,8 +51,8 @@ class PieceProgram:  # why: decisions/0012
         why_global: Why it cannot be computed in pieces; empty if it can.
     """
 
-    def __init__(self, function: Callable[[Any], Any], seed: Any):
-        def of_leaves(*leaves: Any) -> Any:
+    def __init__(self, function: Callable[[Any], object], seed: object):
+        def of_leaves(*leaves: tf.Tensor) -> object:
             return function(tf.nest.pack_sequence_as(seed, list(leaves)))
 
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _leaves(seed)]
@@ -58,13 +60,13 @@ class PieceProgram:  # why: decisions/0012
         self._graph = traced.graph  # which its operations do not keep alive
         self._inputs = [tensor.ref() for tensor in traced.inputs]
         self._num_seeds = len(specs)
-        self.outputs: list[Any] = tf.nest.flatten(traced.structured_outputs)
+        self.outputs: list[tf.Tensor] = tf.nest.flatten(traced.structured_outputs)
         self.why_global = self._why_global()
 
-    def blocks(self, seed: Any, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
+    def blocks(self, seed: object, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
         """The values at some indices, by the ends of their slices. Beside them there is one piece in memory."""
         (output,) = self.outputs
-        shape = tuple(output.shape)
+        shape: tuple[Any, ...] = tuple(output.shape)
         run = _Run(self, seed)
         row = math.prod(shape[1:])
         rows_at_once = max(1, _PIECE_BYTES // max(1, row * output.dtype.size))
@@ -88,12 +90,12 @@ class PieceProgram:  # why: decisions/0012
 
     # -- reading the graph
 
-    def seed_number(self, tensor: Any) -> int | None:
+    def seed_number(self, tensor: tf.Tensor) -> int | None:
         """Which leaf of the seed a tensor stands for, if any."""
         inputs = self._inputs[: self._num_seeds]
         return inputs.index(tensor.ref()) if tensor.ref() in inputs else None
 
-    def in_runs(self, tensor: Any) -> bool:
+    def in_runs(self, tensor: tf.Tensor) -> bool:
         """Whether an operand of what is made in runs is so, too; if not, it is a single number for all elements."""
         return tensor.shape == self.outputs[0].shape and tensor.shape.num_elements() != 1
 
@@ -113,7 +115,7 @@ class PieceProgram:  # why: decisions/0012
             waiting += more
         return ""
 
-    def _needs_in_runs(self, tensor: Any) -> tuple[str, list[tuple[Any, bool]]]:
+    def _needs_in_runs(self, tensor: tf.Tensor) -> Needs:
         """Why a tensor cannot be made in runs; or what is needed for it, and whether that is made in runs."""
         op = tensor.op
         if op.type in _COUNTS:
@@ -133,7 +135,7 @@ class PieceProgram:  # why: decisions/0012
                 return f"it repeats an array of shape {operand.shape}", []
         return "", [(operand, self.in_runs(operand)) for operand in op.inputs]
 
-    def _needs_globally(self, tensor: Any) -> tuple[str, list[tuple[Any, bool]]]:
+    def _needs_globally(self, tensor: tf.Tensor) -> Needs:
         """The same for a tensor that is computed globally on the way."""
         op, size = tensor.op, tensor.shape.num_elements()
         if self.seed_number(tensor) is not None:
@@ -150,10 +152,10 @@ class PieceProgram:  # why: decisions/0012
 class _Run:
     """One evaluation of a program: what does not depend on the position is evaluated once."""
 
-    def __init__(self, program: PieceProgram, seed: Any):
+    def __init__(self, program: PieceProgram, seed: object):
         self._program = program
         self._seed = _leaves(seed)
-        self._globals: dict[Any, Any] = {}
+        self._globals: Known = {}
 
     def elements(self, start: int, count: int) -> NumpyArray:
         """A run of elements, in row-major order."""
@@ -163,7 +165,7 @@ class _Run:
         aligned = start - start % _GROUP
         return self._of_run(output, {}, aligned, start - aligned + count).numpy()[start - aligned :]
 
-    def _of_global(self, tensor: Any) -> Any:
+    def _of_global(self, tensor: tf.Tensor) -> tf.Tensor:
         if tensor.ref() not in self._globals:
             op, number = tensor.op, self._program.seed_number(tensor)
             if number is not None:
@@ -175,12 +177,12 @@ class _Run:
             self._globals[tensor.ref()] = value
         return self._globals[tensor.ref()]
 
-    def _of_run(self, tensor: Any, known: dict[Any, Any], start: int, count: int) -> Any:
+    def _of_run(self, tensor: tf.Tensor, known: Known, start: int, count: int) -> tf.Tensor:
         if tensor.ref() not in known:
             known[tensor.ref()] = self._made_in_run(tensor, known, start, count)
         return known[tensor.ref()]
 
-    def _made_in_run(self, tensor: Any, known: dict[Any, Any], start: int, count: int) -> Any:
+    def _made_in_run(self, tensor: tf.Tensor, known: Known, start: int, count: int) -> tf.Tensor:
         op = tensor.op
         if op.type == "Const":
             value = tf.make_ndarray(op.get_attr("value"))
@@ -202,14 +204,14 @@ class _Run:
         return _result(op, operands)
 
 
-def _moved(counter: Any, counts: int) -> Any:
+def _moved(counter: tf.Tensor, counts: int) -> tf.Tensor:
     """A counter of 128 bits, low half first, advanced."""
     low, high = (int(half) for half in counter.numpy())
     total = (high << 64 | low) + counts
     return tf.constant(np.array([total % (1 << 64), (total >> 64) % (1 << 64)], np.uint64))
 
 
-def _result(op: Any, operands: Iterable[Any]) -> Any:
+def _result(op: tf.Operation, operands: Iterable[tf.Tensor]) -> Any:
     """Return what one operation of a graph computes of values."""
     given = list(operands)
     names = _names_of(op)
@@ -226,7 +228,7 @@ def _result(op: Any, operands: Iterable[Any]) -> Any:
     return getattr(tf.raw_ops, op.type)(**arguments)
 
 
-def _names_of(op: Any) -> dict[str, str] | None:
+def _names_of(op: tf.Operation) -> dict[str, str] | None:
     """The operands and attributes of a raw operation by their names in the graph; `None` if it cannot run."""
     raw, inferred = getattr(tf.raw_ops, op.type, None), set()
     for argument in op.op_def.input_arg:
@@ -243,5 +245,5 @@ def _names_of(op: Any) -> dict[str, str] | None:
     return {name: name if name in there else next(renamed) for name in names}
 
 
-def _leaves(seed: Any) -> list[Any]:
+def _leaves(seed: object) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]

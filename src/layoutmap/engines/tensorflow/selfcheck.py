@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -26,7 +26,7 @@ with Needed("tensorflow"):
     from tensorflow.dtensor.python import api
 
 check_names("tensorflow", (api, "_dtensor_singleton _dtensor_singleton_lock reset_dtensor_device"))
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
 
 _lock = threading.Lock()
 _sound: dict[tuple[str, str], bool] = {}
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
     setting: str
     what: str
     why: str
-    is_absent: Callable[[Any], bool]
+    is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]
 
 
 def wait_for_devices() -> None:  # why: decisions/0160
@@ -58,7 +58,7 @@ def wait_for_devices() -> None:  # why: decisions/0160
             api.reset_dtensor_device(is_async=False)
 
 
-def check_computing(native_mesh: Any) -> None:  # why: decisions/0009
+def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:  # why: decisions/0009
     """Refuse a process in which DTensor computes wrongly.
 
     One small computation is made for each of its faults, once for each kind of device. On a mesh of one device there is
@@ -85,13 +85,13 @@ def check_computing(native_mesh: Any) -> None:  # why: decisions/0009
         )
 
 
-def _step_is_right(mesh: Any) -> bool:
+def _step_is_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
     """Whether two variables that each take a sum over the mesh, through a variable of their own, are right."""
     dim = max(mesh.dim_names, key=mesh.dim_size)
     replicated = dtensor.Layout.replicated(mesh, 1)
     size = mesh.dim_size(dim)
 
-    def variable() -> Any:
+    def variable() -> tf.Variable:
         return dtensor.DVariable(dtensor.pack([tf.zeros(4)] * mesh.num_local_devices(), replicated))
 
     first, second, first_sum, second_sum = (variable() for _ in range(4))
@@ -100,7 +100,7 @@ def _step_is_right(mesh: Any) -> bool:
     )
 
     @tf.function(autograph=False)
-    def step(rows: Any) -> None:
+    def step(rows: tf.Tensor) -> None:
         total, double = tf.reduce_sum(rows, 0), tf.reduce_sum(rows * 2, 0)
         first_sum.assign(first_sum * 0.9 + total)
         first.assign_add(first_sum)
@@ -112,7 +112,7 @@ def _step_is_right(mesh: Any) -> bool:
     return got == [[size] * 4, [2 * size] * 4]
 
 
-def _blocks_are_in_order(mesh: Any) -> bool:
+def _blocks_are_in_order(mesh: tf.experimental.dtensor.Mesh) -> bool:
     """Whether a tensor of four axes that was in shards of its second axis is right in shards of its third."""
     dim = max(mesh.dim_names, key=mesh.dim_size)
     size = mesh.dim_size(dim)

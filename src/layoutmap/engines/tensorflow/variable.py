@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, as_layout
 from layoutmap.engines.tensorflow.arrays import (
@@ -26,7 +27,7 @@ from layoutmap.engines.tensorflow.arrays import (
 from layoutmap.engines.tensorflow.devices import native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
 
 
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
@@ -80,7 +81,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         with tf.init_scope():
             self._make(initial_value, layout, args, dtype, kwargs)
 
-    def _make(self, initial_value: Any, layout: Any, args: Any, dtype: Any, kwargs: Any) -> None:
+    def _make(self, initial_value: Any, layout: Any, args: Any, dtype: object, kwargs: Any) -> None:
         wanted = as_layout(layout) if layout is not None else None
         if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             initial_value = _plain(initial_value, dtype)
@@ -115,23 +116,23 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return self._layout
 
     @layout.setter
-    def layout(self, native: Any) -> None:
+    def layout(self, native: object) -> None:
         # TensorFlow's constructor sets its own form of the layout; ours says the same.
         pass
 
-    def numpy(self) -> Any:
+    def numpy(self) -> NumpyArray:
         """Return the global value."""
         return to_numpy(self) if tf.executing_eagerly() else super().numpy()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NumpyArray:
         values = self.numpy()
         return values if dtype is None else values.astype(dtype)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DVariable:
+    def __deepcopy__(self, memo: dict[int, object]) -> DVariable:
         memo[id(self)] = copied = DVariable(tf.identity(self.read_value()), **self._settings())
         return copied
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _made_again, (self.numpy(), self._layout, self._settings())
 
     def _settings(self) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         }
 
     @tf.autograph.experimental.do_not_convert
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign(self, value: object, *args: object, **kwargs: object) -> Any:
         """Give it a value, plain or in any layout; it keeps its own.
 
         Returns:
@@ -156,20 +157,20 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return self._updated(super().assign(self._placed(value), *args, **kwargs))
 
     @tf.autograph.experimental.do_not_convert
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Add a value, plain or in any layout; see `assign`."""
         return self._updated(super().assign_add(self._placed(delta), *args, **kwargs))
 
     @tf.autograph.experimental.do_not_convert
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a value, plain or in any layout; see `assign`."""
         return self._updated(super().assign_sub(self._placed(delta), *args, **kwargs))
 
-    def _updated(self, result: Any) -> Any:
+    def _updated(self, result: object) -> Any:
         """The variable in place of TensorFlow's stand-in for its new value, which cannot be read."""
         return self if result is not None and tf.executing_eagerly() else result
 
-    def _placed(self, value: Any) -> Any:
+    def _placed(self, value: Any) -> object:
         """A value in the variable's layout."""
         if not tf.executing_eagerly():
             # DTensor would lay it out by itself, but fails where the variable is sharded and the value replicated.
@@ -196,11 +197,11 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
 
 
-def _made_again(values: Any, layout: Layout, settings: dict[str, Any]) -> DVariable:
+def _made_again(values: NumpyArray, layout: Layout, settings: dict[str, Any]) -> DVariable:
     return DVariable(values, layout=layout, **settings)
 
 
-def _plain(value: Any, dtype: Any) -> Any:
+def _plain(value: Any, dtype: Any) -> tf.Tensor:
     """A tensor of numbers."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
         canonical(np.asarray(value))

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import Index, NumpyArray, ends_of
+from layoutmap.core.blocks import BlockReader, Index, NumpyArray, ends_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
@@ -141,9 +141,7 @@ class TorchEngine:
         return made
 
     @plainly
-    def from_shards(
-        self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
-    ) -> object:
+    def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> object:
         """Make a DTensor whose shards are read one by one; see `Engine.from_shards`."""
         dtype = self._checked(assignment)
         variable = assignment.variable

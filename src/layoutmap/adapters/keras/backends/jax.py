@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.core
+import keras
 import numpy as np
 
 from layoutmap.adapters.keras.backends.jax_processes import GATHERED, saving
@@ -58,7 +59,7 @@ class JaxBackend(Backend):
         """Whether the code runs inside a compiled function's trace."""
         return isinstance(jax.numpy.add(0, 0), jax.core.Tracer)
 
-    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
+    def store(self, variable: Any, held: object, assignment: Assignment, session: KerasSession) -> object:
         """Give a variable its value and the sharding that later values keep."""
         native = session.engine.native(assignment.layout, assignment.layout.rank)
         # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
@@ -78,7 +79,7 @@ class JaxBackend(Backend):
         """Constrain an array in a trace; else redistribute it."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
-    def own_memory(self, variables: Sequence[Any]) -> None:
+    def own_memory(self, variables: Sequence[keras.Variable]) -> None:
         """A step gives its buffers away, and each can be given away only once."""
         held: set[int] = set()
         for variable in variables:
@@ -86,7 +87,7 @@ class JaxBackend(Backend):
                 variable._value = variable._value.copy()
             held.add(id(variable._value))
 
-    def check_call(self, layer: Any, given: object, session: KerasSession) -> None:
+    def check_call(self, layer: keras.Layer, given: object, session: KerasSession) -> None:
         """Refuse a call with arrays on another mesh than the weights', or on explicit axes."""
         set_mesh = jax.sharding.get_abstract_mesh()
         if set_mesh.empty or not isinstance(given, jax.Array) or in_stateless_scope():
@@ -102,7 +103,7 @@ class JaxBackend(Backend):
         )
 
     @staticmethod
-    def training_wraps(model: object, session: KerasSession) -> Wraps:
+    def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
         """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
         wraps = training_wraps(model, session)
         if session.context.across:
@@ -123,13 +124,13 @@ class JaxBackend(Backend):
             session.on_thread.has_all_rows = False
 
     def gradients(
-        self, model: Any, x: object, y: object, sample_weight: object
-    ) -> tuple[dict[str, Any], list[Any]]:
+        self, model: keras.Model, x: object, y: object, sample_weight: object
+    ) -> tuple[dict[str, object], list[object]]:
         """Logs of a training step, and the gradients that it passes to optimizers, in the layouts of the step."""
         session, batch = session_of(model), (x, y, sample_weight)
         weights = model.trainable_variables
 
-        def step(state: Any, data: Any) -> Any:
+        def step(state: object, data: object) -> object:
             with recording(model) as found:
                 logs, _ = model.train_step(state, data)
             gradients = [found.get(id(variable)) for variable in weights]
@@ -147,14 +148,14 @@ class JaxBackend(Backend):
         return jax.tree.map(get_engine("jax").to_numpy, (logs, gradients))
 
 
-def _assign(variable: Any, value: Any) -> None:
+def _assign(variable: keras.Variable, value: object) -> None:
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
     else:  # each process takes its devices' shards of its own value; JAX would first send all of it around
         variable._value = get_engine("jax").relayout(value, variable.layout)
 
 
-def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> object:
+def _as_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
     # JAX would keep what it has gathered, with the array: after a save the host would hold all of the model.
     known = variable.__dict__.get(GATHERED)
     return np.asarray(get_engine("jax").to_numpy(variable.value) if known is None else known, dtype=dtype)

@@ -30,6 +30,8 @@ from layoutmap.core.variables import Kind
 from layoutmap.engines.patches import Attribute, Patches
 
 Loss = Callable[..., Any]
+Call = Callable[..., object]
+Layers = Sequence[tuple[str, keras.Layer]]
 
 _NO_LOSS = "the model has no loss: the mean of its squared outputs stands for one"
 _NO_OPTIMIZER = (
@@ -43,7 +45,7 @@ _RECOMPUTE = (
 )
 
 
-def training_step(session: KerasSession, model: Any, inputs: Any, loss: Loss | None) -> TrainingStep:
+def training_step(session: KerasSession, model: Any, inputs: object, loss: Loss | None) -> TrainingStep:
     """Return the training step of a model that was made in a dry run.
 
     Args:
@@ -73,9 +75,9 @@ def training_step(session: KerasSession, model: Any, inputs: Any, loss: Loss | N
 class _Step:
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         entries: Sequence[Entry],
-        layers: Sequence[tuple[str, object]],
+        layers: Layers,
         loss: Loss | None,
         tree: object,
         num_inputs: int,
@@ -90,10 +92,10 @@ class _Step:
         self.optimizer = getattr(model, "optimizer", None)
         self._trained = {id(variable) for variable in model.trainable_variables}
 
-    def targets(self, batch: Sequence[Shape]) -> Any:
+    def targets(self, batch: Sequence[Shape]) -> object:
         """Return targets for the loss that a model was compiled with."""
 
-        def outputs(values: Any, inputs: Any) -> Any:
+        def outputs(values: Sequence[object], inputs: Sequence[object]) -> object:
             with keras.StatelessScope(
                 state_mapping=list(zip([e.variable for e in self._entries], values, strict=True))
             ):
@@ -105,21 +107,21 @@ class _Step:
         leaves, tree = jax.tree.flatten(found)
         return tree.unflatten(map(self._target, leaves, self._losses(found, len(leaves))))
 
-    def _losses(self, found: Any, number: int) -> Sequence[object]:
+    def _losses(self, found: object, number: int) -> Sequence[object]:
         """The loss of each output."""
-        loss: Any = self._model.loss
+        loss: object = self._model.loss
         if isinstance(loss, Mapping):
-            names: Any = sorted(found) if isinstance(found, Mapping) else self._model.output_names
-            return [cast("Any", loss).get(name) for name in names]
-        return cast("Any", loss) if isinstance(loss, list | tuple) else [loss] * number
+            names: Sequence[str] = sorted(found) if isinstance(found, Mapping) else self._model.output_names
+            return [cast("Mapping[str, object]", loss).get(name) for name in names]
+        return cast("Sequence[object]", loss) if isinstance(loss, list | tuple) else [loss] * number
 
-    def _target(self, output: Any, loss: object) -> object:
+    def _target(self, output: jax.ShapeDtypeStruct, loss: object) -> object:
         name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
         if "sparse" in str(name).lower():
             return jax.ShapeDtypeStruct(output.shape[:-1], "int32")
         return jax.ShapeDtypeStruct(output.shape, output.dtype)
 
-    def _call(self, inputs: Sequence[Any]) -> Any:
+    def _call(self, inputs: Sequence[object]) -> Any:
         more = {"training": True} if self._model._call_has_training_arg else {}
         return self._model(jax.tree.unflatten(self._tree, inputs), **more)
 
@@ -132,7 +134,7 @@ class _Step:
             (e.variable, tracer.unread[e.spec.key]) for e in self._entries if e.spec.key in tracer.unread
         ]
 
-        def loss_of(weights: Sequence[object]) -> tuple[Any, Any]:
+        def loss_of(weights: Sequence[object]) -> tuple[jax.Array, list[object]]:
             state = dict(zip(trained, weights, strict=True)) | {key: values[key] for key in frozen}
             mapping = [(given[key], value) for key, value in state.items()]
             with keras.StatelessScope(state_mapping=mapping + unread, collect_losses=True) as scope:
@@ -158,7 +160,7 @@ class _Step:
             self.optimizer.apply(gradients, [given[key] for key in trained])
         return after | {key: scope.get_current_value(variable) for key, variable in given.items()}
 
-    def _loss_value(self, outputs: Any, batch: Sequence[object]) -> Any:
+    def _loss_value(self, outputs: object, batch: Sequence[object]) -> Any:
         if self._loss is not None:
             return self._loss(outputs)
         if self.target_tree is None:
@@ -169,16 +171,16 @@ class _Step:
         return self._model.compute_loss(x=x, y=targets, y_pred=outputs, training=True)
 
 
-def _with_paths(tree: object) -> Sequence[tuple[Any, Any]]:
+def _with_paths(tree: object) -> Sequence[tuple[tuple[object, ...], Any]]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-def _name(path: Any) -> str:
+def _name(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".") or "inputs"
 
 
 @contextmanager
-def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]], state: Sequence[Any]) -> Generator[None]:
+def _traced(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
     """While open, a tracer hears of each call of a layer, under the first of its paths.
 
     Args:
@@ -186,7 +188,7 @@ def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]], state: Sequence[A
         layers: The layers.
         state: Variables that calls may change.
     """
-    before: list[tuple[Any, Any]] = []
+    before: list[tuple[keras.Layer, object]] = []
     try:
         for path, layer in layers:
             own = layer.__dict__
@@ -201,13 +203,11 @@ def _traced(tracer: Tracer, layers: Sequence[tuple[str, Any]], state: Sequence[A
                 layer.__dict__["call"] = call
 
 
-def _telling(
-    tracer: Tracer, path: str, plain: Callable[..., object], state: Sequence[object]
-) -> Callable[..., Any]:
+def _telling(tracer: Tracer, path: str, plain: Call, state: Sequence[object]) -> Call:
     first = next(iter(inspect.signature(plain).parameters), "")
 
     @functools.wraps(plain)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if not args and first in kwargs:  # as the decoders of Whisper are called
             args = (kwargs.pop(first),)
         function = _recomputed(plain, state) if tracer.recomputes(path) else plain
@@ -216,15 +216,15 @@ def _telling(
     return call
 
 
-def _recomputed(plain: Callable[..., object], state: Sequence[Any]) -> Callable[..., object]:
+def _recomputed(plain: Call, state: Sequence[object]) -> Call:
     """A layer's call of which only the input is kept for the backward pass.
 
     Not Keras's own: that traces all arguments, `training` too, of which layers need the value.
     """
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         scope: Any = get_stateless_scope()
-        changed: list[Any] = []
+        changed: list[object] = []
 
         def pure() -> object:
             before, num_losses = [scope.get_current_value(v) for v in state], len(scope.losses)
@@ -250,7 +250,7 @@ def _recomputed(plain: Callable[..., object], state: Sequence[Any]) -> Callable[
     return call
 
 
-def _where_asked(plain: Callable[..., object]) -> Callable[..., object]:
+def _where_asked(plain: Call) -> Call:
     """Lets layers have the fused kernel that they ask for, and no others: those depend on this machine's devices."""
 
     @functools.wraps(plain)
@@ -281,15 +281,15 @@ _PATCHES = Patches(
 )
 
 
-def _paths(session: KerasSession) -> list[tuple[str, object]]:
+def _paths(session: KerasSession) -> list[tuple[str, keras.Layer]]:
     """Each layer with the path under which rules find it: the first one that a rule for activations is for."""
-    found: dict[int, tuple[str, Any]] = {}
+    found: dict[int, tuple[str, keras.Layer]] = {}
     for path, layer in layer_paths(session.registry.layers()):
         found.setdefault(id(layer), (path, layer))
     return list(found.values())
 
 
-def _settings(layer: Any) -> object:
+def _settings(layer: keras.Layer) -> object:
     """The settings that layers must share to be equal. Not their `get_config`, which fails for layers of keras-hub."""
     policy = layer.dtype_policy
     return policy.compute_dtype, policy.variable_dtype, plain_attributes(layer, _NAMES)

@@ -48,7 +48,7 @@ class Rows:  # why: decisions/0019
         self._context, self._policy, self._engine = session.context, session.policy, session.engine
         self._verb = _VERBS[name]
         layout = self._policy.replicated(0)
-        devices: Any = self._engine.native(layout, 0).mesh.devices
+        devices: NumpyArray = self._engine.native(layout, 0).mesh.devices
         self._processes = _processes(session)
         self.on_cpus = devices.flat[0].platform == "cpu"
         blocks = _blocks(self._policy.batch_layout((layout.mesh.size,)), devices)
@@ -58,7 +58,7 @@ class Rows:  # why: decisions/0019
         self._own = self._part_of[self._processes.index(jax.process_index())]
         self.placed: list[int] = []  # how many rows the batches of the present step have, of all processes
 
-    def place(self, batches: Iterator[object]) -> Generator[Any]:
+    def place(self, batches: Iterator[object]) -> Generator[object]:
         """The batches on the mesh, of the parts that the processes bring.
 
         Raises:
@@ -69,7 +69,7 @@ class Rows:  # why: decisions/0019
             yield keras.tree.map_structure(self._placed, batch, none_is_leaf=True)
         self._compare("no more batches", 0)
 
-    def own(self, outputs: object) -> Any:
+    def own(self, outputs: object) -> object:
         """Return this process's own rows of what a model returned, as numpy arrays; what has no rows is global."""
         return keras.tree.map_structure(self._own_rows, outputs)
 
@@ -112,7 +112,7 @@ class Rows:  # why: decisions/0019
 
     # -- placing
 
-    def _placed(self, array: Any) -> Any:
+    def _placed(self, array: Any) -> object:
         if array is None or not hasattr(array, "shape"):
             return array
         if not _is_here(array):
@@ -140,7 +140,7 @@ class Rows:  # why: decisions/0019
 
     # -- reading
 
-    def _own_rows(self, output: Any) -> object:
+    def _own_rows(self, output: jax.Array) -> object:
         rows, number = self.placed, sum(self.placed)
         if not np.ndim(output) or len(output) != number:
             return self._engine.to_numpy(output)
@@ -166,7 +166,7 @@ class Rows:  # why: decisions/0019
 
 def _processes(session: KerasSession) -> list[int]:
     """The numbers of the mesh's processes, in the order in which they gather."""
-    devices: Any = session.engine.native(session.policy.replicated(0), 0).mesh.devices
+    devices: NumpyArray = session.engine.native(session.policy.replicated(0), 0).mesh.devices
     return sorted({device.process_index for device in devices.flat})
 
 
@@ -246,12 +246,12 @@ def reporting(plain: Callable[..., object], session: KerasSession, name: str) ->
 # -- saving variables
 
 
-def saving(model: Any, session: KerasSession, name: str) -> Callable[..., object]:
+def saving(model: keras.Model, session: KerasSession, name: str) -> Callable[..., object]:
     """`save` or `save_weights` of all processes together: of those that name one file, the first writes it."""
     plain = getattr(model, name)
 
     @functools.wraps(plain)
-    def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(filepath: str | os.PathLike[str], *args: object, **kwargs: object) -> object:
         path = os.path.abspath(os.fspath(filepath))
         numbers = _processes(session)
         paths = check_alike(f"{name}: {path}", session.context.gather)[0] or [f"{name}: {path}"] * len(

@@ -29,19 +29,21 @@ from layoutmap.engines.agreement import check_program
 from layoutmap.engines.patches import temporarily
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function", "_symbolic_build")),)
+State = Sequence[Sequence[Any]]
+Method = Callable[..., Any]
 _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
 
 
-def training_wraps(model: Any, session: KerasSession) -> Wraps:  # why: decisions/0007
+def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:  # why: decisions/0007
     """Return what to wrap on a model: batches are placed, layouts kept, and values put back where a step fails."""
     lent = _Lent(model)
-    wraps: dict[str, Callable[..., Any]] = {name: _entry(getattr(model, name), lent) for name in _ENTRIES}
+    wraps: dict[str, Method] = {name: _entry(getattr(model, name), lent) for name in _ENTRIES}
     if session.context.across:
         wraps |= {name: reporting(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
     wraps |= {f"{name}_step": _in_layouts(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
 
-    def step(name: str, own: Callable[[], Any]) -> Any:
+    def step(name: str, own: Callable[[], Method]) -> Method:
         # After another `compile` it computes another loss, and `jax.jit` takes up what it has traced of a function.
         kept = getattr(model, f"{name}_step")
         with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
@@ -63,7 +65,7 @@ def off_other_meshes() -> Generator[None]:
             yield
 
 
-def placed(batch: Any, session: KerasSession) -> Any:
+def placed(batch: object, session: KerasSession) -> Any:
     """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide.
 
     All arrays are placed at once, which takes a third of the time of one after the other. Sparse arrays are replicated:
@@ -71,7 +73,7 @@ def placed(batch: Any, session: KerasSession) -> Any:
     """
     policy, native = session.policy, session.engine.native
     arrays: list[Any] = []
-    shardings: list[Any] = []
+    shardings: list[jax.sharding.Sharding] = []
     for leaf in keras.tree.flatten(batch):
         if not hasattr(leaf, "shape"):
             continue
@@ -98,16 +100,16 @@ def placed(batch: Any, session: KerasSession) -> Any:
 class _Lent:  # why: decisions/0052
     """The values that a model's variables have lent to a step that goes on."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._values: Sequence[Any] = ()
+        self._values: State = ()
         self.depth = 0  # `fit` evaluates, and what callbacks do may predict
 
-    def lending(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def lending(self, plain: Method) -> Method:
         """Return a `_get_jax_state` that notes the values before it takes them out of the variables."""
 
         @functools.wraps(plain)
-        def get(purge_model_variables: bool = False, **groups: bool) -> Any:
+        def get(purge_model_variables: bool = False, **groups: bool) -> State:
             state = plain(**groups)
             self._note(state)
             if purge_model_variables:
@@ -116,15 +118,15 @@ class _Lent:  # why: decisions/0052
 
         return get
 
-    def noting(self, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+    def noting(self, plain: Method, session: KerasSession) -> Method:
         """Return a `_make_function` for steps of which each notes the values that it returns."""
 
         @functools.wraps(plain)
-        def make(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def make(step: Method, *args: object, **kwargs: object) -> object:
             if session.context.across and hasattr(step, "lower"):
                 step = _compared(step, session)
 
-            def noted(state: Any, data: Any) -> Any:
+            def noted(state: State, data: object) -> object:
                 result, new = step(state, data)
                 self._note(new)
                 return result, new
@@ -133,7 +135,7 @@ class _Lent:  # why: decisions/0052
 
         return make
 
-    def _note(self, state: Sequence[Any]) -> None:
+    def _note(self, state: State) -> None:
         if self.depth:
             self._values = state
 
@@ -157,14 +159,14 @@ class _Lent:  # why: decisions/0052
         self._values = ()
 
 
-def _is_lost(array: Any) -> bool:
+def _is_lost(array: jax.Array) -> bool:
     try:
         return array.is_deleted() or jax.block_until_ready(array) is None
     except jax.errors.JaxRuntimeError:  # what computes it has failed
         return True
 
 
-def _groups(model: Any, number: int) -> list[Any]:
+def _groups(model: keras.Model, number: int) -> list[list[keras.Variable]]:
     """Return the lists of variables whose values a state of so many parts has, in its order."""
     groups = [model.trainable_variables, model.non_trainable_variables]
     if number > 3:
@@ -172,16 +174,16 @@ def _groups(model: Any, number: int) -> list[Any]:
     return groups if number == 2 else [*groups, model.metrics_variables]
 
 
-def state_of(model: Any) -> tuple[list[Any], ...]:
+def state_of(model: keras.Model) -> tuple[list[jax.Array], ...]:
     """Return the values that a training step of a model takes."""
     return tuple([variable.value for variable in group] for group in _groups(model, 4))
 
 
-def _entry(plain: Callable[..., Any], lent: _Lent) -> Callable[..., Any]:
+def _entry(plain: Method, lent: _Lent) -> Method:
     """Return `fit` or one of its like, after whose failure the model has all its weights."""
 
     @functools.wraps(plain)
-    def entry(*args: Any, **kwargs: Any) -> Any:
+    def entry(*args: object, **kwargs: object) -> object:
         lent.depth += 1
         try:
             with off_other_meshes():
@@ -200,17 +202,17 @@ def _entry(plain: Callable[..., Any], lent: _Lent) -> Callable[..., Any]:
 # -- steps
 
 
-def _step(step: Callable[..., Any], session: KerasSession, name: str) -> Callable[..., Any]:
+def _step(step: Method, session: KerasSession, name: str) -> Method:
     if session.context.across:
         return _across(step, Rows(session, name), name, session)
     return lambda state, data: step(state, (placed(batch, session) for batch in data))
 
 
-def _compared(step: Any, session: KerasSession) -> Callable[..., Any]:
+def _compared(step: Any, session: KerasSession) -> Method:
     """A compiled step of which the processes compare what is lowered, before it runs with arrays of other shapes."""
-    known: set[Any] = set()
+    known: set[object] = set()
 
-    def compared(state: Any, data: Any) -> Any:
+    def compared(state: State, data: object) -> object:
         signature = tuple((np.shape(each), jax.numpy.result_type(each)) for each in jax.tree.leaves(data))
         if signature not in known:
             lowered = lowered_lines(step.__name__, step.lower(state, data))
@@ -221,10 +223,10 @@ def _compared(step: Any, session: KerasSession) -> Callable[..., Any]:
     return compared
 
 
-def _across(step: Callable[..., Any], rows: Rows, name: str, session: KerasSession) -> Callable[..., Any]:
+def _across(step: Method, rows: Rows, name: str, session: KerasSession) -> Method:
     """Steps in several processes, each with its own rows."""
 
-    def run(state: Any, data: Any) -> Any:
+    def run(state: State, data: Iterator[object]) -> object:
         rows.placed.clear()
         whole = session.on_thread.has_all_rows
         outputs, new = step(state, _placed_whole(data, session) if whole else rows.place(data))
@@ -235,18 +237,18 @@ def _across(step: Callable[..., Any], rows: Rows, name: str, session: KerasSessi
     return run
 
 
-def _placed_whole(data: Iterable[object], session: KerasSession) -> Iterator[Any]:
+def _placed_whole(data: Iterable[object], session: KerasSession) -> Iterator[object]:
     """Batches on the mesh, of which each process brings all rows."""
     for batch in data:
         check_same_batch(batch, session)
         yield placed(batch, session)
 
 
-def _in_layouts(model: Any, plain: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+def _in_layouts(model: keras.Model, plain: Method, session: KerasSession) -> Method:
     """A step whose new variable values stay in the layouts of their variables."""
 
     @functools.wraps(plain)
-    def step(state: Any, data: Any) -> Any:
+    def step(state: State, data: object) -> object:
         result, new = plain(state, data)
         if session.context.across:  # each process is to find its rows, and all numbers, on its own devices
             by_rows = plain.__name__ == "predict_step"
@@ -258,18 +260,18 @@ def _in_layouts(model: Any, plain: Callable[..., Any], session: KerasSession) ->
     return step
 
 
-def _readable(array: Any, session: KerasSession, by_rows: bool) -> Any:
+def _readable(array: object, session: KerasSession, by_rows: bool) -> object:
     if not isinstance(array, jax.Array):
         return array  # a number that a step of one's own returns
     layout = session.policy.batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
     return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
 
-def _pin(values: Any, variables: Any) -> list[Any]:
+def _pin(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
     return list(map(pinned, values, variables))
 
 
-def pinned(array: Any, variable: Any) -> Any:
+def pinned(array: Any, variable: keras.Variable) -> jax.Array:
     """An array in a step, in the layout of a variable that has one."""
     if isinstance(variable._layout, jax.sharding.Sharding):
         return jax.lax.with_sharding_constraint(array, variable._layout)

@@ -46,8 +46,11 @@ from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
+
+Found = tuple[dict[str, Any], list[Any]]
 
 
 class TensorFlowBackend(Backend):
@@ -66,7 +69,7 @@ class TensorFlowBackend(Backend):
         }
     )
 
-    def private_names(self) -> Sequence[tuple[Any, Sequence[str]]]:
+    def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Private names of TensorFlow and Keras from the list at the top of this file, with the class of each."""
         return [(keras.Optimizer, ("_var_key",)), (keras.Model, ("_symbolic_build",)), ERRORS, *REPLACED]
 
@@ -80,7 +83,7 @@ class TensorFlowBackend(Backend):
         """Whether the code runs inside a compiled function's trace."""
         return not tf.executing_eagerly()
 
-    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
+    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> object:
         """Give a variable its value; a `DVariable` keeps its layout by itself."""
         if not assignment.layout.is_fully_replicated() or is_read_by_a_build():
             held.value = reading_in_layout(held, assignment.layout, session)
@@ -89,11 +92,11 @@ class TensorFlowBackend(Backend):
         variable._value = held
         return tag
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: keras.Variable) -> NumpyArray:
         """Return the global value of a variable."""
         return variable.value.numpy()
 
-    def values_changed(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
+    def values_changed(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
         """Optimizers know variables by their `tf.Variable`, which is another one now."""
         for optimizer in optimizers:
             for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
@@ -105,16 +108,16 @@ class TensorFlowBackend(Backend):
                         numbers = each._var_to_optimizer_idx.values()
                         each._var_to_optimizer_idx = dict(zip(keys, numbers, strict=True))
 
-    def lay_out(self, array: Any, layout: Layout, session: KerasSession) -> Any:
+    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:
         """A tensor that is computed on the mesh, in a layout; an export has no mesh."""
         as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
         return array if as_it_is else session.engine.relayout(array, layout)
 
-    def quantizing(self, layer: Any, session: KerasSession) -> AbstractContextManager[Any]:
+    def quantizing(self, layer: keras.Layer, session: KerasSession) -> AbstractContextManager[None]:
         """Keras hands weights to numpy."""
         return weights_off_mesh(layer, session, tf.constant)
 
-    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+    def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
         """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
         wraps = {name: calling(layer, session, name) for name in CALLS}
         # Of a kernel that is computed, as with LoRA.
@@ -125,7 +128,7 @@ class TensorFlowBackend(Backend):
                 wraps["make_generate_function"] = generating(layer)
         return wraps
 
-    def optimizer_wraps(self, optimizer: Any, session: KerasSession) -> Wraps:
+    def optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
         """Slots are made without reading the weight; gradients of rows become dense ones; updates run on the mesh."""
         add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
         assigns = ("assign", "assign_add", "assign_sub")
@@ -136,7 +139,7 @@ class TensorFlowBackend(Backend):
             **{name: assigning(getattr(optimizer, name), session) for name in assigns},
         }
 
-    def gradients(self, model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+    def gradients(self, model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
         """The losses in training, and their gradients."""
         session = session_of(model)
         batch = (x, y, sample_weight)
@@ -144,7 +147,7 @@ class TensorFlowBackend(Backend):
             materialize_for_training(model, session)
             batch = placed(batch, session)
 
-        def compute(batch: Any) -> Any:
+        def compute(batch: object) -> Found:
             held = [v.value for v in model.trainable_variables]
             losses, found = (_of_own_step if has_own_step(model) else _of_loss)(model, held, batch)
             gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
@@ -171,21 +174,21 @@ class TensorFlowBackend(Backend):
         return numbers, [_numpy(gradient, session) for gradient in gradients]
 
 
-def _of_loss(model: Any, held: list[Any], batch: Any) -> tuple[dict[str, Any], list[Any]]:
+def _of_loss(model: keras.Model, held: list[tf.Variable], batch: Any) -> Found:
     x, y, sample_weight = batch
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-        loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        loss: Any = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     return {"loss": loss}, tape.gradient(loss, held, unconnected_gradients=tf.UnconnectedGradients.ZERO)
 
 
-def _of_own_step(model: Any, held: list[Any], batch: Any) -> tuple[dict[str, Any], list[Any]]:
+def _of_own_step(model: keras.Model, held: list[tf.Variable], batch: object) -> Found:
     with recording(model) as found:
         logs = model.train_step(batch)
     return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
 
-def _numpy(tensor: Any, session: KerasSession | None) -> Any:
+def _numpy(tensor: object, session: KerasSession | None) -> object:
     if not isinstance(tensor, tf.Tensor):
         return tensor
     return tensor.numpy() if session is None else session.engine.to_numpy(tensor)

@@ -29,15 +29,15 @@ from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import temporarily
 
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
 
 
-def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def calling(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
     """Return the `call` of a layer; the outermost one takes plain tensors to the mesh and back."""
     plain = _reading_in(layer, session, name)
 
     @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         here = session.on_thread
         if here.is_exporting or here.call_depth or in_stateless_scope():
             return plain(*args, **kwargs)
@@ -56,12 +56,12 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
     return call
 
 
-def _reading_in(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def _reading_in(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
     """Return the layer's `call`, in which its weights are read as DTensor can compute with them."""
     plain = call_of(layer, name)
 
     @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         with temporarily(session.on_thread, "reading", reading_layout(layer)):
             if not session.on_thread.call_depth or not is_pinned(layer, session):
                 return plain(*args, **kwargs)
@@ -88,19 +88,19 @@ def on_mesh(session: KerasSession) -> Generator[None]:
         yield
 
 
-def exporting(model: Any, session: KerasSession) -> Callable[..., Any]:
+def exporting(model: keras.Model, session: KerasSession) -> Callable[..., object]:
     """Return an `export` that is traced as a model of one device is: what runs it has no mesh."""
-    plain = model.export
+    plain: Any = model.export
 
     @functools.wraps(plain)
-    def export(*args: Any, **kwargs: Any) -> Any:
+    def export(*args: object, **kwargs: object) -> object:
         with temporarily(session.on_thread, "is_exporting", True):
             return plain(*args, **kwargs)
 
     return export
 
 
-def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Callable[[], Any]:
+def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Callable[[], tf.Tensor]:
     """Return how a sharded weight is read: gathered, where the operations that use it cannot have it sharded.
 
     It is gathered over the dim of the batch, since DTensor does not join an axis that two operands shard over two
@@ -109,7 +109,7 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
     plain = held.value
     usual = session.policy.computing_layout(layout)
 
-    def value() -> Any:
+    def value() -> tf.Tensor:
         read = plain()
         if not session.on_thread.call_depth:
             return tf.constant(session.engine.to_numpy(read)) if is_read_by_a_build() else read
@@ -131,17 +131,17 @@ def is_read_by_a_build() -> bool:
     return tf.executing_eagerly() and is_in_a_build()
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether something is an array that is on no mesh."""
     if isinstance(value, tf.Tensor):
         return not dtensor.is_dtensor(value)
     return isinstance(value, (np.ndarray, tf.SparseTensor))
 
 
-def densified(values: Any, layer: Any) -> Any:
+def densified(values: object, layer: keras.Layer) -> Any:
     """Return dense tensors in the place of sparse ones, of which DTensor holds none."""
 
-    def dense(value: Any) -> Any:
+    def dense(value: object) -> object:
         if not isinstance(value, tf.SparseTensor):
             return value
         warnings.warn(
@@ -154,13 +154,13 @@ def densified(values: Any, layer: Any) -> Any:
     return keras.tree.map_structure(dense, values, none_is_leaf=True)
 
 
-def _off_mesh(value: Any, session: KerasSession) -> Any:
+def _off_mesh(value: object, session: KerasSession) -> object:
     """Return a result as a plain tensor, so that what follows need not run on the mesh; with gradients."""
     if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
         return value
 
-    def off_mesh(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def back(upstream: Any) -> Any:
+    def off_mesh(tensor: tf.Tensor) -> Any:
+        def back(upstream: Any) -> tf.Tensor:
             return session.engine.relayout(upstream, session.policy.batch_layout(tuple(upstream.shape)))
 
         return tf.constant(session.engine.to_numpy(tensor)), back
@@ -175,15 +175,15 @@ def replicated(value: Any, session: KerasSession) -> Any:
     return session.engine.relayout(value, session.policy.replicated(len(value.shape)))
 
 
-def as_read(gradient: Any, held: Any, session: KerasSession) -> Any:
+def as_read(gradient: object, held: Any, session: KerasSession) -> Any:
     """Return a gradient in the layout in which its weight took part in the computation."""
     return gradient if held.read_layout is None else session.engine.relayout(gradient, held.read_layout)
 
 
-def placed(batch: Any, session: KerasSession) -> Any:
+def placed(batch: object, session: KerasSession) -> Any:
     """Return a batch on the mesh, compared between the processes."""
 
-    def as_numpy(value: Any) -> Any:
+    def as_numpy(value: object) -> object:
         return value.numpy() if isinstance(value, tf.Tensor) and is_plain(value) else value
 
     batch = keras.tree.map_structure(as_numpy, batch, none_is_leaf=True)

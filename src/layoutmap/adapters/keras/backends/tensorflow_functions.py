@@ -48,9 +48,10 @@ from tensorflow.python.ops import array_ops
 
 from layoutmap.adapters.keras.backends import tensorflow_windows
 from layoutmap.adapters.keras.backends.tensorflow_products import einsum
+from layoutmap.adapters.keras.backends.tensorflow_windows import Plain
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 
-Replicate = Callable[[Any], Any]
+Replicate = Callable[[object], Any]
 """Returns a tensor in the layout in which every device holds all of it."""
 
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
@@ -85,12 +86,12 @@ def computing_for_a_mesh(replicate: Replicate) -> Generator[None]:
         yield
 
 
-def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Attribute:
+def _replaced(module: object, name: str, by: Plain) -> Attribute:
     """Have a function be done by another, which is given the plain one, in a thread that computes for a mesh."""
 
-    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def make(plain: Plain) -> Plain:
         @functools.wraps(plain)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def replaced(*args: object, **kwargs: object) -> object:
             replicate: Replicate | None = getattr(_current, "replicate", None)
             return plain(*args, **kwargs) if replicate is None else by(plain, replicate, *args, **kwargs)
 
@@ -99,62 +100,60 @@ def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Attribute:
     return Attribute(module, name, make)
 
 
-def _random(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+def _random(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     return replicate(plain(*args, **kwargs))
 
 
 def _dropout(
-    plain: Callable[..., Any], replicate: Replicate, inputs: Any, rate: Any, *args: Any, **kwargs: Any
-) -> Any:
+    plain: Plain, replicate: Replicate, inputs: tf.Tensor, rate: float, *args: object, **kwargs: object
+) -> tf.Tensor:
     if rate in (0.0, 1.0):
         return plain(inputs, rate, *args, **kwargs)
     # What dropout makes of ones is its mask: zero, or the factor that makes up for what was dropped.
     return inputs * replicate(plain(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 
-def _divide(plain: Callable[..., Any], replicate: Replicate, x1: Any, x2: Any) -> Any:
+def _divide(plain: Plain, replicate: Replicate, x1: object, x2: tf.Tensor) -> object:
     if isinstance(x1, tf.IndexedSlices) and len(getattr(x2, "shape", ())):
         return tf.IndexedSlices(plain(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
     return plain(x1, x2)
 
 
-def _concat(
-    plain: Callable[..., Any], replicate: Replicate, values: Any, axis: Any, name: str = "concat"
-) -> Any:
+def _concat(plain: Plain, replicate: Replicate, values: object, axis: object, name: str = "concat") -> object:
     rank = len(values[0].shape) if isinstance(values, list | tuple) and values else 0
     return plain(values, axis % rank if rank and isinstance(axis, int) else axis, name)
 
 
 def _split(
-    plain: Callable[..., Any],
+    plain: Plain,
     replicate: Replicate,
-    value: Any,
-    num_or_size_splits: Any,
-    axis: Any = 0,
-    **kwargs: Any,
-) -> Any:
+    value: tf.Tensor,
+    num_or_size_splits: object,
+    axis: object = 0,
+    **kwargs: object,
+) -> object:
     axis = axis % len(value.shape) if isinstance(axis, int) else axis  # its gradient joins what it has split
     return plain(value, num_or_size_splits, axis, **kwargs)
 
 
-def _listed(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+def _listed(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     with tf.init_scope():
         return plain(*args, **kwargs)
 
 
-def _unrolled(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+def _unrolled(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     return plain(*args, **{**kwargs, "unroll": True})
 
 
 def _scan(
-    plain: Callable[..., Any],
+    plain: Plain,
     replicate: Replicate,
-    f: Any,
-    init: Any,
-    xs: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    f: Plain,
+    init: object,
+    xs: object = None,
+    *args: object,
+    **kwargs: object,
+) -> tuple[object, object]:
     leaves = [] if xs is None else [tf.convert_to_tensor(x) for x in tree.flatten(xs)]
     if not leaves or not leaves[0].shape[0]:
         return plain(f, init, xs, *args, **kwargs)
@@ -166,15 +165,15 @@ def _scan(
     return init, tree.map_structure(lambda *each: tf.stack(each), *(made[::-1] if is_reversed else made))
 
 
-def _map(plain: Callable[..., Any], replicate: Replicate, f: Any, xs: Any) -> Any:
+def _map(plain: Plain, replicate: Replicate, f: Plain, xs: object) -> object:
     return _scan(lambda *_: (None, plain(f, xs)), replicate, lambda carry, x: (carry, f(x)), None, xs)[1]
 
 
-def _composed(name: str) -> Callable[..., Any]:
+def _composed(name: str) -> Plain:
     """Return what stands for a function of Keras or TensorFlow."""
     by = getattr(tensorflow_windows, name)
 
-    def composed(plain: Callable[..., Any], replicate: Replicate, *args: Any, **kwargs: Any) -> Any:
+    def composed(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
         given = inspect.signature(plain).bind(*args, **kwargs)
         given.apply_defaults()
         return by(plain, SimpleNamespace(**given.arguments))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
@@ -60,7 +60,7 @@ class Regathered:
         self._what = what
         self._is_looked_at = False
 
-    def traced(self, *args: Any) -> Any:
+    def traced(self, *args: object) -> Any:
         """Return the function that is called at present, traced for some arguments."""
         with self._gathering():
             return self._at(self._session.gathering).get_concrete_function(*args)
@@ -68,7 +68,7 @@ class Regathered:
     def _gathering(self) -> AbstractContextManager[None]:
         return temporarily(self._session.on_thread, "gathering", self._session.gathering)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         """Call it, compiled as it must be."""
         before, place = self._session.gathering, dict[str, str]()
         if not self._is_looked_at:
@@ -106,7 +106,7 @@ class Regathered:
         return bool(plain)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     is_array = isinstance(value, tf.Tensor) and value.dtype not in (tf.resource, tf.variant)
     return is_array and not tf.experimental.dtensor.is_dtensor(value)
 
@@ -139,7 +139,7 @@ def _warn(what: str, place: dict[str, str], session: KerasSession) -> None:
     warnings.warn(warning, stacklevel=level_of_user(_INNER))
 
 
-def _needed(graph: Any) -> tuple[Gathering, str]:
+def _needed(graph: tf.Graph) -> tuple[Gathering, str]:
     """The least that must be gathered for right numbers, and for which operation: some of DTensor's rules are wrong."""
     # Steps backwards, an axis from the end: which input has them.
     negative = {"StridedSlice": 3, "ConcatV2": -1}
@@ -153,10 +153,10 @@ def _needed(graph: Any) -> tuple[Gathering, str]:
     return found
 
 
-def between_layers(values: Any, session: KerasSession) -> Any:
+def between_layers(values: object, session: KerasSession) -> Any:
     """Return what goes into a layer or comes out of it, so that no layout is carried further, forward or backward."""
 
-    def pin(value: Any) -> Any:
+    def pin(value: object) -> object:
         if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
             return value
         return pinned(value, _by_rows(value.shape.as_list(), session), session)
@@ -164,12 +164,12 @@ def between_layers(values: Any, session: KerasSession) -> Any:
     return keras.tree.map_structure(pin, values, none_is_leaf=True)
 
 
-def pinned(value: Any, layout: Layout, session: KerasSession) -> Any:
+def pinned(value: tf.Tensor, layout: Layout, session: KerasSession) -> tf.Tensor:
     """Return a tensor in a layout, in which its gradient comes back, too."""
 
     @tf.custom_gradient
-    def constrained(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
-        def back(upstream: Any) -> Any:
+    def constrained(tensor: tf.Tensor) -> Any:
+        def back(upstream: object) -> object:
             # Rows of an embedding stay rows: optimizers step by each, as in plain Keras on TensorFlow.
             are_rows = isinstance(upstream, tf.IndexedSlices)
             return upstream if are_rows else session.engine.relayout(upstream, layout)
@@ -179,7 +179,7 @@ def pinned(value: Any, layout: Layout, session: KerasSession) -> Any:
     return constrained(value) if value.dtype.is_floating else session.engine.relayout(value, layout)
 
 
-def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
+def _by_rows(shape: Sequence[Any], session: KerasSession) -> Layout:
     """The layout along the batch only; other arrays than the batch's, such as masks of all rows, are replicated."""
     policy = session.policy
     rows = policy.batches.get(True)
@@ -189,7 +189,7 @@ def _by_rows(shape: list[Any], session: KerasSession) -> Layout:
     return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape))
 
 
-def is_pinned(layer: Any, session: KerasSession) -> bool:
+def is_pinned(layer: keras.Layer, session: KerasSession) -> bool:
     """Whether layouts are kept from being carried into a layer and out of it: it computes by itself."""
     if session.on_thread.gathering == Gathering.AS_PLANNED:
         # Sharded features would be summed up over devices in each step of a loop over time.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
+import keras
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import as_read, on_mesh, replicated
@@ -14,19 +14,19 @@ from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
 
 
-def keying(optimizer: Any) -> Callable[..., Any]:
+def keying(optimizer: keras.Optimizer) -> Callable[..., object]:
     """Return an optimizer's `_var_key`, which initializes no variable."""
     plain = optimizer._var_key
 
     @functools.wraps(plain)
-    def key(variable: Any) -> Any:
+    def key(variable: keras.Variable) -> object:
         # A variable without a value must not get one for the sake of a key; `values_changed` makes the keys anew.
         return id(variable) if is_pending(variable) else plain(variable)
 
     return key
 
 
-def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
+def applying(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
     """Return an `apply` that runs on the mesh, with each gradient in the layout of its weight.
 
     Without that, DTensor chooses layouts for the backward pass that suit the optimizer, and fails (Muon on a
@@ -35,7 +35,7 @@ def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
     plain = optimizer.apply
 
     @functools.wraps(plain)
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(grads: Iterable[object], trainable_variables: Iterable[keras.Variable] | None = None) -> object:
         weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
         weights, grads = list(weights), list(grads)
         with contextlib.ExitStack() as stack:
@@ -49,7 +49,7 @@ def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
     return apply
 
 
-def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
+def _laid_out(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, tf.Tensor):
         return _rows(gradient, weight, session)
@@ -59,21 +59,21 @@ def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
     return gradient
 
 
-def assigning(method: Callable[..., Any], session: KerasSession) -> Callable[..., Any]:
+def assigning(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Return an assignment of a dense value: DTensor cannot add rows to a variable one by one.
 
     The rows stay rows until then, as in plain Keras, where a row that occurs twice counts twice in a mean of squares.
     """
 
     @functools.wraps(method)
-    def assign(variable: Any, value: Any) -> Any:
+    def assign(variable: keras.Variable, value: object) -> object:
         rows = _rows(value, variable, session)
         return method(variable, tf.convert_to_tensor(rows) if isinstance(rows, tf.IndexedSlices) else rows)
 
     return assign
 
 
-def _rows(value: Any, variable: Any, session: KerasSession) -> Any:
+def _rows(value: object, variable: keras.Variable, session: KerasSession) -> object:
     """Return rows of a variable, replicated: DTensor would sum up only those that a device has, silently wrong.
 
     Their number, and that of the variable's, are made constants: DTensor does not shard what has an unknown size.

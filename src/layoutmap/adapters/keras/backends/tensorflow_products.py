@@ -14,8 +14,10 @@ from typing import Any
 import opt_einsum
 import tensorflow as tf
 
+Product = Callable[..., tf.Tensor]
 
-def einsum(plain: Callable[..., Any], equation: str, *values: Any, **kwargs: Any) -> Any:
+
+def einsum(plain: Product, equation: str, *values: tf.Tensor, **kwargs: Any) -> tf.Tensor:
     """Return the result of `tf.einsum`, which is `plain`, by products of two operands at a time."""
     tensors = [tf.convert_to_tensor(value) for value in values]
     if not all(tensor.shape.is_fully_defined() for tensor in tensors):
@@ -29,7 +31,7 @@ def einsum(plain: Callable[..., Any], equation: str, *values: Any, **kwargs: Any
     return tensors[0]
 
 
-def _product(plain: Callable[..., Any], terms: Sequence[str], out: str, values: Sequence[Any]) -> Any:
+def _product(plain: Product, terms: Sequence[str], out: str, values: Sequence[Any]) -> tf.Tensor:
     axes = [
         pair
         for term, value in zip(terms, values, strict=True)
@@ -47,7 +49,7 @@ def _product(plain: Callable[..., Any], terms: Sequence[str], out: str, values: 
     if all(len(group) == 1 for group in groups):
         return plain(f"{','.join(terms)}->{out}", *values)
     firsts = [group[0] for group in groups]
-    joined: list[Any] = []
+    joined: list[tf.Tensor] = []
     for term, value in zip(terms, values, strict=True):
         moved = tf.transpose(value, [term.index(label) for label in _of(term, groups)])
         shape = [math.prod(sizes[label] for label in group) for group in groups if group[0] in term]
@@ -59,7 +61,7 @@ def _product(plain: Callable[..., Any], terms: Sequence[str], out: str, values: 
     )
 
 
-def _without(value: Any, term: str, kept: str) -> Any:
+def _without(value: tf.Tensor, term: str, kept: str) -> tf.Tensor:
     """An operand, summed up over the axes that are in no other term."""
     alone = [axis for axis, label in enumerate(term) if label not in kept]
     return tf.reduce_sum(value, alone) if alone else value

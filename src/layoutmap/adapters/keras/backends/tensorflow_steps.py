@@ -18,13 +18,13 @@ from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import build_for_step, materialize_for_training, step_wraps
 from layoutmap.core.errors import ScopeError
 
-dtensor: Any = tf.experimental.dtensor
+dtensor = tf.experimental.dtensor
 
 
 def training_wraps(model: Any, session: KerasSession) -> Wraps:
     """Return what to wrap on a model: steps that take each batch off the iterator and run compiled on the mesh."""
 
-    def step(name: str, own: Callable[[], Any]) -> Any:
+    def step(name: str, own: object) -> Callable[..., object]:
         made = _Step(model, session, name)
         return made.on_list if name == "predict" else made.on_iterator
 
@@ -34,25 +34,25 @@ def training_wraps(model: Any, session: KerasSession) -> Wraps:
 class _Step:
     """A training, test or predict step on the mesh."""
 
-    def __init__(self, model: Any, session: KerasSession, name: str):
+    def __init__(self, model: keras.Model, session: KerasSession, name: str):
         self._model = model
         self._session = session
         self._name = name
-        self._known: set[Any] = set()  # shapes and types of batches for which all is made and checked
+        self._known: set[object] = set()  # shapes and types of batches for which all is made and checked
         self._compiled = Regathered(self._traced, session, f"{model.name}: the {name} step")
 
-    def _traced(self) -> Any:
+    def _traced(self) -> Callable[..., object]:
         """The step, to be compiled."""
         return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
-    def _step(self, batch: Any) -> Any:
+    def _step(self, batch: object) -> object:
         # A function that computes a gradient runs after the call of its layer, as that of layers in float8.
         with _outputs_by_rows(self._model, self._session), on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 
-    def on_iterator(self, iterator: Iterator[Any]) -> Any:
+    def on_iterator(self, iterator: Iterator[object]) -> object:
         """As many steps as one execution has; returns what the last one does."""
-        logs: Any = None
+        logs: object = None
         for number in range(self._model.steps_per_execution):
             try:
                 batch = next(iterator)
@@ -63,14 +63,14 @@ class _Step:
             logs = self._run(batch)
         return keras.tree.map_structure(self._plain, logs)
 
-    def on_list(self, batches: Sequence[Any]) -> Any:
+    def on_list(self, batches: Sequence[object]) -> object:
         """Return the predictions for some batches, one after the other."""
         results = [keras.tree.map_structure(self._plain, self._run(batch)) for batch in batches]
         if len(results) == 1:
             return results[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
 
-    def _run(self, batch: Any) -> Any:
+    def _run(self, batch: object) -> object:
         batch = keras.tree.map_structure(
             lambda a: None if isinstance(a, tf.experimental.Optional) else a,
             densified(batch, self._model),
@@ -90,7 +90,7 @@ class _Step:
             with Unoptimized(self._session):
                 return self._compiled(batch)
 
-    def _make_all(self, batch: Any) -> None:
+    def _make_all(self, batch: object) -> None:
         """Make what the step would make while it is traced: weights, metrics, slots."""
         model = self._model
         if self._name == "predict":
@@ -100,7 +100,7 @@ class _Step:
                 model._symbolic_build(data_batch=batch)
         materialize_for_training(model, self._session)
 
-    def _check_captured(self, batch: Any) -> None:
+    def _check_captured(self, batch: object) -> None:
         """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
         traced = self._compiled.traced(batch)
         written = _written(traced.graph)
@@ -114,24 +114,24 @@ class _Step:
                     "layer, or as layoutmap.DVariable",
                 )
 
-    def _plain(self, value: Any) -> Any:
+    def _plain(self, value: object) -> object:
         """Return a result as a plain tensor, which callbacks and `predict` can read."""
         if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
             return value
         return tf.constant(self._session.engine.to_numpy(value))
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: Any) -> object:
     return (tuple(value.shape), str(value.dtype)) if hasattr(value, "shape") else type(value)
 
 
-def _by_rows(output: Any, session: KerasSession) -> Any:
+def _by_rows(output: Any, session: KerasSession) -> object:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
     return output if None in shape else pinned(output, session.policy.batch_layout(shape), session)
 
 
 @contextmanager
-def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
+def _outputs_by_rows(model: keras.Model, session: KerasSession) -> Generator[None]:
     """While open, what a model returns is sharded along the batch only, and so is its gradient.
 
     Losses and metrics look along the other axes, and some of DTensor's operations are wrong on a sharded axis.
@@ -139,7 +139,7 @@ def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
     call = model.call
 
     @functools.wraps(call)
-    def by_rows(*args: Any, **kwargs: Any) -> Any:
+    def by_rows(*args: object, **kwargs: object) -> object:
         if session.on_thread.call_depth:
             return call(*args, **kwargs)
         return keras.tree.map_structure(lambda y: _by_rows(y, session), call(*args, **kwargs))
@@ -155,9 +155,9 @@ def _outputs_by_rows(model: Any, session: KerasSession) -> Generator[None]:
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case")
 
 
-def _written(graph: Any) -> set[Any]:
+def _written(graph: tf.Graph) -> set[object]:
     """The handles, outside of a graph, of the variables that it writes to, in functions that it calls too."""
-    written: set[Any] = set()
+    written: set[object] = set()
     inside = {inner.ref(): outer for outer, inner in graph.captures}
     for op in graph.get_operations():
         if op.type.startswith(("Assign", "ResourceScatter", "ResourceApply", "ResourceSparse")):

@@ -37,7 +37,7 @@ _NEED_REPLICATED_WEIGHTS = (  # why: decisions/0159
 )
 
 
-def reading_layout(layer: Any) -> Callable[[Layout], Layout] | None:  # why: decisions/0010
+def reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:  # why: decisions/0010
     """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
     in_few_bits = getattr(layer, "quantization_mode", None) in _IN_FEW_BITS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
@@ -79,15 +79,15 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
             )
 
 
-def _multiplies_int8(layer: Any) -> bool:
+def _multiplies_int8(layer: keras.Layer) -> bool:
     is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"
     return is_int8 and getattr(layer, "inputs_quantizer", None) is not None
 
 
-def generating(task: Any) -> Callable[[], Any]:
+def generating(task: keras.Model) -> Callable[[], object]:
     """Return `make_generate_function` of a task of keras-hub, which refuses."""
 
-    def make_generate_function() -> Any:
+    def make_generate_function() -> object:
         raise EngineError(
             f"{task.name}: generate cannot run on TensorFlow's DTensor",
             why="DTensor cannot update a slice of a tensor, as the cache of keys and values needs at each token",
@@ -109,7 +109,7 @@ def refused(error: tf.errors.OpError) -> bool:
     return "dtensor_graph_to_mlir_pass" in str(error)
 
 
-def place_of(error: tf.errors.OpError, graph: Any, layers: Mapping[str, str]) -> dict[str, str]:
+def place_of(error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]) -> dict[str, str]:
     """Return the operation that an error of DTensor names, and the layers that it is in, for people.
 
     Args:
@@ -127,9 +127,9 @@ def place_of(error: tf.errors.OpError, graph: Any, layers: Mapping[str, str]) ->
     return {"operation": kind, "in": "; ".join(list(filter(None, inside))[:4])}
 
 
-def _parse_message(message: str) -> tuple[str, list[Any], list[Any]]:
+def _parse_message(message: str) -> tuple[str, list[object], list[object]]:
     """A message without its tags of functions, those tags, and the tags of nodes, as TensorFlow's own returns them."""
-    parts, functions, nodes, end = list[str](), list[Any](), list[Any](), 0
+    parts, functions, nodes, end = list[str](), list[object](), list[object](), 0
     for found in re.finditer(error_interpolation._TAG_REGEX, message):
         tag = error_interpolation._ParseTag(found["type"], found["name"])
         is_function = tag.type == "function_node"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -19,9 +20,11 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 
 Plain = Callable[..., Any]
+Given = SimpleNamespace
+Sizes = int | Sequence[int]
 
 
-def conv(plain: Plain, given: Any) -> Any:
+def conv(plain: Plain, given: Given) -> tf.Tensor:
     """Return one convolution for each group, joined; Keras has XLA compute groups."""
     axis = 1 if _is_first(given) else -1
     kernel = _dilated(given.kernel, given.dilation_rate)
@@ -37,7 +40,7 @@ def conv(plain: Plain, given: Any) -> Any:
     return tf.concat([own(*pair) for pair in pairs], axis)
 
 
-def depthwise_conv(plain: Plain, given: Any) -> Any:
+def depthwise_conv(plain: Plain, given: Given) -> tf.Tensor:
     """Return the sum over the filter's places of what windows have there; each place gets an axis."""
     kernel = _dilated(given.kernel, given.dilation_rate)
     *sizes, channels, multiples = kernel.shape
@@ -51,27 +54,27 @@ def depthwise_conv(plain: Plain, given: Any) -> Any:
     return _as_given(tf.reshape(total, [*total.shape[:-2], channels * multiples]), given)
 
 
-def separable_conv(plain: Plain, given: Any) -> Any:
+def separable_conv(plain: Plain, given: Given) -> tf.Tensor:
     """Return a depthwise convolution, and one by windows of one place after it."""
     rest = given.strides, given.padding, given.data_format, given.dilation_rate
     between = keras_nn.depthwise_conv(given.inputs, given.depthwise_kernel, *rest)
     return keras_nn.conv(between, given.pointwise_kernel, 1, "valid", given.data_format)
 
 
-def average_pool(plain: Plain, given: Any) -> Any:
+def average_pool(plain: Plain, given: Given) -> tf.Tensor:
     """Return the average of each window."""
     steps = given.pool_size if given.strides is None else given.strides
     return _as_given(_averages(_channels_last(given), given.pool_size, steps, given.padding), given)
 
 
-def pool(plain: Plain, given: Any) -> Any:
+def pool(plain: Plain, given: Given) -> tf.Tensor:
     """Return the average of each window, as Keras's adaptive pooling asks TensorFlow for it."""
     if given.pooling_type != "AVG" or given.dilations or str(given.data_format).startswith("NC"):
         return plain(**vars(given))
     return _averages(given.input, given.window_shape, given.strides or 1, given.padding)
 
 
-def reverse(plain: Plain, given: Any) -> Any:
+def reverse(plain: Plain, given: Given) -> tf.Tensor:
     """Return the array gathered from the end along some axes."""
     values, axes = given.tensor, tf.get_static_value(given.axis)
     if axes is None or not values.shape.is_fully_defined():
@@ -82,7 +85,7 @@ def reverse(plain: Plain, given: Any) -> Any:
     return values
 
 
-def repeat(plain: Plain, given: Any) -> Any:
+def repeat(plain: Plain, given: Given) -> tf.Tensor:
     """Return copies side by side, joined: the gradient of tiles has ten axes, which DTensor cannot gather."""
     values, times, axis = tf.convert_to_tensor(given.input), given.repeats, given.axis
     if not isinstance(times, int) or axis is None or not values.shape.is_fully_defined():
@@ -92,7 +95,7 @@ def repeat(plain: Plain, given: Any) -> Any:
     return tf.reshape(beside, [*shape[:axis], shape[axis] * times, *shape[axis + 1 :]])
 
 
-def roll(plain: Plain, given: Any) -> Any:
+def roll(plain: Plain, given: Given) -> tf.Tensor:
     """Return the array with its ends joined to its beginnings along some axes."""
     values, shifts, axes = given.input, tf.get_static_value(given.shift), tf.get_static_value(given.axis)
     if shifts is None or axes is None or not values.shape.is_fully_defined():
@@ -105,14 +108,14 @@ def roll(plain: Plain, given: Any) -> Any:
     return values
 
 
-def eye(plain: Plain, given: Any) -> Any:
+def eye(plain: Plain, given: Given) -> tf.Tensor:
     """Return a constant."""
     if not all(isinstance(each, int | None) for each in (given.N, given.M, given.k)):
         return plain(**vars(given))
     return tf.constant(np.eye(given.N, given.M, given.k), given.dtype or keras.config.floatx())
 
 
-def diag(plain: Plain, given: Any) -> Any:
+def diag(plain: Plain, given: Given) -> tf.Tensor:
     """Return each value beside zeros, chosen by a constant."""
     values: Any = tf.convert_to_tensor(given.diagonal)
     size, other = values.shape[-1], (given.k, given.num_rows, given.num_cols, given.padding_value)
@@ -122,7 +125,7 @@ def diag(plain: Plain, given: Any) -> Any:
     return tf.where(is_on, tf.expand_dims(values, -1), tf.zeros((), values.dtype))
 
 
-def diag_part(plain: Plain, given: Any) -> Any:
+def diag_part(plain: Plain, given: Given) -> tf.Tensor:
     """Return the sums over columns of what is on the diagonal, beside zeros."""
     values: Any = tf.convert_to_tensor(given.input)
     rows, columns = values.shape[-2:]
@@ -133,7 +136,7 @@ def diag_part(plain: Plain, given: Any) -> Any:
     return sums[..., : min(rows, columns)]
 
 
-def strided_slice(plain: Plain, given: Any) -> Any:
+def strided_slice(plain: Plain, given: Given) -> tf.Tensor:
     """Return a slice that names each axis: DTensor reads past a layout's end where unnamed ones follow a new axis."""
     ends = [tf.get_static_value(each) for each in (given.begin, given.end, given.strides)]
     rank = given.input_.shape.rank
@@ -147,13 +150,13 @@ def strided_slice(plain: Plain, given: Any) -> Any:
     def bits(mask: int, of_unnamed: bool) -> int:
         return sum(1 << at for at, i in enumerate(order) if (of_unnamed if i < 0 else mask >> i & 1))
 
-    named: list[Any] = [[1 if i < 0 else each[i] for i in order] for each in ends]
+    named: list[list[int]] = [[1 if i < 0 else each[i] for i in order] for each in ends]
     masks = bits(given.begin_mask, True), bits(given.end_mask, True), 0
     masks += bits(given.new_axis_mask, False), bits(given.shrink_axis_mask, False)
     return plain(given.input_, *named, *masks, given.var, given.name)
 
 
-def _averages(values: Any, size: Any, steps: Any, padding: str) -> Any:
+def _averages(values: tf.Tensor, size: Sizes, steps: Sizes, padding: str) -> tf.Tensor:
     """The averages of windows, one axis after the other; what is padded counts for nothing."""
     rank = len(values.shape)
     for axis, (length, step) in enumerate(zip(_each(size, rank - 2), _each(steps, rank - 2), strict=True), 1):
@@ -163,25 +166,25 @@ def _averages(values: Any, size: Any, steps: Any, padding: str) -> Any:
     return values
 
 
-def _is_first(given: Any) -> bool:
+def _is_first(given: Given) -> bool:
     return (given.data_format or keras.config.image_data_format()) == "channels_first"
 
 
-def _channels_last(given: Any) -> Any:
+def _channels_last(given: Given) -> Any:
     return keras.ops.moveaxis(given.inputs, 1, -1) if _is_first(given) else given.inputs
 
 
-def _as_given(values: Any, given: Any) -> Any:
+def _as_given(values: tf.Tensor, given: Given) -> Any:
     return keras.ops.moveaxis(values, -1, 1) if _is_first(given) else values
 
 
-def _each(sizes: Any, num_axes: int) -> Sequence[int]:
+def _each(sizes: Sizes, num_axes: int) -> Sequence[int]:
     """A size for each axis of space: Keras takes one for all, too."""
     sizes = np.ravel(sizes).tolist()
     return sizes * num_axes if len(sizes) == 1 else sizes
 
 
-def _dilated(kernel: Any, rates: Any) -> Any:
+def _dilated(kernel: Any, rates: Sizes) -> Any:
     """A filter with zeros between its places along each axis of space."""
     kernel = tf.convert_to_tensor(kernel)
     for axis, rate in enumerate(_each(rates, len(kernel.shape) - 2)):
@@ -195,7 +198,7 @@ def _dilated(kernel: Any, rates: Any) -> Any:
     return kernel
 
 
-def _padded(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[Any, int]:
+def _padded(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[tf.Tensor, int]:
     """The array, padded along an axis, and how many windows it has there."""
     length = values.shape[axis]
     if padding.upper() != "SAME":
@@ -206,7 +209,7 @@ def _padded(values: Any, axis: int, size: int, step: int, padding: str) -> tuple
     return tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))]), count
 
 
-def _places(values: Any, axis: int, size: int, step: int, padding: str) -> Iterator[Any]:
+def _places(values: tf.Tensor, axis: int, size: int, step: int, padding: str) -> Iterator[tf.Tensor]:
     """Each place of the windows along an axis: what all windows have there."""
     values, count = _padded(values, axis, size, step, padding)
     for place in range(size):

@@ -36,6 +36,7 @@ from layoutmap.engines.torch.gather import Gradients
 _to_numpy = get_engine("torch").to_numpy
 _UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32}
 _num_draws: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+Found = tuple[dict[str, Any], list[Any]]
 
 
 class TorchBackend(Backend):  # why: decisions/0018
@@ -78,7 +79,7 @@ class TorchBackend(Backend):  # why: decisions/0018
         """Whether the code runs inside a compiled function's trace, or Keras's symbolic one."""
         return torch.compiler.is_compiling() or in_symbolic_scope()
 
-    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> Any:
+    def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> object:
         """Give a variable its value; what is assigned to it later keeps the layout."""
         if _is_plain(assignment):
             held = torch.nn.Parameter(torch.as_tensor(_to_numpy(held)), requires_grad=held.requires_grad)
@@ -91,12 +92,12 @@ class TorchBackend(Backend):  # why: decisions/0018
         variable._value = held
         return tag
 
-    def value_of(self, variable: Any) -> object:
+    def value_of(self, variable: keras.Variable) -> object:
         """Return the value of a variable; Keras holds unsigned integers as larger signed ones."""
         dtype = _UNSIGNED.get(variable.dtype)
         return variable.value if dtype is None else variable.value.to(dtype)
 
-    def values_changed(self, optimizers: Sequence[Any], layers: Sequence[Any]) -> None:
+    def values_changed(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
         """Layers know their parameters by the tensor, which is another one now."""
         held: dict[int, torch.Tensor] = {}
         below = {id(each): each for layer in layers for each in (layer, *sublayers(layer))}
@@ -123,7 +124,7 @@ class TorchBackend(Backend):  # why: decisions/0018
         """Keras hands weights to numpy."""
         return weights_off_mesh(layer, session, torch.as_tensor)
 
-    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+    def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
         """A call with plain tensors runs on the mesh."""
         wraps = {
             **{name: calling(layer, session, name) for name in CALLS},
@@ -134,7 +135,7 @@ class TorchBackend(Backend):  # why: decisions/0018
             wraps["export"] = refusing_export(layer)
         return wraps
 
-    def optimizer_wraps(self, optimizer: object, session: KerasSession) -> Wraps:
+    def optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
         """Updates run on the mesh, with each gradient in the layout of its weight."""
         return {"apply": applying(optimizer, session)}
 
@@ -158,9 +159,7 @@ class TorchBackend(Backend):  # why: decisions/0018
         if "cuda" in found and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(torch.from_numpy(found["cuda"]))
 
-    def gradients(
-        self, model: Any, x: object, y: object, sample_weight: object
-    ) -> tuple[dict[str, Any], list[Any]]:
+    def gradients(self, model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
         """The losses in training, and their gradients."""
         session = session_of(model)
         if session is None:
@@ -171,7 +170,7 @@ class TorchBackend(Backend):  # why: decisions/0018
             return _gradients(model, *batch)
 
 
-def _gradients(model: Any, x: object, y: object, sample_weight: object) -> tuple[dict[str, Any], list[Any]]:
+def _gradients(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
     moved = [*model.non_trainable_variables, *model.metrics_variables]
     kept = [(variable, np.asarray(variable)) for variable in moved]
     model.zero_grad()
@@ -185,15 +184,15 @@ def _gradients(model: Any, x: object, y: object, sample_weight: object) -> tuple
     return losses, [None if gradient is None else _to_numpy(gradient) for gradient in gradients]
 
 
-def _of_loss(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+def _of_loss(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
     y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-    loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+    loss: Any = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     loss.backward()
     held = [variable.value for variable in model.trainable_variables]
     return {"loss": loss}, [torch.zeros_like(each) if each.grad is None else each.grad for each in held]
 
 
-def _of_own_step(model: Any, x: Any, y: Any, sample_weight: Any) -> tuple[dict[str, Any], list[Any]]:
+def _of_own_step(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
     with recording(model) as found:
         logs = model.train_step((x, y, sample_weight))
     return logs, [found.get(id(variable)) for variable in model.trainable_variables]
@@ -209,7 +208,7 @@ def _is_plain(assignment: Assignment) -> bool:
     return small and assignment.layout.is_fully_replicated()
 
 
-def _assign(variable: Any, value: Any) -> None:
+def _assign(variable: keras.Variable, value: object) -> None:
     held = variable._value
     with torch.no_grad():
         if not isinstance(held, DTensor):
@@ -220,14 +219,14 @@ def _assign(variable: Any, value: Any) -> None:
             held.copy_(new)
 
 
-def _as_array(variable: Any, dtype: Any = None, copy: bool | None = None) -> object:
+def _as_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
     return np.asarray(_to_numpy(variable.value), dtype=dtype)
 
 
 # -- layers
 
 
-def _is_stale(layer: Any) -> bool:
+def _is_stale(layer: keras.Layer) -> bool:
     """Whether the parameters that torch knows of a layer are not those that its variables hold."""
     known = layer._modules.get("_torch_params")
     held = {variable.path: variable._value for variable in layer.variables}

@@ -32,7 +32,7 @@ from layoutmap.engines.torch.placing import full_tensor, reduced
 def placed(values: object, session: KerasSession) -> Any:
     """Return plain arrays on the mesh: each sharded along its first axis where the batch is and it divides."""
 
-    def place(value: Any) -> Any:
+    def place(value: Any) -> object:
         if not _is_plain(value):
             return value
         return session.engine.relayout(value, session.policy.batch_layout(tuple(value.shape)))
@@ -93,12 +93,12 @@ def _has_no_values(session: KerasSession) -> bool:
 # -- calls
 
 
-def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., object]:
+def calling(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
     """The `call` of a layer, or what stands for it; the outermost one takes plain tensors to the mesh and back."""
     function = _with_weights(layer, session, name)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if _is_running(session):
             if session.on_thread.sums_up:
                 args, kwargs = _each(with_summed_gradient, (args, kwargs))
@@ -118,7 +118,7 @@ def calling(layer: Any, session: KerasSession, name: str) -> Callable[..., objec
     return call
 
 
-def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[..., Any]:
+def _with_weights(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
     """The `call` of a layer, in which its weights are in the layouts that they compute in.
 
     What is sharded over the dim of the batch, too, is gathered for the call, as FSDP does it; the gradient goes the
@@ -127,7 +127,7 @@ def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[...,
     function = call_of(layer, name)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         gathered = _computing_layouts(layer, session) if _is_running(session) else []
         if not gathered:
             return function(*args, **kwargs)
@@ -145,9 +145,9 @@ def _with_weights(layer: Any, session: KerasSession, name: str) -> Callable[...,
     return call
 
 
-def _computing_layouts(layer: Any, session: KerasSession) -> list[tuple[Any, Layout]]:
+def _computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[keras.Variable, Layout]]:
     """Return those of a layer's own weights that compute in another layout than they are stored in, and in which."""
-    found: list[tuple[Any, Layout]] = []
+    found: list[tuple[keras.Variable, Layout]] = []
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
         if layout is not None:
@@ -161,7 +161,7 @@ def own_losses(method: Callable[..., object], session: KerasSession) -> Callable
     """Return a method for losses of a layer; outside of calls and steps they are plain numbers."""
 
     @functools.wraps(method)
-    def losses() -> Any:
+    def losses() -> object:
         if _is_running(session) or _has_no_values(session):
             return method()
         with on_mesh(session):

@@ -8,16 +8,11 @@ keras.Model                                 _call_has_training_arg, _compute_los
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
-from keras.src.backend.torch import core
-from keras.src.backend.torch.layer import TorchLayer as KerasTorchLayer
+from keras.src.backend.torch import core as keras_core
+from keras.src.backend.torch.layer import TorchLayer as TorchLayer
 
 from layoutmap.adapters.keras.private import Names
-
-keras_core: Any = core
-TorchLayer: Any = KerasTorchLayer
 
 NAMES: Names = (
     (keras_core, ("DEFAULT_DEVICE", "device_scope", "get_device")),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import keras
 import torch
 
 from layoutmap.adapters.keras.backends.torch_calls import on_mesh, placed, plain, running
@@ -25,7 +26,7 @@ from layoutmap.engines.torch.dtensor_ops import same_draws
 def training_wraps(model: Any, session: KerasSession) -> Wraps:
     """Return what to wrap on a model: steps that place each batch and run on the mesh."""
 
-    def step(name: str, own: Callable[[], Any]) -> Any:
+    def step(name: str, own: Callable[[], Callable[..., object]]) -> _Step:
         _refuse_compiling(model)
         return _Step(model, session, own())
 
@@ -35,12 +36,12 @@ def training_wraps(model: Any, session: KerasSession) -> Wraps:
 class _Step:
     """A step that places its batch, runs on the mesh, and returns plain results."""
 
-    def __init__(self, model: Any, session: KerasSession, step: Callable[..., Any]) -> None:
+    def __init__(self, model: keras.Model, session: KerasSession, step: Callable[..., object]) -> None:
         self._model = model
         self._session = session
         self._step = step
 
-    def __call__(self, data: Any) -> Any:
+    def __call__(self, data: Sequence[object]) -> object:
         model, session = self._model, self._session
         if build_for_step(model, session, data[0]):
             materialize_for_training(model, session)
@@ -53,7 +54,7 @@ class _Step:
         with torch.no_grad():
             return plain(results)
 
-    def _same_draws(self) -> AbstractContextManager[Any]:
+    def _same_draws(self) -> AbstractContextManager[None]:
         session = self._session
         if not (session.context.across and session.context.options.check_batches):
             return nullcontext()
@@ -61,7 +62,7 @@ class _Step:
         return same_draws(native[0], session.context.gather)
 
 
-def _refuse_compiling(model: Any) -> None:
+def _refuse_compiling(model: keras.Model) -> None:
     if model.jit_compile:
         raise ScopeError(
             f"{model.name}: jit_compile=True does not work in layouts on torch",
@@ -70,11 +71,11 @@ def _refuse_compiling(model: Any) -> None:
         )
 
 
-def refusing_export(model: Any) -> Callable[..., Any]:
+def refusing_export(model: keras.Model) -> Callable[..., object]:
     """An `export` that says what to do instead."""
 
     @functools.wraps(model.export)
-    def export(*args: Any, **kwargs: Any) -> Any:
+    def export(*args: object, **kwargs: object) -> object:
         raise ScopeError(
             f"{model.name}: a model in layouts cannot be exported on torch",
             why="the export would contain the shards of a mesh",
@@ -84,12 +85,12 @@ def refusing_export(model: Any) -> Callable[..., Any]:
     return export
 
 
-def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
+def applying(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
     """An update on the mesh, with each gradient in the layout of its weight."""
     apply_plain = optimizer.apply
 
     @functools.wraps(apply_plain)
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(grads: Iterable[object], trainable_variables: Iterable[keras.Variable] | None = None) -> object:
         weights = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         grads = list(grads)
         if not optimizer.built:
@@ -102,7 +103,7 @@ def applying(optimizer: Any, session: KerasSession) -> Callable[..., Any]:
     return apply
 
 
-def _laid_out(gradient: Any, weight: Any, session: KerasSession) -> Any:
+def _laid_out(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, torch.Tensor):
         return gradient

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,9 +78,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.tape = tape
 
-    def __torch_dispatch__(
-        self, func: Function, types: object, args: Args = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         return self.tape.dispatch(func, args, kwargs or {})
 
 
@@ -96,9 +94,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.tape = tape
 
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _COPIES and self.tape.holds(args[0]):
             return _deep_copy(*args)
@@ -157,9 +153,7 @@ def _converting(tape: Any) -> Generator[None]:
 
 def _apply_of(original: Function) -> Function:
     @functools.wraps(original)
-    def _apply(
-        module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> object:
+    def _apply(module: torch.nn.Module, fn: Function, recurse: bool = True) -> object:
         tapes = _recording()
         parameters, _ = members_of_module(module)
         every = dict(parameters)

@@ -35,6 +35,7 @@ from layoutmap.engines.torch.dtensor_ops.proven import ALONG, ANY_ORDER, PROVEN,
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import (
     Args,
+    Function,
     Kwargs,
     OpOverload,
     argument_names,
@@ -116,9 +117,7 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
 # why: decisions/0057
 @plainly
 @torch.no_grad()
-def _answer(
-    own: Callable[[], object], op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
-) -> object:
+def _answer(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """The way in which DTensor may compute an operator, or else the operator's result.
 
     Args:

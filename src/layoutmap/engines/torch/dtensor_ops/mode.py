@@ -124,9 +124,7 @@ class _Computing(TorchFunctionMode):
         super().__init__()
         self._by_shards = by_shards
 
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
             with outside_of_modes():  # it computes nothing: no mode has to see it

@@ -34,9 +34,7 @@ def batch_divides(value: object) -> bool:
 class SummingUp(TorchFunctionMode):
     """While open, products and their gradients are summed up at once."""
 
-    def __torch_function__(
-        self, func: Function, types: object, args: Args = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
