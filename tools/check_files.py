@@ -15,9 +15,7 @@ KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")  # Ke
 DECISION = ("Question", "Choice", "Why", "What was given up")
 # Rooms whose library has few types, or none. The figure only falls.
 ANY = {
-    "adapters/jax": 65,
     "adapters/keras": 97,
-    "engines/jax": 46,
     "testing/laws": 27,
 }
 _HALLS = ("adapters", "engines")

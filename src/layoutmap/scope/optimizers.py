@@ -52,7 +52,8 @@ def apply_optimizer(
     layout_map: RuleSet, state: Any, params: Any, wrt: Any, zero_dim: str | None, strict: bool
 ) -> Any:
     """Lay out an optimizer's state that exists; see `LayoutMap.apply_optimizer`."""
-    from layoutmap.adapters.jax.optimizers import describe, is_nnx_optimizer, move_state, params_of
+    from layoutmap.adapters.jax.objects import is_nnx_optimizer
+    from layoutmap.adapters.jax.optimizers import describe, move_state, params_of
 
     is_nnx = is_nnx_optimizer(state)
     leaves = state.opt_state if is_nnx else state

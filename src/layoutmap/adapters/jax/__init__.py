@@ -107,7 +107,7 @@ class JaxAdapter(Adapter):
         """Give a variable a value, of JAX or of numpy; it keeps its layout."""
         variable.write(value)
 
-    def forward(self, model: object, batch: object) -> Any:
+    def forward(self, model: object, batch: object) -> object:
         """Return what a model returns for a batch, in inference; nested as the model nests it."""
         return _as_numpy(_trained(model).steps.outputs(batch))
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.models import is_nnx
-from layoutmap.adapters.jax.objects import is_variable
-from layoutmap.adapters.jax.optimizers import is_nnx_optimizer, params_of, weights_of
+from layoutmap.adapters.jax.objects import is_nnx_optimizer, is_variable
+from layoutmap.adapters.jax.optimizers import params_of, weights_of
 from layoutmap.adapters.jax.pytrees import named_leaves
 from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
 from layoutmap.adapters.jax.tracing import is_array, is_key
@@ -51,14 +51,14 @@ def optimizer_arrays(
     return [Stored(spec, leaf) for spec, leaf in slots] + _step(optimizer)
 
 
-def _step(optimizer: Any) -> list[Stored]:
+def _step(optimizer: object) -> list[Stored]:
     if not is_nnx_optimizer(optimizer):
         return []
     step = optimizer.step.get_raw_value()
     return [Stored(VariableSpec("optimizer.step", (), step.dtype.name, Kind.SLOT), step)]
 
 
-def restored(model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+def restored(model: object, optimizer: object, arrays: Iterable[tuple[str, object]]) -> tuple[object, object]:
     """Return a model and its optimizer's state with other arrays.
 
     What Variables of nnx hold is replaced one by one, and freed then; a pytree is replaced by another one.
@@ -75,7 +75,7 @@ def restored(model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> t
         holders["optimizer.step"] = optimizer.step
     paths = [path for path, _ in leaves], [path for path, _ in slots]
     del leaves, slots
-    new: dict[str, Any] = {}
+    new: dict[str, object] = {}
     for path, array in arrays:
         value = likes[path](array)
         if (holder := holders.get(path)) is not None:
@@ -98,7 +98,7 @@ def has_optimizer(model: object, optimizer: object) -> bool:
     return optimizer is not None or (isinstance(model, TrainState) and model.opt_state is not None)
 
 
-def _state(model: Any, optimizer: Any, *, make: bool) -> Any:
+def _state(model: object, optimizer: object, *, make: bool) -> Any:
     """The state of an optimizer as a pytree; of a `TrainState` that has not begun, without values, if that is asked."""
     if is_nnx_optimizer(optimizer):
         return optimizer.opt_state
@@ -109,7 +109,7 @@ def _state(model: Any, optimizer: Any, *, make: bool) -> Any:
     return jax.eval_shape(model.optimizer.init, _params(model, None))
 
 
-def _params(model: Any, optimizer: Any) -> Any:
+def _params(model: object, optimizer: object) -> Any:
     if isinstance(model, TrainState) and optimizer is None:
         return model.weights()
     return params_of(model_in(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
@@ -144,7 +144,7 @@ def _slots_as_they_are(
     return [(spec, leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)]
 
 
-def _placed(leaf: Any, weights: Any, spec: VariableSpec) -> Any:
+def _placed(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
     """A leaf; of one without values, one in the layout of its weight, if it has its shape."""
     weight = weights.get(spec.parent) if spec.parent is not None and _has_no_value(leaf) else None
     if not isinstance(weight, jax.Array) or weight.shape != leaf.shape:
@@ -168,11 +168,11 @@ def _holders(tree: object) -> list[Any]:
     return found
 
 
-def _with_arrays(state: Any, paths: Iterable[str], new: dict[str, jax.Array]) -> Any:
+def _with_arrays(state: object, paths: Iterable[str], new: dict[str, object]) -> object:
     """A pytree with other arrays, by the paths of all of its own; Variables in it are changed in place."""
     rest = iter(paths)
 
-    def put(leaf: Any) -> Any:
+    def put(leaf: object) -> object:
         if is_variable(leaf):
             leaf.set_raw_value(jax.tree.map(put, leaf.get_raw_value()))
             return leaf
@@ -195,7 +195,7 @@ def _data(array: Any) -> Any:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _like(old: Any) -> Callable[[Any], Any]:
+def _like(old: Any) -> Callable[[object], object]:
     """A function that makes arrays like another one, of which it keeps nothing: on its devices, keys of its kind."""
     if isinstance(old, np.ndarray):
         return np.asarray
@@ -207,7 +207,7 @@ def _like(old: Any) -> Callable[[Any], Any]:
     is_weak = getattr(old, "weak_type", False)
     committed = getattr(old, "committed", False)
 
-    def make(array: object) -> Any:
+    def make(array: object) -> object:
         made = jnp.asarray(array)
         if implementation is not None:
             made = jax.random.wrap_key_data(made, impl=implementation)

@@ -25,7 +25,7 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 
 
 def training_step(
-    model: Any, specs: Sequence[VariableSpec], inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
+    model: object, specs: Sequence[VariableSpec], inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
     """Return a training step of a model whose arrays are shapes.
 
@@ -66,7 +66,7 @@ class _Step:
         specs: Sequence[VariableSpec],
         inputs: object,
         optimizer: Any,
-        loss: Callable[..., Any] | None,
+        loss: Callable[..., object] | None,
     ):
         self._state = state
         self._specs = specs
@@ -108,7 +108,7 @@ class _Step:
         trained = [key for key in self._trained if key in values]
         frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]
 
-        def loss_of(weights: Mapping[str, jax.Array]) -> tuple[Any, Any]:
+        def loss_of(weights: Mapping[str, jax.Array]) -> tuple[object, list[object]]:
             given = {**values, **tracer.unread} | {key: weights[key[1]] for key in trained}
             model = self._parts.put_together([given[s.key] for s in self._specs])
             if is_nnx(model):

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.core
@@ -23,7 +22,7 @@ from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError
 
 Keys = tuple[str, ...]
-Nodes = Iterable[tuple[tuple[Any, ...], Any]]
+Nodes = Iterable[tuple[tuple[object, ...], object]]
 """The nodes of a module with their paths, as `nnx.iter_graph` returns them."""
 
 
@@ -37,7 +36,7 @@ class HeldArrays:
         path: Its path.
     """
 
-    owner: weakref.ref[Any]
+    owner: weakref.ref[object]
     name: str
     path: Keys
 
@@ -45,7 +44,7 @@ class HeldArrays:
         """Assign other arrays, by the path of each."""
         owner = self.owner()
 
-        def new(keys: Sequence[object], value: object) -> Any:
+        def new(keys: Sequence[object], value: object) -> object:
             return arrays.get((*self.path, *map(key_text, keys)), value)
 
         held = jax.tree_util.tree_map_with_path(new, getattr(owner, self.name), is_leaf=_is_of_flax)

@@ -9,7 +9,8 @@ from typing import Any
 
 from layoutmap.adapters.jax.checkpoints import optimizer_arrays
 from layoutmap.adapters.jax.models import is_nnx
-from layoutmap.adapters.jax.optimizers import is_nnx_optimizer, weights_of
+from layoutmap.adapters.jax.objects import is_nnx_optimizer
+from layoutmap.adapters.jax.optimizers import weights_of
 from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in
 from layoutmap.adapters.protocol import ScopeContext, Stored
 from layoutmap.core.variables import Kind

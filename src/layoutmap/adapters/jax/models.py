@@ -7,15 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from layoutmap.adapters.jax import pytrees
+from layoutmap.adapters.jax.objects import is_nnx
 from layoutmap.adapters.jax.pytrees import Parts
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.engines.tested import import_for, warn_if_untested
-
-
-def is_nnx(model: object) -> bool:
-    """Return whether a model is a module of flax.nnx."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(model, nnx.Module)
 
 
 def take_apart(model: object) -> Parts:
@@ -31,7 +26,7 @@ def take_apart(model: object) -> Parts:
     return pytrees.take_apart(model)
 
 
-def put_values(model: Any, values: Sequence[Any]) -> Any:
+def put_values(model: object, values: Sequence[object]) -> Any:
     """Return a model with other arrays: the same module, or, since a pytree cannot be changed, another one."""
     if is_nnx(model):
         from layoutmap.adapters.jax import nnx
@@ -41,7 +36,7 @@ def put_values(model: Any, values: Sequence[Any]) -> Any:
     return pytrees.take_apart(model).put_together(values)
 
 
-def lay_out_outputs(model: Any, policy: LayoutPolicy) -> None:
+def lay_out_outputs(model: object, policy: LayoutPolicy) -> None:
     """Have the modules of a model return arrays in the layouts of rules for activations; a pytree has no modules."""
     if is_nnx(model):
         from layoutmap.adapters.jax import nnx
@@ -49,7 +44,7 @@ def lay_out_outputs(model: Any, policy: LayoutPolicy) -> None:
         nnx.lay_out_outputs(model, policy)
 
 
-def make_unsharded(make: Callable[[], Any], model_in: Callable[[Any], Any]) -> Any:
+def make_unsharded(make: Callable[[], object], model_in: Callable[[object], Any]) -> Any:
     """Call a function that makes a model, whose own annotations shard nothing.
 
     Args:

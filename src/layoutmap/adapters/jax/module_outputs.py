@@ -39,7 +39,7 @@ class Output:
     batch_dim: str | None
     path: str = field(compare=False)
 
-    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Return what a module returns, its arrays in their layouts."""
         return self._laid_out(call(*args, **kwargs))
 
@@ -67,7 +67,7 @@ class TracedOutput:
     tracer: Tracer
     path: str
 
-    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Return what a module returns, or what the tracer has in its place."""
         function = _recomputed(call) if self.tracer.recomputes(self.path) else call
         return self.tracer.call(self.path, function, args, kwargs)
@@ -76,13 +76,13 @@ class TracedOutput:
 def _recomputed(call: Any) -> Callable[..., object]:
     """A module's call of which only the input is kept for the backward pass; settings of Python stay what they are."""
 
-    def recomputed(*args: Any, **kwargs: object) -> object:
+    def recomputed(*args: object, **kwargs: object) -> object:
         given = {str(number): value for number, value in enumerate(args)} | kwargs
         settings: dict[str, object] = {k: value for k, value in given.items() if isinstance(value, _SETTINGS)}
         arrays = {k: value for k, value in given.items() if k not in settings}
 
-        def plain(module: Any, arrays: dict[str, object]) -> Any:
-            every: dict[str, Any] = settings | arrays
+        def plain(module: nnx.Module, arrays: dict[str, object]) -> object:
+            every: dict[str, object] = settings | arrays
             return call.func(module, *(every.pop(str(number)) for number in range(len(args))), **every)
 
         remat: Any = nnx.remat(plain)
@@ -112,11 +112,11 @@ def without_output(module: nnx.Module) -> None:
 
 
 @functools.cache
-def _class(plain: Any, is_pytree: bool) -> Any:
+def _class(plain: Any, is_pytree: bool) -> type[nnx.Module]:
     """Return the class of modules of a class whose output has a layout."""
 
     @functools.wraps(plain.__call__)
-    def call(self: Any, *args: object, **kwargs: object) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> object:
         plain_call = functools.partial(plain.__call__, self)
         output = vars(self).get(_ATTRIBUTE)  # a module that is made anew, of this type, has none
         return plain_call(*args, **kwargs) if output is None else output.of(plain_call, args, kwargs)
@@ -126,7 +126,7 @@ def _class(plain: Any, is_pytree: bool) -> Any:
         vars(made).update(vars(self))
         return made
 
-    def reduced(self: object, protocol: object) -> Any:
+    def reduced(self: object, protocol: object) -> tuple[object, ...]:
         """Of what is unpickled, no array is in a layout, so it is a plain module."""
         module = copied(self)
         without_output(module)
@@ -138,5 +138,5 @@ def _class(plain: Any, is_pytree: bool) -> Any:
     return type(plain)(plain.__name__, (plain,), body, pytree=is_pytree)
 
 
-def _unpickled(make: Callable[..., Any], arguments: Any) -> Any:
+def _unpickled(make: Callable[..., object], arguments: Sequence[object]) -> object:
     return make(*arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 from flax import nnx
@@ -63,7 +62,7 @@ def take_apart(model: nnx.Module) -> Parts:
 
 def _places(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
     """Return where arrays are among the attributes of each module on the way: flax sorts them by name."""
-    known: dict[int, dict[str, tuple[int, Any]]] = {}
+    known: dict[int, dict[str, tuple[int, object]]] = {}
     for keys in paths:
         place: list[int] = []
         node: object = model
@@ -86,7 +85,7 @@ def _members(node: object) -> Iterator[tuple[str, object]]:
             yield _path(path), value
 
 
-def put_values(model: nnx.Module, values: Sequence[Any]) -> None:
+def put_values(model: nnx.Module, values: Sequence[object]) -> None:
     """Give a module other arrays, in the order of its parts; it stays the same object."""
     new = nnx.to_flat_state(pytrees.take_apart(nnx.state(model)).put_together(values))
     nnx.update(model, nnx.from_flat_state([each for each in new if isinstance(each[1], nnx.Variable)]))

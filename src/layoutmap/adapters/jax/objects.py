@@ -9,14 +9,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 
 from layoutmap.adapters.jax.private import has_plain_value, put_value
 from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.core.errors import ScopeError, listed
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from layoutmap.adapters.jax.signatures import Signature
+
+
+def is_nnx(model: object) -> TypeGuard[nnx.Module]:
+    """Return whether a model is a module of flax.nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(model, nnx.Module)
 
 
 def is_object(value: object) -> bool:
@@ -25,10 +36,16 @@ def is_object(value: object) -> bool:
     return nnx is not None and isinstance(value, nnx.Pytree)
 
 
-def is_variable(value: object) -> bool:
+def is_variable(value: object) -> TypeGuard[nnx.Variable[Any]]:
     """Whether a value is a Variable of nnx."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Variable)
+
+
+def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
+    """Whether an object is an optimizer of nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(state, nnx.Optimizer)
 
 
 class StepObjects:  # why: decisions/0070
@@ -60,9 +77,9 @@ class StepObjects:  # why: decisions/0070
         self.owners = [path[0].key for path in paths]
         self.names = list(map(_name, paths))
         self.structure = graphdef, jax.tree.structure(state)
-        self.signature: Any = None
+        self.signature: Signature | None = None
         self._nodes = [weakref.ref(node, self._forget) for node in nodes]
-        self._seen: list[tuple[Any, list[int], list[object]]] = []
+        self._seen: list[tuple[Callable[[], object], list[int], list[object]]] = []
         self._look(nodes)
 
     def are(self, nodes: Sequence[object]) -> bool:
@@ -80,13 +97,13 @@ class StepObjects:  # why: decisions/0070
 
     def write(self, changed: Mapping[int, object]) -> None:
         """Assign arrays to the Variables and attributes that hold them, by the numbers of the leaves."""
-        values: Iterable[tuple[int, Any]] = changed.items()
+        values: Iterable[tuple[int, object]] = changed.items()
         if self._values_tree.num_leaves != len(self._places):  # a Variable holds several
             leaves = jax.tree.leaves(self._values())
             for number, value in changed.items():
                 leaves[number] = value
             values = enumerate(jax.tree.unflatten(self._values_tree, leaves))
-        held = dict[Any, Any]()
+        held = dict[Any, object]()
         is_checked = False
         for number, value in values:
             if not is_variable(place := self._places[number]):
@@ -103,7 +120,7 @@ class StepObjects:  # why: decisions/0070
             self._seen = []
             self._look([node() for node in self._nodes])
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[object]:
         return [place.get_raw_value() if is_variable(place) else place for place in self._places]
 
     def _look(self, nodes: Sequence[object]) -> None:
@@ -125,7 +142,7 @@ class StepObjects:  # why: decisions/0070
         self._places, self._seen = [], []
 
 
-def _always(value: object) -> object:
+def _always(value: object) -> Callable[[], object]:
     return lambda: value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,7 @@ class OptimizerVariables:
     slots: list[VariableSpec]
 
 
-def params_of(params: Any, wrt: Any = None) -> object:
+def params_of(params: object, wrt: Any = None) -> object:
     """The pytree of parameters: what was given, or the state of a module of nnx."""
     if not is_nnx(params):
         return params
@@ -55,7 +54,7 @@ def weights_of(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[st
     Raises:
         LayoutError: A parameter is no array.
     """
-    engine, weights, layouts = get_engine("jax"), dict[Parts, VariableSpec](), dict[Any, Layout]()
+    engine, weights, layouts = get_engine("jax"), dict[Parts, VariableSpec](), dict[tuple[str, str], Layout]()
     for parts, leaf in named_leaves(params):
         path = ".".join(parts) or "params"
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -121,13 +120,7 @@ def move_state(state: object, layouts: Sequence[Layout]) -> object:
     return jax.tree.map(move, state, is_leaf=is_variable)
 
 
-def is_nnx_optimizer(state: object) -> bool:
-    """Whether an object is an optimizer of nnx."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(state, nnx.Optimizer)
-
-
-def nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[Any], object]) -> object:
+def nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[object], object]) -> object:
     """Return an `nnx.Optimizer` whose state is made by a function, and not by `tx.init`."""
     from flax import nnx
 

@@ -12,6 +12,7 @@ from layoutmap.core.errors import LayoutError
 
 Shape = tuple[int, ...]
 KeyPath = tuple[Any, ...]
+Tree = Any  # a tree of JAX, which has no type
 
 
 @dataclass(slots=True)
@@ -26,10 +27,10 @@ class Arguments:  # why: decisions/0069
         donated: Whether the buffers of each leaf are donated.
     """
 
-    tree: object
+    tree: Tree
     paths: Sequence[KeyPath]
     shapes: Sequence[Shape]
-    shardings: Sequence[Any]
+    shardings: Sequence[jax.sharding.Sharding]
     donated: Sequence[bool]
     _starts: dict[object, list[int]] = field(default_factory=dict, init=False)
     _claimed: set[int] = field(default_factory=set, init=False)
@@ -54,7 +55,7 @@ class Arguments:  # why: decisions/0069
         """
         found, tree = jax.tree_util.tree_flatten_with_path(results)
         paths, shapes = [path for path, _ in found], [leaf.shape for _, leaf in found]
-        shardings: list[Any] = [None] * len(found)
+        shardings: list[object] = [None] * len(found)
         todo = [(tree, 0)]
         while todo:
             below, start = todo.pop()
@@ -73,7 +74,7 @@ class Arguments:  # why: decisions/0069
             todo += reversed(list(_children(below, start)))
         return jax.tree.unflatten(tree, shardings)
 
-    def _signature(self, tree: Any, start: int, shapes: Sequence[Shape]) -> object:
+    def _signature(self, tree: Tree, start: int, shapes: Sequence[Shape]) -> object:
         return tree, tuple(shapes[start : start + tree.num_leaves])
 
     def _of_leaf(self, path: KeyPath, shape: Shape) -> object:
@@ -83,22 +84,15 @@ class Arguments:  # why: decisions/0069
             self.paths, self.shapes, self.shardings, self.donated, strict=True
         ):
             if of == shape and shape:
-                common = next(
-                    (
-                        n
-                        for n, (a, b) in enumerate(zip(reversed(path), reversed(theirs), strict=False))
-                        if a != b
-                    ),
-                    min(len(path), len(theirs)),
-                )
-                common = common or int(
-                    not path and donated
-                )  # the only result, and state that the step was given
+                pairs = enumerate(zip(reversed(path), reversed(theirs), strict=False))
+                common = next((n for n, (a, b) in pairs if a != b), min(len(path), len(theirs)))
+                # The only result, and state that the step was given.
+                common = common or int(not path and donated)
                 if common > most:
                     best, most = sharding, common
         return best
 
-    def _check_shapes(self, tree: Any, start: int, shapes: Sequence[Shape]) -> None:
+    def _check_shapes(self, tree: Tree, start: int, shapes: Sequence[Shape]) -> None:
         """Check that what has the structure of a donated argument has its shapes, too."""
         for argument, of in _arguments(self.tree):
             if argument == tree and self.donated[of]:
@@ -122,13 +116,13 @@ def path_text(path: KeyPath) -> str:
     return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
 
 
-def _children(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
+def _children(tree: Tree, start: int) -> Iterator[tuple[Tree, int]]:
     for child in tree.children():
         yield child, start
         start += child.num_leaves
 
 
-def _subtrees(tree: Any, start: int) -> Iterator[tuple[object, int]]:
+def _subtrees(tree: Tree, start: int) -> Iterator[tuple[Tree, int]]:
     """A tree and all below it that have leaves, each with the number of its first leaf; single leaves are left out."""
     if tree.num_leaves and not jax.tree_util.treedef_is_leaf(tree):
         yield tree, start
@@ -136,7 +130,7 @@ def _subtrees(tree: Any, start: int) -> Iterator[tuple[object, int]]:
             yield from _subtrees(child, at)
 
 
-def _arguments(tree: object) -> Iterator[tuple[Any, int]]:
+def _arguments(tree: Tree) -> Iterator[tuple[Tree, int]]:
     """The trees of the single arguments."""
     for group, start in _children(tree, 0):
         for argument, at in _children(group, start):

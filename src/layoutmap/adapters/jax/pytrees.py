@@ -36,7 +36,7 @@ class Leaf:
     use: Use | None = None
 
 
-Describe = Callable[[Sequence[str], Any], Leaf]
+Describe = Callable[[Sequence[str], object], Leaf]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Parts:
     """
 
     leaves: Sequence[Leaf]
-    put_together: Callable[[Sequence[Any]], Any]
+    put_together: Callable[[Sequence[object]], Any]
     layers: Sequence[str] | None = None
     order: Sequence[int] | None = None
 
@@ -92,7 +92,7 @@ def take_apart(tree: object, describe: Describe | None = None) -> Parts:
         leaves = [describe([*map(key_text, found[place][0])], values[place]) for place in places]
     _check_distinct(leaves, tree)
 
-    def put_together(arrays: Sequence[object]) -> Any:
+    def put_together(arrays: Sequence[object]) -> object:
         filled = list(values)
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array

@@ -50,11 +50,11 @@ class JaxSession:
             fix="make the model in a function: model = layout_map.build(lambda: Model(nnx.Rngs(0)))",
         )
 
-    def build(self, make: Callable[[], Any]) -> Any:
+    def build(self, make: Callable[[], object]) -> Any:
         """Return the model that a function makes, its arrays in their layouts; a plan has shapes in their place."""
         parts: Any = None
 
-        def run() -> tuple[Any, Sequence[Any]]:
+        def run() -> tuple[object, Sequence[object]]:
             nonlocal parts
             model = make_unsharded(make, model_in)
             parts = arrays_of(model)
@@ -67,7 +67,7 @@ class JaxSession:
             return self._with(model, parts.put_together(shapes))
         return self._with(model, parts.put_together(self._materialize(assignments, arrays)))
 
-    def _with(self, made: object, model: object) -> Any:
+    def _with(self, made: object, model: object) -> object:
         """Return a model, its outputs laid out, in the `TrainState` that it was made in."""
         if not self._context.plan_only:
             lay_out_outputs(model, self._context.policy)
@@ -102,9 +102,8 @@ class JaxSession:
         if not is_nnx(model):
             return _is_made(jax.tree.leaves(model))
         nnx = sys.modules["flax.nnx"]
-        nodes = (
-            node for _, node in nnx.iter_graph(model)
-        )  # ends at the first array of a model that is traced
+        # Ends at the first array of a model that is traced.
+        nodes = (node for _, node in nnx.iter_graph(model))
         is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
         return any(is_made) or _is_made(jax.tree.leaves(nnx.state(model)))
 
@@ -143,7 +142,7 @@ class JaxSession:
             for _, assignment in sorted(zip(order, assigned, strict=True), key=lambda pair: pair[0])
         ]
 
-    def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[object]) -> list[Any]:
+    def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[object]) -> list[object]:
         """Return arrays in their layouts: traced ones computed there, and those that exist redistributed."""
         context = self._context
         todo = {

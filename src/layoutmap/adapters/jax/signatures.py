@@ -16,6 +16,7 @@ from layoutmap.core.errors import LayoutError
 Key = int | str
 """An argument: its position, or its name if it is passed by name."""
 
+Static = tuple[tuple[Key, type, object], ...]
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS = (int, float, complex)
 
@@ -30,7 +31,7 @@ class Constants:
     """
 
     tree: Any
-    values: dict[int, Any]
+    values: dict[int, object]
 
     def are_in(self, leaves: Sequence[object]) -> bool:
         """Whether the leaves of the same tree have equal constants."""
@@ -95,9 +96,9 @@ class Signature:
 
     constants: Constants
     where: tuple[Key, ...]
-    static: tuple[tuple[Key, type, Any], ...]
-    structure: Any
-    arrays: Any
+    static: Static
+    structure: object
+    arrays: object
     paths: list[Any]
     names: list[str]
     owners: list[int]
@@ -131,7 +132,7 @@ class Signature:
         return args, kwargs
 
     def opened(
-        self, args: Iterable[object], kwargs: Any, objects: Sequence[object]
+        self, args: Iterable[object], kwargs: dict[str, object], objects: Sequence[object]
     ) -> tuple[list[object], dict[str, object]]:
         """The arguments of the function itself, of those of the compiled one."""
         away = without((args, kwargs), {*self.where, *(key for key, _, _ in self.static)})
@@ -143,8 +144,8 @@ class Signature:
 
 
 def without(
-    arguments: tuple[Iterable[object], Any], keys: Iterable[Key]
-) -> tuple[tuple[Any, ...], dict[str, object]]:
+    arguments: tuple[Iterable[object], dict[str, object]], keys: Iterable[Key]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Positional arguments and those by name, with `None` for some."""
     args, kwargs = arguments
     return (

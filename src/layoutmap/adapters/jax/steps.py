@@ -26,6 +26,7 @@ from layoutmap.adapters.jax.signatures import (
     Constants,
     Key,
     Signature,
+    Static,
     check_given,
     constants_in,
     parameters_of,
@@ -64,11 +65,11 @@ def jit_step(
     static_argnames: str | Sequence[str] = (),
     batch_dim: str | None = None,
     batch_argnums: int | Sequence[int] | None = None,
-) -> Callable[[Callable[..., Any]], JitStep]: ...
+) -> Callable[[Callable[..., object]], JitStep]: ...
 
 
 def jit_step(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -152,14 +153,14 @@ class _Program:
 
     name: str
     signature: Signature
-    compiled: Any
+    compiled: jax.stages.Wrapped
     constants: Constants
-    shardings: list[Any]
-    avals: list[Any]
+    shardings: list[NamedSharding]
+    avals: list[jax.core.AbstractValue]
     places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
     peers: Peers | None
 
-    def placed(self, leaves: Sequence[Any]) -> list[Any] | None:
+    def placed(self, leaves: Sequence[Any]) -> list[jax.Array] | None:
         """The leaves, those off the mesh placed; `None`: the program is not for them."""
         leaves = list(leaves)
         for number, (sharding, is_batch, shape) in self.places.items():
@@ -174,7 +175,7 @@ class _Program:
             return None
         return leaves if same else None
 
-    def __call__(self, leaves: list[Any]) -> tuple[Any, dict[int, Any]]:
+    def __call__(self, leaves: list[jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
         signature = self.signature
         if any(x.is_deleted() for x in leaves) or len({*map(id, leaves)}) < len(leaves):
             check_given(self.name, signature.names, leaves, signature.donated)
@@ -236,13 +237,13 @@ class JitStep:
         return program.compiled.lower(*given, **named)
 
     def _prepared(
-        self, args: Any, kwargs: Any, kinds: tuple[type, ...]
-    ) -> tuple[_Program, list[object], StepObjects | None]:
+        self, args: tuple[object, ...], kwargs: dict[str, object], kinds: tuple[type, ...]
+    ) -> tuple[_Program, list[Any], StepObjects | None]:
         """The program for these arguments, their leaves on its mesh, and the objects of nnx among them."""
         given = (*enumerate(args), *kwargs.items())
         static = tuple((k, type(arg), arg) for k, arg in given if k in self._static) if self._static else ()
         where: tuple[Key, ...] = ()
-        nodes: list[Any] = []
+        nodes: list[object] = []
         if "flax.nnx" in sys.modules:
             found = [(key, arg) for key, arg in given if is_object(arg)]
             where, nodes = tuple(key for key, _ in found), [arg for _, arg in found]
@@ -275,11 +276,11 @@ class JitStep:
 
     def _signature(
         self,
-        args: object,
+        args: Sequence[object],
         kwargs: object,
         leaves: Sequence[object],
-        where: Any,
-        static: Any,
+        where: tuple[Key, ...],
+        static: Static,
         objects: StepObjects | None,
     ) -> Signature:
         constants = constants_in((args, kwargs))
@@ -311,7 +312,7 @@ class JitStep:
         self._signatures.append(signature)
         return signature
 
-    def _check_arguments(self, args: Any, kwargs: object, constants: Constants, static: Any) -> None:
+    def _check_arguments(self, args: Any, kwargs: object, constants: Constants, static: Static) -> None:
         last = max(self._numbers, default=-1)
         if last >= max(len(args), len(self._parameters)):
             raise ScopeError(
@@ -396,8 +397,8 @@ class JitStep:
         program.places.update(places)
         return program
 
-    def _mesh(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Mesh, Any]:
-        first: tuple[str, Any, Mesh] | None = None
+    def _mesh(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
+        first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
         for name, leaf in zip(signature.names, leaves, strict=True):
             layout = get_engine("jax").layout_of(leaf)
             if layout is None:
@@ -439,7 +440,7 @@ class JitStep:
             warnings.warn(warning, stacklevel=level_of_user())
         return False
 
-    def _check_rows(self, mesh: Mesh, native: Any, shape: tuple[int, ...], name: str) -> None:
+    def _check_rows(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> None:
         """Check that a batch can be split evenly; of several processes each has rows of its own, which JAX checks."""
         if not shape or self._batch_dim is None or native.is_multi_process:
             return
@@ -455,12 +456,12 @@ class JitStep:
 
     def _compiled(
         self, signature: Signature, leaves: list[Any], arguments: Any, native: Any, rows: Set[int]
-    ) -> tuple[Any, Constants]:
+    ) -> tuple[jax.stages.Wrapped, Constants]:
         """The step, compiled with the shardings of its results; and those of its results that are no arrays."""
         num_plain, donated, where = signature.num_plain, signature.donated, signature.where
         constants = Constants(None, {})
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> object:
             of_objects = [args[key] if isinstance(key, int) else kwargs[key] for key in where]
             before = [leaf for each in of_objects for leaf in each]
             nodes = open_objects(signature.structure, before) if where else ()
@@ -498,12 +499,11 @@ class JitStep:
             shardings = shardings, {n: leaves[num_plain + n].sharding for n in changed}
         return jax.jit(run, out_shardings=shardings, **options), constants
 
-    def _compared(self, mesh: Mesh, compiled: Any, arguments: Any) -> Peers:
+    def _compared(self, mesh: Mesh, compiled: jax.stages.Wrapped, arguments: Any) -> Peers:
         """Return the other processes of a mesh, after all have compared what they are about to run."""
         args, kwargs = arguments
-        jax.block_until_ready(
-            arguments
-        )  # on CPUs, the step before and what is gathered could block each other
+        # On CPUs, the step before and what is gathered could block each other.
+        jax.block_until_ready(arguments)
         gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
         releases = list(versions("jax", "jaxlib"))
 
@@ -542,16 +542,16 @@ def _options(what: str, keys: Iterable[Key]) -> dict[str, Any]:
     }
 
 
-def _aval(leaf: object) -> Any:
+def _aval(leaf: object) -> jax.core.AbstractValue:
     return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)
 
 
-def _sharding(native: Any, rank: int, dim: str | None = None) -> NamedSharding:
+def _sharding(native: jax.sharding.Mesh, rank: int, dim: str | None = None) -> NamedSharding:
     """The sharding of an array that is replicated, or whose first axis is sharded over a dim."""
     return NamedSharding(native, PartitionSpec(*[dim, *[None] * (rank - 1)] if rank else ()))
 
 
-def _placed(leaf: object, sharding: NamedSharding, is_batch: bool) -> Any:
+def _placed(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array | jax.ShapeDtypeStruct:
     """A leaf on the mesh. What is no array becomes one, of a weak type as where JAX traces it."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=sharding)

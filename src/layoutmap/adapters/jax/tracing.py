@@ -57,7 +57,7 @@ def trace(
     """
     made: list[Any] = []
 
-    def run() -> list[Any]:
+    def run() -> list[object]:
         made[:] = make()
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
@@ -102,7 +102,7 @@ class Traced:
         return tuple(self.result.aval.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The element type."""
         return self.result.aval.dtype
 
@@ -136,11 +136,11 @@ class _Slice:
     """The operations that lead to one array from its seeds."""
 
     closed: ClosedJaxpr
-    takes: Sequence[Any]
+    takes: Sequence[Var]
     key: Hashable
     why_global: str
 
-    def run(self, seed: Sequence[object]) -> Any:
+    def run(self, seed: Sequence[object]) -> jax.Array:
         """Compute the array, one operation after the other, as the function itself does."""
         return jaxpr_as_fun(self.closed)(*seed)[0]
 
@@ -159,20 +159,20 @@ class Operations:
         reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
         self._used = {var for var in reads if not isinstance(var, Literal)}
         self._seed_eqns: list[JaxprEqn] = []
-        self._seeds: set[object] = {var for var in jaxpr.constvars if _may_be_seed(var.aval)}
+        self._seeds: set[Var] = {var for var in jaxpr.constvars if _may_be_seed(var.aval)}
         for eqn in jaxpr.eqns:
             from_seeds = all(isinstance(v, Literal) or v in self._seeds for v in eqn.invars)
             if from_seeds and not eqn.effects and all(_may_be_seed(v.aval) for v in eqn.outvars):
                 self._seed_eqns.append(eqn)
                 self._seeds.update(eqn.outvars)
-        self._slices: dict[object, _Slice] = {}
+        self._slices: dict[Var, _Slice] = {}
         self._whys: dict[Hashable, str] = {}
 
-    def is_seed(self, var: object) -> bool:
+    def is_seed(self, var: Var) -> bool:
         """Return whether a value is computed beforehand."""
         return isinstance(var, Literal) or var in self._seeds
 
-    def seeds(self, wanted: Sequence[object]) -> list[Any]:
+    def seeds(self, wanted: Sequence[Var]) -> list[jax.Array]:
         """Return the values of seeds."""
         return [
             jnp.asarray(var.val, _dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
@@ -180,7 +180,7 @@ class Operations:
         ]
 
     @functools.cached_property
-    def _seed_values(self) -> dict[Any, Any]:
+    def _seed_values(self) -> dict[Var, jax.Array]:
         """All seeds, each operation on its own, so that each has the bits of the function itself."""
         values = {var: self._consts[var] for var in self._consts if var in self._seeds}
         made = [var for eqn in self._seed_eqns for var in eqn.outvars if var in self._used]
@@ -189,7 +189,7 @@ class Operations:
             results = jaxpr_as_fun(closed_of(self._seed_eqns, takes, made))(*values.values())
         return values | dict(zip(made, results, strict=True))
 
-    def slice(self, result: object) -> _Slice:
+    def slice(self, result: Var) -> _Slice:
         """Return the operations that lead to a value, from its seeds."""
         if result not in self._slices:
             eqns, needs = self._leading_to(result)
@@ -202,10 +202,10 @@ class Operations:
             self._slices[result] = _Slice(closed, takes, key, self._whys[key])
         return self._slices[result]
 
-    def _leading_to(self, result: object) -> tuple[list[object], list[object]]:
+    def _leading_to(self, result: Var) -> tuple[list[JaxprEqn], list[Var]]:
         """Return the operations that lead to a value from seeds and constants, in order, and these."""
         numbers: set[int] = set()
-        needs: dict[object, None] = {}
+        needs: dict[Var, None] = {}
         todo = [result]
         while todo:
             var = todo.pop()
@@ -219,7 +219,7 @@ class Operations:
         return [self._eqns[number] for number in sorted(numbers)], order
 
 
-def _dtype(var: Any) -> Any:
+def _dtype(var: Any) -> np.dtype:
     return var.aval.dtype
 
 
@@ -232,7 +232,7 @@ def _key_of(closed: ClosedJaxpr) -> Hashable:
     jaxpr = closed.jaxpr
     numbers: dict[Var, int] = {}
 
-    def names(variables: Iterable[Any]) -> tuple[Hashable, ...]:
+    def names(variables: Iterable[Var | Literal]) -> tuple[Hashable, ...]:
         return tuple(
             (v.aval, np.asarray(v.val).tobytes())
             if isinstance(v, Literal)

@@ -22,6 +22,8 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
 
+Arrays = dict[str, jax.Array]
+
 
 class TrainState:
     """A model, how it is called and trained, and the state of its optimizer. `train_with` makes it.
@@ -34,8 +36,8 @@ class TrainState:
     def __init__(
         self,
         model: Any,
-        forward: Callable[..., Any] | None,
-        loss: Callable[[Any, Any], Any] | None,
+        forward: Callable[..., object] | None,
+        loss: Callable[[Any, Any], object] | None,
         optimizer: Any,
     ):
         self.model = model
@@ -52,7 +54,7 @@ class TrainState:
         self._steps = self._steps or Steps(self)
         return self._steps
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self) -> dict[str, jax.Array]:
         """Return the arrays that are trained, by path."""
         values = {leaf.path: leaf.value for leaf in take_apart(self.model).leaves}
         return {path: values[path] for path in self.steps.trained}
@@ -83,9 +85,9 @@ class TrainState:
 def train_with(
     model: object,
     *,
-    loss: Callable[[Any, Any], Any] | None = None,
+    loss: Callable[[Any, Any], object] | None = None,
     optimizer: object = None,
-    forward: Callable[..., Any] | None = None,
+    forward: Callable[..., object] | None = None,
 ) -> TrainState:
     """Say how a model is trained, for `layoutmap.check_parity`; a program's own step does not need it.
 
@@ -116,7 +118,7 @@ def arrays_of(model: object) -> Parts:
     return take_apart(model_in(model))
 
 
-def put_values(model: object, values: Sequence[Any]) -> Any:
+def put_values(model: object, values: Sequence[object]) -> Any:
     """Return a model with other arrays: the same object, unless it is a pytree, which cannot be changed."""
     if isinstance(model, TrainState):
         model.model = put_values(model.model, values)
@@ -139,26 +141,24 @@ class Steps:
             for leaf in self._parts.leaves
             if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
-        compiled = (
-            jax.jit if state.policy is None else jit_step
-        )  # in layouts gradients have those of the weights
+        # In layouts gradients have those of the weights.
+        compiled = jax.jit if state.policy is None else jit_step
         self._gradients = compiled(jax.value_and_grad(self._loss, has_aux=True))
         self._update = compiled(self._updated)
         self._forward = jax.jit(self._outputs)
 
-    def outputs(self, batch: object) -> Any:
+    def outputs(self, batch: object) -> object:
         """Return what the model returns for a batch, in inference."""
         return self._forward(self._values(), self._placed(inputs_of(batch)))
 
-    def gradients(self, batch: object) -> tuple[Any, dict[str, Any]]:
+    def gradients(self, batch: object) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the loss of a batch and its gradients; nothing is changed."""
         weights, others = self._apart(self._values())
-        (loss, _), gradients = self._gradients(
-            weights, others, self._placed(with_targets(batch, self._state))
-        )
+        batch = self._placed(with_targets(batch, self._state))
+        (loss, _), gradients = self._gradients(weights, others, batch)
         return loss, gradients
 
-    def step(self, batch: Any) -> Any:
+    def step(self, batch: object) -> jax.Array:
         """Take one step of the optimizer; returns the loss before it."""
         state = self._state
         if state.optimizer is None:
@@ -176,26 +176,26 @@ class Steps:
         put_values(state, [new[leaf.path] for leaf in self._parts.leaves])
         return loss
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> Arrays:
         return {leaf.path: leaf.value for leaf in take_apart(self._state.model).leaves}
 
-    def _apart(self, values: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def _apart(self, values: Arrays) -> tuple[Arrays, Arrays]:
         weights = {path: values[path] for path in self.trained}
         return weights, {path: value for path, value in values.items() if path not in weights}
 
-    def _model(self, values: Mapping[str, jax.Array]) -> Any:
+    def _model(self, values: Arrays) -> Any:
         return self._parts.put_together([values[leaf.path] for leaf in self._parts.leaves])
 
-    def _outputs(self, values: Mapping[str, jax.Array], inputs: object) -> Any:
+    def _outputs(self, values: Arrays, inputs: object) -> object:
         model = self._model(values)
         if is_nnx(model):
             model.eval()
         return self._call(model, inputs)
 
-    def _call(self, model: object, inputs: object) -> Any:
+    def _call(self, model: object, inputs: object) -> object:
         return called(model, self._state.forward, inputs)
 
-    def _loss(self, weights: Mapping[str, Any], others: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
+    def _loss(self, weights: Arrays, others: Arrays, batch: tuple[object, object]) -> tuple[object, Arrays]:
         inputs, targets = batch
         model = self._model({**weights, **others})
         output = self._call(model, inputs)
@@ -204,20 +204,20 @@ class Steps:
         after = {leaf.path: leaf.value for leaf in take_apart(model).leaves}
         return value, {path: after[path] for path in others}
 
-    def _updated(self, weights: Any, others: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
+    def _updated(self, weights: Arrays, others: Arrays, opt_state: object, batch: object) -> tuple[Any, ...]:
         (loss, others), gradients = jax.value_and_grad(self._loss, has_aux=True)(weights, others, batch)
         updates, opt_state = self._state.optimizer.update(gradients, opt_state, weights)
         weights = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
         return weights, others, opt_state, loss
 
-    def _placed(self, batch: object) -> Any:
+    def _placed(self, batch: object) -> object:
         policy, engine = self._state.policy, get_engine("jax")
         if policy is None:
             return jax.tree.map(jnp.asarray, batch)
         return jax.tree.map(lambda x: engine.relayout(np.asarray(x), policy.batch_layout(np.shape(x))), batch)
 
 
-def called(model: Any, forward: Callable[..., Any] | None, inputs: Any) -> Any:
+def called(model: Any, forward: Callable[..., object] | None, inputs: Any) -> object:
     """Return what a model returns for its inputs."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     return model(*args, **kwargs) if forward is None else forward(model, *args, **kwargs)
@@ -229,7 +229,7 @@ def inputs_of(batch: object) -> Any:
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
-def with_targets(batch: object, state: TrainState) -> tuple[Any, Any]:
+def with_targets(batch: object, state: TrainState) -> tuple[object, object]:
     """Return the inputs of a batch, and its targets.
 
     Raises:

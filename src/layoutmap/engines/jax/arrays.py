@@ -105,7 +105,7 @@ def by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
             yield name_of(shard.device), np.asarray(shard.data)
 
 
-def ready(array: jax.Array) -> Any:
+def ready(array: jax.Array) -> jax.Array:
     """The array, computed already where that matters.
 
     On CPU devices, independent programs with collectives that are under way at the same time can wait for each other

@@ -49,6 +49,7 @@ with Needed("jax"):
 _MOST_PRODUCTS = 256
 """Of a larger result a convolution would be too many products for one program."""
 
+_Axes = Sequence[int]
 Form = Callable[..., Any]
 """Computes what a primitive does: called with its operands and parameters."""
 
@@ -88,11 +89,10 @@ class _Lowering:
         form: Computes the same with operators of JAX; the primitive itself is lowered by JAX's own rule in it.
     """
 
-    def __init__(self, primitive: Any, form: Form):
+    def __init__(self, primitive: Primitive, form: Form):
         self._primitive, self._form = primitive, form
-        self._found: list[
-            tuple[dict[Any, Any], Any, Any]
-        ] = []  # a table, JAX's rule and ours; noted before it is put
+        # Tables, each with JAX's rule and ours, noted before it is put.
+        self._found: list[tuple[dict[Primitive, Any], object, object]] = []
 
     def install(self) -> None:
         """Put ours where JAX's are."""
@@ -110,7 +110,7 @@ class _Lowering:
             self._found.remove(found)
 
 
-def _lowered(form: Form, plain: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> jax.Array:
+def _lowered(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> Any:
     axes = context.module_context.axis_context
     if _inside.get() or not _is_for_a_mesh(axes):
         return plain(context, *operands, **params)
@@ -152,7 +152,7 @@ _gathered_p = Primitive("layoutmap_gathered")
 _gathered_p.def_abstract_eval(lambda value, axes: value)
 
 
-def _gathered(value: object, axes: Collection[int]) -> Any:
+def _gathered(value: jax.Array, axes: Collection[int]) -> jax.Array:
     """A value of which some axes are not sharded; its other axes stay as they are."""
     return _gathered_p.bind(value, axes=frozenset(axes)) if axes else value
 
@@ -200,7 +200,7 @@ def _axes_of_windows(*, window_dimensions: Sequence[int], **_: object) -> set[in
 
 
 def _scatter(
-    primitive: Any, operand: jax.Array, indices: jax.Array, updates: jax.Array, **params: Any
+    primitive: Primitive, operand: jax.Array, indices: jax.Array, updates: jax.Array, **params: Any
 ) -> jax.Array:
     """A scatter to which the ends of uneven shards add nothing: there updates are 0, or else they are gathered."""
     rows = [
@@ -222,7 +222,7 @@ def _scatter(
 # -- products of matrices
 
 
-def _product(lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+def _product(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object) -> jax.Array:
     """A product that adds up over three axes or more, as over one: XLA may leave out a mesh dim of one of them."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_summed) > 2:
@@ -232,7 +232,7 @@ def _product(lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> An
     return lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimension_numbers, **params)
 
 
-def _one_summed(value: Any, batch: Sequence[int], summed: Sequence[int]) -> tuple[Any, Any, Any]:
+def _one_summed(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Array, _Axes, _Axes]:
     """An operand with the axes of its batch first, then one of all that are added up over; where these are."""
     others = [axis for axis in range(value.ndim) if axis not in (*batch, *summed)]
     shape = [value.shape[axis] for axis in (*batch, *others)]
@@ -245,7 +245,7 @@ def _one_summed(value: Any, batch: Sequence[int], summed: Sequence[int]) -> tupl
 # -- Fourier transforms
 
 
-def _fourier(value: jax.Array, *, fft_type: Any, **params: Any) -> jax.Array:
+def _fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
     """A Fourier transform: XLA can share out one whose shards have as many elements as there are shards, or a multiple.
 
     It gathers the operands of all other kinds, and of all with fewer than three axes, itself.
@@ -351,15 +351,15 @@ def _one_product(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params
 
 
 def _operands(
-    lhs: Any,
-    rhs: Any,
+    lhs: jax.Array,
+    rhs: jax.Array,
     *,
     padding: Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int],
-    dimension_numbers: Any,
-    preferred_element_type: Any,
-    **_: Any,
-) -> tuple[Any, Any, Any, Any]:
+    dimension_numbers: lax.ConvDimensionNumbers,
+    preferred_element_type: np.dtype[Any] | None,
+    **_: object,
+) -> tuple[jax.Array, jax.Array, np.dtype[Any], np.dtype[Any]]:
     """The operands in the order batch, features, places; in which type is added up, and the type of the result."""
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
@@ -376,12 +376,12 @@ def _reach(number: int, step: int) -> int:
 
 
 def _multiplied(
-    spec: str, lhs: jax.Array, rhs: jax.Array, sums: jax.Array, *, precision: Any, **_: object
+    spec: str, lhs: jax.Array, rhs: jax.Array, sums: np.dtype[Any], *, precision: Any, **_: object
 ) -> jax.Array:
     return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=sums)
 
 
-def _in_order(result: jax.Array, numbers: Any) -> jax.Array:
+def _in_order(result: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Array:
     """A result in the order batch, features, places, with its axes where the convolution has them."""
     return jnp.transpose(result, list(map(numbers.out_spec.index, range(result.ndim))))
 

@@ -84,7 +84,7 @@ class JaxEngine:
         """Return the layout of an array, or `None` if it is on no mesh of named dims, or a sum that is pending."""
         return self._layouts.layout_of(array)
 
-    def found(self, array: Any, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+    def found(self, array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
         """Return the layout of an array that any program has made, or how it is held otherwise."""
         return self._layouts.found(array, meshes)
 
@@ -208,13 +208,13 @@ class JaxEngine:
         """Return the values of each process that has a device of the mesh, one row each; they must all ask."""
         return gathered(values, bound_devices(mesh))
 
-    def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
+    def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[object]:
         """While open, arrays made from plain values are on the mesh, replicated."""
         check_draws(self.name, draws)
         return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
     def call(
-        self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, function: Callable[..., object], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return the result of a function in a layout; no device holds the global value.
 
@@ -224,7 +224,7 @@ class JaxEngine:
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
 
-        def of_arrays(arrays: Sequence[Any]) -> Any:
+        def of_arrays(arrays: Sequence[jax.Array]) -> Any:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array

@@ -33,7 +33,7 @@ from typing import Any, Self
 import jax
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.jax.shardy import propagate
+from layoutmap.engines.jax.shardy import operations, propagate
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed
 
@@ -54,6 +54,7 @@ _RESULT = 2
 _OF_A_GRID = re.compile(r"devices=\[(?:1,)*(?!1[,\]])\d+,(?:1,)*(?!1[,\]])\d")
 """A layout of GSPMD's in which two numbers of shards, or of copies, are more than one."""
 
+_Sharding = _sdy.TensorShardingAttr | None
 Piece = tuple[str, int, int]
 """A mesh dim, or a part of one: its name, and where it begins and ends in it. `("x", 2, 4)` is the minor half of 4."""
 
@@ -61,9 +62,9 @@ Axes = Sequence[Sequence[Piece]]
 """For each axis of a tensor what shards it, major to minor."""
 
 
-def _looking(lower: Callable[..., Any]) -> Callable[..., Any]:
+def _looking(lower: Callable[..., _mlir.LoweringResult]) -> Callable[..., _mlir.LoweringResult]:
     @functools.wraps(lower)
-    def lowered(name: str, *args: Any, **kwargs: Any) -> Any:
+    def lowered(name: str, *args: object, **kwargs: Any) -> _mlir.LoweringResult:
         result = lower(name, *args, **kwargs)
         if kwargs.get("num_partitions", 1) > 1:
             keep_apart(result.module, name)
@@ -143,14 +144,14 @@ def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
         op.operands[operand] = _sdy.ShardingConstraintOp(op.operands[operand], layout).result
 
 
-def _pin(module: object, layouts: Mapping[int, Sequence[Any]]) -> None:
+def _pin(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None:
     """Have the operands and results of products in the layouts that were found for them, by number.
 
     XLA simplifies a program before it propagates layouts; where some conflict, others could win then. A value has one
     constraint for all products that take it, so that XLA gathers it once.
     """
     mesh, products = _largest_mesh(module), _products(module)
-    pinned: dict[tuple[Any, Any], Any] = {}
+    pinned: dict[tuple[object, _sdy.TensorShardingAttr], Any] = {}
     for number, (*of_operands, of_result) in layouts.items():
         op = products[number]
         for operand, layout in zip(_operands_of(op), of_operands, strict=True):
@@ -165,7 +166,7 @@ def _pin(module: object, layouts: Mapping[int, Sequence[Any]]) -> None:
         pinned[result, layout] = result
 
 
-def _constrained(value: Any, layout: Any) -> Any:
+def _constrained(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
     """A value in a layout, from where it is computed on."""
     is_argument = isinstance(value.owner, _ir.Block)
     begins = _ir.InsertionPoint.at_block_begin if is_argument else _ir.InsertionPoint.after
@@ -173,7 +174,7 @@ def _constrained(value: Any, layout: Any) -> Any:
         return _sdy.ShardingConstraintOp(value, layout).result
 
 
-def _closed(layout: Any, mesh: str, value: Any) -> Any:
+def _closed(layout: _Sharding, mesh: str, value: Any) -> _sdy.TensorShardingAttr:
     if layout is None:
         whole = [_sdy.DimensionShardingAttr.get([], is_closed=True)] * len(value.type.shape)
         return _sdy.TensorShardingAttr.get(mesh, whole)
@@ -185,7 +186,7 @@ def _closed(layout: Any, mesh: str, value: Any) -> Any:
     )
 
 
-def _largest_mesh(module: object) -> str:
+def _largest_mesh(module: _ir.Module) -> str:
     meshes = _meshes(module)
     return max(meshes, key=lambda name: len(meshes[name]))
 
@@ -200,7 +201,7 @@ def _refused(name: str, op: _ir.OpView, fix: str) -> EngineError:
     )
 
 
-def _propagated(module: Any) -> tuple[dict[int, Sequence[Any]], set[tuple[int, int]]]:
+def _propagated(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set[tuple[int, int]]]:
     """The layouts of a program's products, by number, and which products XLA could compute wrongly.
 
     Returns:
@@ -216,7 +217,7 @@ def _propagated(module: Any) -> tuple[dict[int, Sequence[Any]], set[tuple[int, i
         op.attributes[_NUMBER] = _ir.IntegerAttr.get(kind, number)
     propagate(copy)
     meshes = _meshes(copy)
-    layouts: dict[int, set[tuple[Any, ...]]] = {}
+    layouts: dict[int, set[tuple[_Sharding, ...]]] = {}
     found: set[tuple[int, int]] = set()
     for op in _products(copy):
         number = op.attributes[_NUMBER].value
@@ -237,7 +238,7 @@ def _is_in_shard_map(op: _ir.OpView) -> bool:
     return parent is not None
 
 
-def _values(op: Any) -> tuple[Any, Any, Any]:
+def _values(op: _ir.OpView) -> Sequence[Any]:
     lhs, rhs = _operands_of(op)
     return op.operands[lhs], op.operands[rhs], op.results[0]
 
@@ -247,19 +248,11 @@ def _operands_of(op: _ir.OpView) -> tuple[int, int]:
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
 
-def _products(module: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def look(op: Any) -> Any:
-        if op.name in _LABELS:
-            found.append(op)
-        return _ir.WalkResult.ADVANCE
-
-    module.operation.walk(look)
-    return found
+def _products(module: _ir.Module | _ir.Operation) -> list[Any]:
+    return [op for op in operations(module, "stablehlo.") if op.name in _LABELS]
 
 
-def _meshes(module: Any) -> dict[str, dict[str, int]]:
+def _meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
     """The meshes of a program: for each name the sizes of its dims."""
     found = {
         view.attributes["sym_name"].value: _sdy.MeshAttr(view.attributes["mesh"])
@@ -292,7 +285,7 @@ class _Product:
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, op: object, meshes: Mapping[str, Mapping[str, int]]) -> Self:
+    def of(cls, op: _ir.OpView, meshes: Mapping[str, Mapping[str, int]]) -> Self:
         values = _values(op)
         layouts = [_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
@@ -405,7 +398,7 @@ def _size(pieces: Iterable[Piece]) -> int:
     return math.prod(end // begin for _, begin, end in pieces)
 
 
-def _dims_of(layout: Any) -> Iterator[list[tuple[str, int, int | None]]]:
+def _dims_of(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
     """For each axis what shards it: a mesh dim from its begin to its end, where that is not all of it."""
     for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
         found: list[tuple[str, int, int | None]] = []
@@ -417,7 +410,7 @@ def _dims_of(layout: Any) -> Iterator[list[tuple[str, int, int | None]]]:
         yield found
 
 
-def _layout(value: Any) -> Any:
+def _layout(value: Any) -> _Sharding:
     """The layout that Shardy gave a value; `None`: it is replicated."""
     owner = value.owner
     if isinstance(owner, _ir.Block):
@@ -484,7 +477,7 @@ def _labels_of_scatter(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], 
 
 
 def _labels_of_rows(
-    op: object, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
+    op: _ir.OpView, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
 ) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     """The labels of a table, of indices into it, which are value 1, and of rows that are read or written.
 

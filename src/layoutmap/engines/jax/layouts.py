@@ -88,7 +88,7 @@ class ArrayLayouts:  # why: decisions/0033
         except MeshError as error:
             return Unplaced(f"{sharding.spec} on a mesh that has no form here: {error.what}")
 
-    def noted(self, array: Any, layout: Layout, *, given: Any = None) -> Any:
+    def noted(self, array: Any, layout: Layout, *, given: object = None) -> jax.Array:
         """An array that was made in a layout; its mesh is noted where JAX's own stands for another one of ours.
 
         Args:
@@ -125,7 +125,7 @@ def _says_no_layout(spec: PartitionSpec) -> str | None:
     return None
 
 
-def _without_names(array: Any, sharding: Any, meshes: Sequence[Mesh]) -> Layout | Unplaced:
+def _without_names(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Layout | Unplaced:
     """The layout of an array whose sharding names no dims, if one on these meshes is the same; or how it is held."""
     if not isinstance(sharding, Sharding):
         kind = "an array of numpy" if hasattr(array, "__array__") else "a shape without a sharding"

@@ -66,7 +66,7 @@ def _one_each(devices: tuple[Device, ...]) -> NamedSharding:
     return NamedSharding(jax.sharding.Mesh(column, ("process",)), PartitionSpec("process"))
 
 
-def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, Any]:
+def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
     """The seeds of all programs; across processes those of the first of them.
 
     Args:
@@ -93,7 +93,7 @@ def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devi
         [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
     )
     data = gathered(sent, devices)[0].tobytes() if sent.size else b""
-    start, common = 0, list[Any]()
+    start, common = 0, list[object]()
     for leaf, own, is_key in zip(leaves, plain, keys, strict=True):
         value: Any = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)
         start += own.nbytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 _MAX_CONSTANT_SIZE = 1024
@@ -60,13 +60,13 @@ def undisturbed() -> Generator[None]:
         yield
 
 
-def trace(function: Callable[[Any], Any], seed: object) -> ClosedJaxpr:
+def trace(function: Callable[[Any], object], seed: object) -> ClosedJaxpr:
     """The operations of a program, for seeds like this one; nothing is computed."""
     return jax.make_jaxpr(function)(seed)
 
 
 def closed_of(
-    eqns: Sequence[Any], takes: Sequence[Any], gives: Sequence[Any], consts: Mapping[Any, Any] | None = None
+    eqns: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Var], consts: dict[Var, Any] | None = None
 ) -> ClosedJaxpr:
     """Some operations as a program of their own.
 
@@ -83,7 +83,7 @@ def closed_of(
 
 
 @functools.lru_cache(64)
-def _debug_info(num_arguments: int) -> Any:
+def _debug_info(num_arguments: int) -> DebugInfo:
     """The origin of a program as JAX wants it: nothing, but for the number of its arguments."""
     return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 
@@ -108,7 +108,7 @@ def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
             yield name
 
 
-def _inner_jaxprs(params: Iterable[Any]) -> Iterator[Jaxpr]:
+def _inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
     for param in params:
         if isinstance(param, ClosedJaxpr):
             yield param.jaxpr
@@ -125,9 +125,9 @@ def _rounds(var: Any) -> bool:
 class _Step:
     """Some operations that are compiled together."""
 
-    run: Callable[..., Sequence[Any]]
-    takes: tuple[Any, ...]
-    gives: tuple[Any, ...]
+    run: Callable[..., Sequence[jax.Array]]
+    takes: tuple[Var, ...]
+    gives: tuple[Var, ...]
     last_use_of: tuple[Var, ...]
 
 
@@ -164,7 +164,7 @@ class ShardedProgram:  # why: decisions/0006
         self._steps = steps
         self._place = jax.jit(lambda x: x, out_shardings=sharding)
 
-    def __call__(self, seed: Any) -> jax.Array:
+    def __call__(self, seed: object) -> jax.Array:
         """The value for a seed, each device making only its shard."""
         values = self._values(jax.tree.leaves(seed))
         for step in self._steps:
@@ -177,16 +177,16 @@ class ShardedProgram:  # why: decisions/0006
             return values[self._result]
         return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
 
-    def _values(self, seed: Sequence[Any]) -> dict[Any, Any]:
+    def _values(self, seed: Sequence[jax.Array]) -> dict[Var, Any]:
         """The values that the first step may take."""
         jaxpr = self._closed.jaxpr
         values = dict(zip(jaxpr.invars, seed, strict=True))
         return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals
 
-    def lower(self) -> list[Var]:
+    def lower(self) -> list[jax.stages.Lowered]:
         """Each step lowered, to look at what the compiler makes of it."""
         values = self._values([jnp.zeros(a.shape, a.dtype) for a in self._closed.in_avals])  # type: ignore[attr-defined]
-        lowered: list[Any] = []
+        lowered: list[jax.stages.Lowered] = []
         for step in self._steps:
             arguments = [values[var] for var in step.takes]
             lowered.append(step.run.lower(*arguments))  # type: ignore[attr-defined]
@@ -194,15 +194,15 @@ class ShardedProgram:  # why: decisions/0006
         return lowered
 
 
-def _without_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
+def _without_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, np.ndarray]]:
     """Return operations that take variables in place of constants, and the values of these.
 
     A plain model passes them to its programs. Of a constant in a program the compiler makes something else: it
     multiplies by the reciprocal instead of dividing, and has its own square root, so the last bit differs.
     """
-    literals: dict[Var, Any] = {}
+    literals: dict[Var, np.ndarray] = {}
 
-    def variable(var: object) -> Any:
+    def variable(var: Var | Literal) -> Var:
         if not isinstance(var, Literal):
             return var
         new = Var(var.aval)
@@ -224,7 +224,7 @@ def _needs(group: Sequence[JaxprEqn]) -> list[Var]:
 
 def _compiled(
     group: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Var], out_shardings: object
-) -> Callable[..., Sequence[Any]]:
+) -> Callable[..., Sequence[jax.Array]]:
     return jax.jit(jaxpr_as_fun(closed_of(group, takes, gives)), out_shardings=out_shardings)
 
 

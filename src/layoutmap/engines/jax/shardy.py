@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Union
 
 import jaxlib.version
 
@@ -29,6 +29,7 @@ except ImportError as _error:
 else:
     _missing = ""
 
+Module = Union["_ir.Module", "_ir.Operation"]
 TESTED = "0.10"
 PASS = "builtin.module(sdy-propagation-pipeline)"
 MESH = "layoutmap"
@@ -47,21 +48,21 @@ def _unsupported(missing: str) -> EngineError:
     )
 
 
-def context() -> Any:
+def context() -> _ir.Context:
     """Return MLIR with the dialects that modules of JAX are written in, to be entered."""
     from jax._src.interpreters import mlir
 
     return mlir.make_ir_context()
 
 
-def bytes_of(module: Any) -> bytes:
+def bytes_of(module: Module) -> bytes:
     """Return a module as MLIR's bytes, with the names of its operations."""
     file = io.BytesIO()
     module.operation.write_bytecode(file)
     return file.getvalue()
 
 
-def parsed(text: str | bytes) -> Any:
+def parsed(text: str | bytes) -> _ir.Module:
     """Return the module of a text, or of MLIR's bytes, in the context that is open."""
     return _ir.Module.parse(text)
 
@@ -92,12 +93,12 @@ def sharding_text(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
 
 
 def place(
-    module: Any,
+    module: _ir.Module,
     mesh: Mesh,
     arguments: Sequence[Layout | None],
     results: Sequence[Layout | None],
     outputs: Callable[[str, tuple[int, ...]], Layout | None],
-) -> Any:
+) -> _ir.Operation:
     """Return a copy of a module with layouts: what XLA compiles.
 
     Args:
@@ -130,7 +131,7 @@ def place(
         return copy
 
 
-def propagate(placed: Any) -> None:
+def propagate(placed: _ir.Operation) -> None:
     """Have Shardy give each value of a module a layout, in place.
 
     Raises:
@@ -138,15 +139,16 @@ def propagate(placed: Any) -> None:
     """
     check()
     with placed.context, _ir.Location.unknown():
-        for op in _operations(placed, "chlo."):
+        for op in operations(placed, "chlo."):
             _replace_chlo(op)
         _PassManager.parse(PASS).run(placed)
 
 
-def _operations(module: Any, prefix: str) -> list[Any]:
-    found: list[Any] = []
+def operations(module: Module, prefix: str) -> list[_ir.Operation]:
+    """Return the operations of a module whose names begin so, in order."""
+    found: list[_ir.Operation] = []
 
-    def look(op: Any) -> Any:
+    def look(op: _ir.Operation) -> _ir.WalkResult:
         if op.name.startswith(prefix):
             found.append(op)
         return _ir.WalkResult.ADVANCE
@@ -155,11 +157,11 @@ def _operations(module: Any, prefix: str) -> list[Any]:
     return found
 
 
-def _replace_chlo(op: _ir.OpView) -> None:
+def _replace_chlo(op: _ir.Operation) -> None:
     """Have operations of CHLO, for which Shardy has no rules, stand there as others of StableHLO that cost as much."""
     operands, results = list(op.operands), [result.type for result in op.results]
     shapes = [tuple(each.type.shape) for each in operands]
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, _ir.Attribute] = {}
     if op.name == "chlo.top_k":
         name = "stablehlo.custom_call"
         symbols = _SYMBOLS[: len(shapes[0]) + 1]
@@ -188,17 +190,17 @@ def _replace_chlo(op: _ir.OpView) -> None:
 _SYMBOLS = "ijklmnopq"
 
 
-def marks(module: object) -> list[Any]:
+def marks(module: Module) -> list[_ir.Operation]:
     """Return the marks of a module, in order."""
     meshes = _mark_meshes(module)
-    return [op for op in _operations(module, "sdy.sharding_constraint") if _mesh_of(op) in meshes]
+    return [op for op in operations(module, "sdy.sharding_constraint") if _mesh_of(op) in meshes]
 
 
-def _mesh_of(op: Any) -> str:
+def _mesh_of(op: _ir.Operation) -> str:
     return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0]
 
 
-def _mark_meshes(module: Any) -> set[str]:
+def _mark_meshes(module: Module) -> set[str]:
     return {
         op.attributes["sym_name"].value
         for op in module.operation.regions[0].blocks[0]
@@ -206,7 +208,7 @@ def _mark_meshes(module: Any) -> set[str]:
     }
 
 
-def _replace(op: _ir.OpView, layout: Layout | None) -> None:
+def _replace(op: _ir.Operation, layout: Layout | None) -> None:
     rank = len(op.results[0].type.shape)
     if layout is None or layout.rank != rank:
         op.results[0].replace_all_uses_with(op.operands[0])
@@ -216,14 +218,14 @@ def _replace(op: _ir.OpView, layout: Layout | None) -> None:
 
 
 def _with_layouts(
-    attributes: Any,
+    attributes: Mapping[str, Any],
     name: str,
     layouts: Sequence[Layout | None],
     types: Sequence[Any],
     aliases: Mapping[int, str],
-) -> Any:
+) -> _ir.ArrayAttr:
     before = attributes[name] if name in attributes else [{}] * len(types)
-    after: list[Any] = []
+    after: list[_ir.DictAttr] = []
     for number, (each, layout, kind) in enumerate(zip(before, layouts, types, strict=True)):
         entries = {entry.name: entry.attr for entry in each} if each else {}
         if layout is not None:

@@ -15,7 +15,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
 from layoutmap.engines.jax.devices import named_sharding
 
-_OPERATIONS: Mapping[str, Callable[[Any, str], Any]] = {
+_OPERATIONS: Mapping[str, Callable[[Any, str], jax.Array]] = {
     "all_gather": lambda x, dim: lax.all_gather(x, dim, tiled=True),
     "reduce_scatter": lambda x, dim: lax.psum_scatter(x, dim, tiled=True),
     "all_reduce": lax.psum,
@@ -45,7 +45,7 @@ def product(dtype: str, size: int) -> Callable[[], object]:
     return partial(jax.jit(jnp.matmul), *[jnp.ones((size, size), dtype)] * 2)
 
 
-def copy(num_bytes: int) -> Callable[[], Any]:
+def copy(num_bytes: int) -> Callable[[], object]:
     """Return a function that copies on one device: it reads so many bytes and writes as many."""
     return partial(jax.jit(jnp.negative), jnp.ones(num_bytes // 4))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from layoutmap.core.variables import Kind, VariableSpec
 
 
-def variables_of(tree: Any) -> list[VariableSpec]:
+def variables_of(tree: object) -> list[VariableSpec]:
     """The arrays of a pytree, by path; a random key is a random state."""
     found: list[VariableSpec] = []
 
@@ -23,10 +23,10 @@ def variables_of(tree: Any) -> list[VariableSpec]:
     return found
 
 
-def mapped_by_path(tree: object, made: Callable[[str, Any], Any]) -> Any:
+def mapped_by_path(tree: object, made: Callable[[str, Any], object]) -> Any:
     """The tree with what is made of each array and its path, its keys joined by dots; `None` for any other leaf."""
 
-    def of_leaf(keys: Any, leaf: object) -> Any:
+    def of_leaf(keys: Any, leaf: object) -> object:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         # The array in a variable of nnx or in a box of linen has the path of that.
         return jax.tree.map(

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from layoutmap.cost.table import FUSED_ATTENTION, SCORED_ATTENTION
 from layoutmap.engines.jax.cost.graph import FUSED
@@ -30,6 +31,7 @@ try:
 except ImportError:
     _functions: object = None
 
+_Given = Array | None
 _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
 
@@ -71,8 +73,8 @@ def attention_named(fuses: bool) -> Generator[Attention]:
 
 def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
     def attention(
-        query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: object, **options: Any
-    ) -> Any:
+        query: Array, key: Array, value: Array, bias: _Given, mask: _Given, *more: object, **options: Any
+    ) -> object:
         calls = _calls.get()
         if calls is None or not calls.fuses:
             if calls is not None:
@@ -84,10 +86,10 @@ def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
     return attention
 
 
-def _of_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _of_kernel(plain: Callable[..., object]) -> Callable[..., object]:
     def attention(
-        query: Any, key: Any, value: Any, bias: Any, mask: Any, *more: object, **options: Any
-    ) -> Any:
+        query: Array, key: Array, value: Array, bias: _Given, mask: _Given, *more: object, **options: Any
+    ) -> object:
         calls = _calls.get()
         if calls is None:
             return plain(query, key, value, bias, mask, *more, **options)
@@ -106,7 +108,9 @@ def _of_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def _fused(function: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any, mask: Any) -> Any:
+def _fused(
+    function: Callable[..., object], query: Array, key: Array, value: Array, bias: _Given, mask: _Given
+) -> object:
     """The result of attention, computed again in the backward pass; kernels take a mask as what is added to scores."""
     if mask is not None:
         bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)

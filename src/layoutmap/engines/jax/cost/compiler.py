@@ -48,9 +48,8 @@ def _devices(target: Target, num_devices: int) -> list[object]:
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
     sides = target.sides(num_devices)
-    hosts = [
-        2 - each % 2 for each in sides[:2]
-    ]  # a host has two by two of them, or fewer where a side is odd
+    # A host has two by two of them, or fewer where a side is odd.
+    hosts = [2 - each % 2 for each in sides[:2]]
     return topologies.get_topology_desc(
         platform="tpu",
         topology_name=f"{target.chip}:{'x'.join(map(str, sides))}",

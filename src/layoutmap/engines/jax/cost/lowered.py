@@ -226,7 +226,7 @@ class LoweredStep:  # why: decisions/0090
         layout_of = policy.activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
-    def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> object:
+    def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.batch_layout(each.shape) for each in self._step.batch]
         outputs = lowered.layouts_of(policy)
@@ -371,7 +371,7 @@ def _lower(
     keys = [variable.key for variable in variables]
     tracer = _Tracer(skipped, recomputes)
 
-    def run(values: Sequence[object], batch: Sequence[object], others: Sequence[object]) -> Any:
+    def run(values: Sequence[object], batch: Sequence[object], others: Sequence[object]) -> object:
         tracer.unread = dict(zip((variable.key for variable in unread), others, strict=True))
         after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
         return [after.pop(key) for key in keys], list(after.values())
@@ -402,7 +402,7 @@ def _check_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[s
             raise _Unequal(block)
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> jax.typing.DTypeLike:
     impl = _KEYS.get(name)
     return name if impl is None else jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
@@ -461,12 +461,11 @@ class _Tracer:
     chosen: Callable[[str], bool] | None = None
     recomputed: bool = False
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
-    unread: Mapping[Key, object] = field(default_factory=dict[Key, Any])
+    unread: Mapping[Key, object] = field(default_factory=dict[Key, object])
     unequal: str = ""
-    _calls: dict[str, list[object]] = field(default_factory=dict[str, list[Any]])
-    _changing: set[str] = field(
-        default_factory=set[str]
-    )  # layers that return something else than they are given
+    _calls: dict[str, list[object]] = field(default_factory=dict[str, list[object]])
+    # Layers that return something else than they are given.
+    _changing: set[str] = field(default_factory=set[str])
     _is_inside: bool = False
 
     def recomputes(self, path: str) -> bool:
@@ -474,7 +473,7 @@ class _Tracer:
 
     def call(
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         calls = self._calls.setdefault(path, [])
         calls.append(_kind((args, kwargs)))
         if path in self.skipped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from layoutmap.cost.table import Collective
 from layoutmap.engines.jax.cost.graph import BARRIER, Block, Op, Value
@@ -177,7 +176,7 @@ class Memory:
         self.inner: dict[int, int] = {}
         self.traffic = 0
         self.peaks: dict[tuple[str, str], int] = {}
-        self.held: dict[tuple[str, str], Counter[Any]] = {}
+        self.held: dict[tuple[str, str], Counter[object]] = {}
         self._held_inside: dict[int, Counter[object]] = {}
         self.peak = self._run()
 
@@ -230,7 +229,7 @@ class Memory:
     def _held(self, values: Iterable[Value], op: Op) -> Counter[object]:
         """Bytes of what is held now, by what is said of it; of a loop or a branch, with what is held inside."""
         assert self._describe is not None
-        found = Counter[Any]()
+        found = Counter[object]()
         for value in values:
             found[self._describe(value)] += value.num_bytes
         inside = max(op.blocks, key=lambda each: self.inner.get(id(each), 0), default=None)

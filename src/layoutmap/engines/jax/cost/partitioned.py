@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from layoutmap.engines.jax.cost.hlo import (
     operands_of,
 )
 
+Numbers = np.ndarray | None
 _NAMES = NAMES | {
     "bitcast": "reshape",
     "broadcast": "broadcast_in_dim",
@@ -70,7 +71,7 @@ class _Reader:
     def block(self, name: str, inside: Place = ("", False, False, False)) -> Block:
         """The operations of a computation; `inside` is the place of what it is part of."""
         ops: list[Op] = []
-        arguments: dict[int, Any] = {}
+        arguments: dict[int, object] = {}
         result = self._read(name, (), arguments, ops, inside)
         made = Op("return", _flat(result), [], *inside)
         for value in made.operands:
@@ -78,11 +79,11 @@ class _Reader:
         return Block(_flat([arguments[number] for number in sorted(arguments)]), [*ops, made])
 
     def _read(
-        self, name: str, given: Sequence[object], arguments: dict[int, object], ops: list[Op], inside: object
-    ) -> object:
-        values: dict[str, Any] = {}
-        numbers: dict[str, Any] = {}
-        last: Any = []
+        self, name: str, given: Sequence[object], arguments: dict[int, object], ops: list[Op], inside: Place
+    ) -> Any:
+        values: dict[str, object] = {}
+        numbers: dict[str, np.ndarray] = {}
+        last: object = []
         for each in self._bodies[name]:
             if each.op == "parameter":
                 number = int(each.rest.partition(")")[0])
@@ -94,7 +95,7 @@ class _Reader:
         return last
 
     def _made(
-        self, each: Operation, values: dict[str, Any], numbers: dict[str, Any], ops: list[Op], inside: object
+        self, each: Operation, values: dict[str, Any], numbers: dict[str, Any], ops: list[Op], inside: Place
     ) -> Any:
         """The result of an operation, which is added to `ops` unless it only takes others together, or apart."""
         names = [] if each.op == "constant" else operands_of(each)
@@ -127,7 +128,7 @@ class _Reader:
         return self._added(each, given, known, place, ops)
 
     def _added(
-        self, each: Operation, given: Sequence[Any], known: Sequence[Any], place: Any, ops: list[Op]
+        self, each: Operation, given: Sequence[Any], known: Sequence[Numbers], place: Place, ops: list[Op]
     ) -> Any:
         result = _values(each.shape)
         made = Op(_NAMES.get(each.op, each.op.replace("-", "_")), _flat(given), _flat(result), *place)
@@ -139,7 +140,7 @@ class _Reader:
         ops.append(made)
         return result
 
-    def _describe(self, made: Op, each: Operation, numbers: Sequence[object]) -> None:
+    def _describe(self, made: Op, each: Operation, numbers: Sequence[Numbers]) -> None:
         """Say what an operation does beside taking operands and returning results."""
         if each.op in NAMES:
             made.dims, made.group = self._places.exchanging(each.rest)
@@ -187,7 +188,7 @@ class _Places:
         is_all = len(group) == math.prod(map(self._mesh.dim_size, dims))
         return dims, 0 if is_all else len(group)
 
-    def _group(self, rest: str) -> Any:
+    def _group(self, rest: str) -> np.ndarray:
         """The devices of the first group, in each of the ways that XLA writes it."""
         if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", rest):
             return self._in_order(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
@@ -198,7 +199,7 @@ class _Places:
             parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[4])
             taken = {name: (int(before or 1), int(length or 0)) for name, before, length in parts}
             devices = self._in_order(found[2] or str(len(self._devices)), found[3])
-            places: list[Any] = []
+            places: list[np.ndarray] = []
             for name, size in axes:
                 before, length = taken.get(name, (1, 1))
                 places.append(np.arange(length or size) * (size // before // (length or size)))
@@ -207,13 +208,13 @@ class _Places:
             return np.array([int(n) for n in found[1].split(",")])
         return self._devices
 
-    def _in_order(self, sizes: str, order: str | None) -> Any:
+    def _in_order(self, sizes: str, order: str | None) -> np.ndarray:
         """The devices in the order that a text says: `[16,4]T(1,0)` is theirs by the minor axis first."""
         shape = [int(n) for n in sizes.split(",")]
         axes = [int(n) for n in order.split(",")] if order else range(len(shape))
         return self._devices.reshape(shape).transpose(axes).ravel()
 
-    def varying(self, offsets: Sequence[Any]) -> tuple[str, ...]:
+    def varying(self, offsets: Sequence[Numbers]) -> tuple[str, ...]:
         """The dims along which devices take a slice at different places."""
         found: list[str] = []
         for at in offsets:
@@ -223,7 +224,7 @@ class _Places:
             found += [d for n, d in enumerate(self._mesh.dim_names) if (at != at.take([0], n)).any()]
         return tuple(dim for dim in self._mesh.dim_names if dim in found)
 
-    def number(self, each: Operation, given: Sequence[Any]) -> Any:
+    def number(self, each: Operation, given: Sequence[Any]) -> Numbers:
         """A small whole number, or a table, on each device, the device's axis first; `None`: it is something else."""
         if each.op == "partition-id":
             return self._devices
@@ -238,10 +239,10 @@ class _Places:
         if each.op == "dynamic-slice" and given[0].ndim == 2 and _shape(each.shape) == (1,):
             return np.take(given[0][0], given[1], mode="clip").reshape(-1, 1)
         if each.op in _OPERATIONS and given[0].ndim == given[-1].ndim:
-            return cast("Any", _OPERATIONS[each.op](given[0], given[-1]))
+            return _OPERATIONS[each.op](given[0], given[-1])
         return None
 
-    def _table(self, each: Operation) -> object:
+    def _table(self, each: Operation) -> Numbers:
         if each.shape[0] not in "su" or math.prod(_shape(each.shape)) > max(self._mesh.size, 64):
             return None
         found = re.findall(r"-?\d+", each.rest.partition(")")[0])
@@ -249,7 +250,7 @@ class _Places:
         return np.array(found, np.int64).reshape(shape) if len(found) == math.prod(shape) else None
 
 
-_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+_OPERATIONS: Mapping[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "subtract": np.subtract,
     "multiply": np.multiply,
@@ -282,7 +283,7 @@ def _flops_of_call(made: Op, each: Operation) -> int:
     return _flops_of_convolution(*of, each)
 
 
-def _place(each: Operation, inside: Any) -> Any:
+def _place(each: Operation, inside: Place) -> Any:
     found = place_of(_attribute(each, r'op_name="([^"]*)"'))
     return tuple(own or outer for own, outer in zip(found, inside, strict=True)) if inside else found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from layoutmap.engines.jax.cost.graph import Block, Op, Value, detach, remove_unused, replace, results_of
 
@@ -30,7 +29,7 @@ def rewrite(block: Block) -> None:
 
 def _merge_equal(block: Block) -> None:
     """Operations of the same operands are one."""
-    seen: dict[Any, Op] = {}
+    seen: dict[object, Op] = {}
     for op in list(block.ops):
         if op.is_fused or op.blocks or op.key is None or op.name in _SINGLE:
             continue
