@@ -7,6 +7,7 @@ line for each law, and one when the case has ended.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -106,6 +107,8 @@ def main(arguments: list[str]) -> int:
             if number != group.number:  # what failed in others
                 answers.writelines(f"{json.dumps(case)}\n" for case in json.loads(text))
         answers.write(f"{json.dumps({'ended': seed})}\n")
+        if not gc.get_freeze_count():  # each collection would look at all objects of the frameworks
+            gc.freeze()
     return 0
 
 
