@@ -20,7 +20,10 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from create import MESH, measure, preload
 from drawn_sizes import spread
@@ -109,18 +112,47 @@ def drawn_child(seed: int) -> None:
             fitted = model.fit(*batch, batch_size=rows, shuffle=False, verbose=0)
             times[number].append((time.perf_counter() - start) / STEPS)
             losses[number] += fitted.history["loss"]
-    print(json.dumps({"steps": [statistics.median(each[1:]) for each in times], "losses": losses}))
+    own, ours = (statistics.median(each[1:]) for each in times)
+    count = collectives(lambda: mapped.fit(*batch, batch_size=rows, shuffle=False, verbose=0)) / 8 / STEPS
+    print(json.dumps({"steps": [own, ours], "collectives": count, "losses": losses}))
+
+
+def collectives(run: Callable[[], object]) -> int:
+    """How many collectives devices take part in, counted by TensorFlow's profiler."""
+    import tensorflow as tf
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    with tempfile.TemporaryDirectory() as folder:
+        with tf.profiler.experimental.Profile(folder):
+            run()
+        (found,) = Path(folder).rglob("*.xplane.pb")
+        space = xplane_pb2.XSpace.FromString(found.read_bytes())
+    return sum(
+        ":Collective" in plane.event_metadata[event.metadata_id].name
+        for plane in space.planes
+        for line in plane.lines
+        for event in line.events
+    )
 
 
 def drawn(count: int, seed: int) -> None:
-    """Drawn models, and the median and the worst of their ratios."""
+    """Drawn models, and the median and the worst of their ratios, and what a collective takes."""
     ratios: list[float] = []
+    counts: list[float] = []
+    more: list[float] = []
     for number in range(seed, seed + count):
         told = measure(str(number), "mlp", "--drawn-child", __file__, "tensorflow")
         own, ours = told["steps"]
         ratios.append(ours / own)
-        print(f"{number}: {1000 * ours:.1f} / {1000 * own:.1f} ms = {ratios[-1]:.1f}", flush=True)
+        counts.append(told["collectives"])
+        more.append(1000 * (ours - own))
+        milliseconds = f"{1000 * ours:.1f} / {1000 * own:.1f} ms = {ratios[-1]:.1f}"
+        print(f"{number}: {milliseconds}, {counts[-1]:.0f} collectives", flush=True)
     print(spread("a step", ratios))
+    (each, none), fits = statistics.linear_regression(counts, more), statistics.correlation(counts, more)
+    print(
+        f"more than plain Keras: {none:.1f} ms, and {each:.2f} for each collective (correlation {fits:.2f})"
+    )
 
 
 def main() -> None:

@@ -209,6 +209,16 @@ def programs(number, folder):
         model = laid_out("scope", number, lambda: make(activation=activation))
         return {"sum": {"it": float(model.predict_on_batch(np.ones((4, 6))).sum())}}
 
+    def compared_with_plain():
+        def compiled():
+            model = make()
+            model.compile("sgd", "mse")
+            return model
+
+        layout_map = lm.LayoutMap(lm.create_mesh("model=2"), RULES)
+        batch = np.full((4, 6), number, np.float32), np.zeros((4, 8), np.float32)
+        return {"losses": str(lm.check_parity(compiled, layout_map, batch))}
+
     clipped = keras.optimizers.SGD(0.01, clipnorm=1.0 if number else None)
     scaled = [lambda x: x * 2.0, lambda x: x * 3.0][number]
     found = {
@@ -233,6 +243,7 @@ def programs(number, folder):
         ),
         "names": named_anew,
         "paths": from_another_path,
+        "batch of check_parity": compared_with_plain,
     }
     return {f"program {name}": case for name, case in found.items()}
 

@@ -73,6 +73,7 @@ PROGRAMS = {
     # Only what is compiled shows it.
     "variable of a module": "the lowered train_step, line" if keras.backend.backend() == "jax" else AGREE,
     **dict.fromkeys(("alike", "names", "paths"), AGREE),
+    "batch of check_parity": BATCHES,
 }
 """What both processes say, or what that begins with."""
 
@@ -117,9 +118,8 @@ def begins(told):
 def test_processes_that_disagree(tmp_path):
     """Other constants, values and options are an error in both processes, which says what."""
     few = ("scope constant", "apply constant", "scope existing", "scope wrong batch_dim", "scope same")
-    few += tuple(
-        f"program {name}" for name in ("activation", "loss", "clipnorm", "variable of a module", "alike")
-    )
+    few += ("program activation", "program loss", "program clipnorm", "program variable of a module")
+    few += ("program alike", "program batch of check_parity")
 
     assert {name: expected()[name] for name in few} == begins(told(tmp_path, ",".join(few)))
 
