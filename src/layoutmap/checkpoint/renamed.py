@@ -168,11 +168,7 @@ class Renamed(Source):
             self._fill(np.empty(block_shape(step), dtype), step, own, checked)
 
     def _fill(
-        self,
-        result: NumpyArray,
-        index: Index,
-        own: Sequence[From],
-        read: Callable[[str, Index], NumpyArray],
+        self, result: NumpyArray, index: Index, own: Sequence[From], read: Callable[[str, Index], NumpyArray]
     ) -> None:
         for each in own:
 

@@ -50,8 +50,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         return made
 
     shown = command(
-        "describe",
-        "Print what is in a checkpoint: its facts and its variables, the largest first.",
+        "describe", "Print what is in a checkpoint: its facts and its variables, the largest first."
     )
     shown.add_argument(
         "--match", metavar="REGEX", help="only variables in whose paths the regex is found; bytes are theirs"
@@ -79,8 +78,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; default: that of the rules file'
     )
     out = command(
-        "export",
-        "Write the weights as Hugging Face's libraries read them: safetensors and an index.",
+        "export", "Write the weights as Hugging Face's libraries read them: safetensors and an index."
     )
     out.add_argument("new", metavar="NEW", help="the folder to write; if it is there, it is empty")
     out.add_argument(

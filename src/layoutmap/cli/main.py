@@ -218,11 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     there = command(
         "devices", list_devices, "List the devices of this process, and its number in a job of several."
     )
-    there.add_argument(
-        "--engine",
-        choices=tuple(ENGINES),
-        help="the engine; default: all that are installed",
-    )
+    there.add_argument("--engine", choices=tuple(ENGINES), help="the engine; default: all that are installed")
     selftest = command(
         "selftest",
         run_selftest_command,

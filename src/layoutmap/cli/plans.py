@@ -101,9 +101,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
     )
     parser.add_argument(
-        "--library",
-        choices=tuple(ADAPTERS),
-        help="the library of the model, if none or several are imported",
+        "--library", choices=tuple(ADAPTERS), help="the library of the model, if none or several are imported"
     )
 
 

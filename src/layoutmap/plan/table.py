@@ -138,11 +138,7 @@ class PlanTable(Mapping[str, Assignment]):
         return replace(self, problems=in_order([*self.problems, *problems]))
 
     def with_cost(
-        self,
-        step: StepCost,
-        machine: Machine,
-        batch_dim: str | None = None,
-        verified: Verified | None = None,
+        self, step: StepCost, machine: Machine, batch_dim: str | None = None, verified: Verified | None = None
     ) -> Self:
         """The same plan with what a training step costs on a machine."""
         return self.with_known_cost(Cost(step, machine, batch_dim=batch_dim, verified=verified))

@@ -99,8 +99,7 @@ class Way:
         names = ["fuse_attention", "remat", "batch_dim", "inputs"]
         names += ["rules", "preset", "blocks"] if self.rules == before.rules else []
         return replace(
-            self,
-            **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(before, n)},
+            self, **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(before, n)}
         )
 
     def halved(self) -> Way | None:

@@ -73,9 +73,7 @@ class TorchAdapter(Adapter):
         """While open, torch modules that are built here are refused: the scope is one for another library."""
         return module_hooks.installed()
 
-    def own_options(
-        self, given: Mapping[str, object], options: ScopeOptions, *, across: bool
-    ) -> TorchOptions:
+    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
         """Return the options that only scopes for torch modules have."""
         return TorchOptions.of(given, options, across=across)
 

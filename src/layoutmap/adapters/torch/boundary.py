@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
@@ -60,14 +59,10 @@ def on_mesh(values: object, context: ScopeContext) -> Any:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.native(layout, tensor.ndim)
-        return plainly(_sharded)(tensor, mesh, placements)
+        # Not by the engine, so that its gradient has a gradient, too.
+        return plainly(lambda: placed(everywhere(tensor, mesh), placements))()
 
     return map_tensors(place, values)
-
-
-def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A plain tensor on the mesh, so that its gradient has a gradient, too."""
-    return placed(everywhere(tensor, mesh), placements)
 
 
 def plain(values: object) -> Any:

@@ -203,10 +203,9 @@ class _WithZeros(AutogradFunction):
 
     @staticmethod
     @plainly
-    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
+    def backward(ctx: Ctx, *upstream: torch.Tensor | None) -> object:
         return tuple(
-            _zeros(*form) if each is None else each  # pyright: ignore[reportUnnecessaryComparison]
-            for each, form in zip(upstream, ctx.forms, strict=True)
+            _zeros(*form) if each is None else each for each, form in zip(upstream, ctx.forms, strict=True)
         )
 
 
@@ -282,7 +281,8 @@ class _Call:
                 found = self._computed(given)
                 name = changed(self._structure, Structure(self._module))
         except Exception as error:
-            self.why_not = f"recording it failed: {_first_line(error)}"
+            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            self.why_not = f"recording it failed: {first_line}"
             raise
         if name:
             self.why_not = f"its forward changes {name}"
@@ -350,10 +350,6 @@ class _OnlyRecorded(TorchFunctionMode):
                     f"a tensor of shape {tuple(leaf.shape)} is no argument, and no attribute of a module"
                 )
         return func(*args, **(kwargs or {}))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class _Place:

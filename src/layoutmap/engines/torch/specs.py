@@ -4,7 +4,6 @@ A spec has the mesh, placements, shape, strides and element type of a `DTensor`.
 a small product, so they are remembered.
 """
 
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
@@ -21,7 +20,7 @@ from layoutmap.engines.tested import Needed, check_names
 
 with Needed("torch"):
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 
 check_names("torch", (DTensor, "_local_tensor _spec"))
 
@@ -43,7 +42,7 @@ axis_of: Callable[[Placement], int] = attrgetter("dim")
 
 def set_pieces(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Have a `DTensor` hold another local tensor, placed as a spec says."""
-    array._local_tensor, array._spec = local, spec
+    array._local_tensor, array._spec = local, spec  # pyright: ignore[reportPrivateUsage]
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

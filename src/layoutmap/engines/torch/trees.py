@@ -15,7 +15,6 @@ with Needed("torch"):  # torch 2.13 has no public form of it
     from torch.utils._pytree import tree_map as _tree_map
 
 tree_map: Callable[[Callable[[Any], object], Any], Any] = _tree_map
-"""A tree with its leaves replaced by what a function makes of them."""
 
 
 def is_sequence(value: object) -> TypeIs[list[Any] | tuple[Any, ...]]:

@@ -173,11 +173,7 @@ class Case:
         return _run(self.model, self.source)
 
 
-def draw_case(
-    choices: Choices,
-    draw_model: Callable[[Choices], Drawn],
-    devices: Devices = EIGHT,
-) -> Case:
+def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn], devices: Devices = EIGHT) -> Case:
     """A model, a map of its variables, an optimizer and a batch."""
     model = draw_model(choices)
     unmapped = Case(model, Map("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)

@@ -91,10 +91,7 @@ class Map:
 
 
 def draw_map(
-    choices: Choices,
-    variables: Mapping[str, Shape],
-    outputs: Mapping[str, Shape],
-    devices: Devices = EIGHT,
+    choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[str, Shape], devices: Devices = EIGHT
 ) -> Map:
     """A map of which each rule fits all that it matches.
 

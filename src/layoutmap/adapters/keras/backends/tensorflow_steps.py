@@ -76,7 +76,10 @@ class _Step:
             densified(batch, self._model),
             none_is_leaf=True,
         )
-        signature = tuple(_signature(each) for each in keras.tree.flatten(batch))
+        signature = tuple(
+            (tuple(each.shape), str(each.dtype)) if hasattr(each, "shape") else type(each)
+            for each in keras.tree.flatten(batch)
+        )
         if signature not in self._known:
             self._make_all(batch)
         batch = placed(batch, self._session)
@@ -119,10 +122,6 @@ class _Step:
         if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
             return value
         return tf.constant(self._session.engine.to_numpy(value))
-
-
-def _signature(value: Any) -> object:
-    return (tuple(value.shape), str(value.dtype)) if hasattr(value, "shape") else type(value)
 
 
 def _by_rows(output: Any, session: KerasSession) -> object:

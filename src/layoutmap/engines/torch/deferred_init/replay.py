@@ -99,7 +99,8 @@ def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
         return
     args, kwargs = tree_map(real, (step.args, step.kwargs))
     made = call(step, args, kwargs)
-    for view, tensor in zip(step.made, _tensors(made), strict=True):
+    tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    for view, tensor in zip(step.made, tensors, strict=True):
         if view is None or view.memory in storages:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
@@ -126,7 +127,3 @@ def call(step: Step, args: Args, kwargs: Kwargs, generator: torch.Generator | No
     drawn_by = with_generator(step.op)
     assert drawn_by is not None  # of what has none, no state is kept
     return drawn_by(*args, **kwargs, generator=generator)
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -31,6 +31,4 @@ def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
     return (join(output, mesh, kept), *(join(each, mesh, of_states) for each in last))
 
 
-RECURRENT: dict[object, Function] = dict.fromkeys(
-    (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run
-)
+RECURRENT = dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run)

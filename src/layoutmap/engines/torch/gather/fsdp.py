@@ -75,9 +75,8 @@ class Gather:
             flat = flat.to(mesh.device_type)
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
-        group = mesh.get_group(mesh_dim)
-        flat_rows = self._rows.view(-1)
-        self._work: dist.Work | None = dist.all_gather_single(flat_rows, flat, group, is_asynchronous)  # pyright: ignore[reportUnknownMemberType]
+        group, rows = mesh.get_group(mesh_dim), self._rows.view(-1)
+        self._work: dist.Work | None = dist.all_gather_single(rows, flat, group, is_asynchronous)  # pyright: ignore[reportUnknownMemberType]
 
     def gathered(self) -> list[DTensor]:
         """The tensors; gradients pass, summed up over the mesh dim and sharded again. To be called once."""
