@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, written_arguments
-from layoutmap.engines.torch.trees import tree_leaves
+from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def changed_by(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
@@ -25,8 +25,8 @@ def can_wait(tensor: torch.Tensor) -> bool:
 
 def size_of(shape: Any) -> float:
     """The number of elements of a shape, if it is one."""
-    is_shape = isinstance(shape, list | tuple) and all(type(n) is int for n in shape)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return math.prod(shape) if is_shape else math.inf  # pyright: ignore[reportUnknownArgumentType]
+    is_shape = is_sequence(shape) and all(type(n) is int for n in shape)
+    return math.prod(shape) if is_shape else math.inf
 
 
 def generator_of(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator | None:
