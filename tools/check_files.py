@@ -15,7 +15,6 @@ KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")  # Ke
 DECISION = ("Question", "Choice", "Why", "What was given up")
 # Rooms whose library has few types, or none. The figure only falls.
 ANY = {
-    "adapters/keras": 45,
     "testing/laws": 27,
 }
 _HALLS = ("adapters", "engines")

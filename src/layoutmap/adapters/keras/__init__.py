@@ -83,7 +83,7 @@ class KerasAdapter(Adapter):
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, _x_of(batch))
 
-    def with_optimizer(self, model: Any, optimizer: Any) -> object:
+    def with_optimizer(self, model: Any, optimizer: keras.Optimizer) -> object:
         """Return a model with an optimizer in place of its own, by its name or what makes it.
 
         Raises:
@@ -105,7 +105,7 @@ class KerasAdapter(Adapter):
             model.compile(optimizer=made)
         return model
 
-    def variables(self, model: Any) -> dict[str, Any]:
+    def variables(self, model: keras.Model) -> dict[str, keras.Variable]:
         """The variables of a model by path: its own, then those of its optimizer."""
         found = find_variables(model)
         named = {f.path: f.variable for f in found}
@@ -124,25 +124,25 @@ class KerasAdapter(Adapter):
         """Return the variables of a model that any program has made, and the slots of its optimizer."""
         return checkpoints.described(model, optimizer)
 
-    def context_of(self, model: Any) -> ScopeContext | None:
+    def context_of(self, model: keras.Model) -> ScopeContext | None:
         """Return the scope that a model, or any layer in it, was laid out in."""
         sessions = (session_of(layer) for layer in model._flatten_layers())
         return next((session.context for session in sessions if session is not None), None)
 
-    def read(self, variable: object) -> Any:
+    def read(self, variable: keras.Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""
         return backend_of(backend_name()).read(variable)
 
-    def write(self, variable: Any, value: Any) -> None:
+    def write(self, variable: keras.Variable, value: object) -> None:
         """Give a variable a value, of the engine or of numpy; it keeps its layout."""
         variable.assign(value)
 
-    def forward(self, model: Any, batch: Any) -> Any:
+    def forward(self, model: keras.Model, batch: object) -> object:
         """Return what a model returns for a batch, in inference."""
         with backend_of(backend_name()).comparing(model):
             return keras.tree.map_structure(np.asarray, model.predict_on_batch(_x_of(batch)))
 
-    def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def gradients(self, model: keras.Model, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """The losses of a batch, and the gradients that the model's step passes to its optimizer, by path."""
         x, y, sample_weight = _tensors(batch)
         backend = backend_of(backend_name())
@@ -152,7 +152,7 @@ class KerasAdapter(Adapter):
         named = zip(model.trainable_variables, gradients, strict=True)
         return _numbers(losses), {paths[id(v)]: gradient for v, gradient in named}
 
-    def train_step(self, model: Any, batch: Any) -> dict[str, float]:
+    def train_step(self, model: keras.Model, batch: Any) -> dict[str, float]:
         """One optimizer step of a compiled model on a batch; returns the numbers that it logs."""
         x, y, sample_weight = _tensors(batch)
         with backend_of(backend_name()).comparing(model):
@@ -164,7 +164,7 @@ class KerasAdapter(Adapter):
 
     def restored(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, object]:
         """Give variables other values."""
         checkpoints.restored(model, arrays)
         return model, optimizer

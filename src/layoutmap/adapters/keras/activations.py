@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
@@ -12,7 +11,7 @@ from layoutmap.adapters.keras.private import in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 
 
-def laying_out(layer: object, session: KerasSession, plain: Callable[..., object]) -> Callable[..., Any]:
+def laying_out(layer: object, session: KerasSession, plain: Callable[..., object]) -> Callable[..., object]:
     """Return a layer's `call`, or what stands for it, that returns arrays in their layout.
 
     Args:
@@ -22,7 +21,7 @@ def laying_out(layer: object, session: KerasSession, plain: Callable[..., object
     """
 
     @functools.wraps(plain)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         outputs = plain(*args, **kwargs)
         # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
         if in_symbolic_scope() or session.context.plan_only:

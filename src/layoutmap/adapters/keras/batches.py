@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import keras
 
@@ -14,7 +13,7 @@ from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import level_of_user
 
 
-def checking_callbacks(fit: Callable[..., object], session: KerasSession) -> Callable[..., Any]:
+def checking_callbacks(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Return `fit` of a model that refuses a TensorBoard that would fail at the end of the first epoch."""
 
     @functools.wraps(fit)
@@ -38,7 +37,7 @@ def _refuse(option: str, session: KerasSession) -> None:
     )
 
 
-def sharding_batches(fit: Callable[..., object], session: KerasSession) -> Callable[..., Any]:
+def sharding_batches(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Return `fit` of a model that warns at its end if no batch could be sharded over the scope's batch dim."""
 
     @functools.wraps(fit)

@@ -20,7 +20,7 @@ class Manager(Protocol):
 
     def save(
         self,
-        model: Any,
+        model: keras.Model,
         step: int,
         *,
         data: Any = None,
@@ -81,7 +81,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._manager = manager
         self._every_epochs = every_epochs
         self._data = data
-        self._states: dict[int, Any] = {}  # by step: of the data, after the batch of that step
+        self._states: dict[int, object] = {}  # by step: of the data, after the batch of that step
         self._num_before = 0  # batches of the present epoch that were trained on before it was resumed
         self._is_new = False  # whether there is a step that was not offered to the manager
 
@@ -111,23 +111,23 @@ class CheckpointCallback(keras.callbacks.Callback):
             self._states[step] = state_of(self._data)
             yield batch
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: keras.Model) -> None:
         """Take the model of `fit`."""
         super().set_model(model)
         # Keras on JAX copies all values into the model where a callback asks for it: only a save needs that.
         self._unsynced = model
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         """Begin to count the batches of an epoch."""
         self._num_before = self.batch = self.batch if epoch == self.epoch else 0
         self.epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """Save the step before this batch: only now it is known that its epoch has not ended with it."""
         if self._is_new and self._every_epochs is None:
             self._save()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         """Count the batches that were trained on: several, where one execution has several steps."""
         now = self._num_before + batch + 1
         self.step += now - self.batch
@@ -143,7 +143,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         elif self.epoch % self._every_epochs == 0:
             self._save(metrics=logs, force=True)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: object = None) -> None:
         """Wait for the last save."""
         self._manager.wait()
 

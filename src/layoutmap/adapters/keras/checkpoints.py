@@ -61,7 +61,7 @@ def stored(model: object, saved: Saved | None, backend: Backend) -> list[Stored]
     ]
 
 
-def described(model: Any, optimizer: Any) -> list[Stored]:
+def described(model: Any, optimizer: object) -> list[Stored]:
     """Return the variables of a model that any program has made, and the slots of its optimizer, or of another one."""
     return [Stored(each.spec, each.variable.value) for each in _synced_entries(model, optimizer)]
 
@@ -143,7 +143,7 @@ def _names(model: Any) -> Names:
     Their paths are the numbers of these names in order. If Keras made all of them up, or none, that order is the same
     wherever the model is built. If some were given, it may not be, and weights of one shape would be exchanged.
     """
-    groups: dict[tuple[str, str], dict[str, Sequence[Any]]] = {}
+    groups: dict[tuple[str, str], dict[str, Sequence[object]]] = {}
     given = {id(layer): is_given(layer) for layer in model._flatten_layers()}
     with _numbered_anew(list(model._flatten_layers())):
         for path, layer in find_layers(model):
@@ -195,7 +195,7 @@ def check_names(saved: Names, own: Names) -> None:
 def _are_names(saved: object) -> bool:
     return isinstance(saved, Mapping) and all(
         isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], str)
-        for each in cast("Mapping[Any, Any]", saved).values()
+        for each in cast("Mapping[str, object]", saved).values()
     )
 
 

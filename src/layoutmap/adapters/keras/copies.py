@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable, Container
 from typing import Any
 
+import keras
+
 from layoutmap.adapters.current import current
 from layoutmap.adapters.keras.private import CLONING
 from layoutmap.adapters.keras.protocol import KerasSession
@@ -24,7 +26,7 @@ from layoutmap.core.users_line import level_of_user
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
-def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any]]:  # why: decisions/0056
+def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., object]]:  # why: decisions/0056
     """Return what to wrap on a layer for its copies."""
     own = getattr(layer, "__deepcopy__", None)
     plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config
@@ -37,7 +39,7 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any
             return make(*arguments)
 
     @functools.wraps(plain_reduce)
-    def reduce_ex(protocol: Any) -> object:
+    def reduce_ex(protocol: object) -> object:
         _warn(
             f"{layer.name}: a pickle of it has no layouts",
             why="it holds values and a configuration, and may be read where other devices are",
@@ -47,7 +49,7 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any
         return plain_reduce(protocol)
 
     @functools.wraps(plain_config)
-    def get_config() -> Any:
+    def get_config() -> object:
         if current() is None and _is_cloning():
             _warn(
                 "a model in layouts is cloned outside of a scope, and the clone has none",
@@ -59,7 +61,7 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., Any
     return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex, "get_config": get_config}
 
 
-def warn_of_plain_layers(model: Any, plain: list[Any]) -> None:
+def warn_of_plain_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
     """Warn of a model that was made outside of the scope of some of its layers.
 
     Args:
@@ -86,7 +88,7 @@ def step_of(model: object, names: Container[str]) -> str:
     return ""
 
 
-def of_two_kinds(model: Any, step: str) -> ScopeError:
+def of_two_kinds(model: keras.Model, step: str) -> ScopeError:
     """Return the error for a model with layers in layouts that was made outside of their scope."""
     return ScopeError(
         f"{model.name}: its {step} cannot have layers in layouts, since it was made outside of their scope",

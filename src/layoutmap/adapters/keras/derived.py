@@ -14,7 +14,7 @@ What a layer of one's own derives is not known, and asks the rules like any weig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,8 @@ class ReducedSlot:
         axes: What its axes are made of.
     """
 
-    slot: Any
-    weight: Any
+    slot: keras.Variable
+    weight: keras.Variable
     kind: str
     axes: Axes
 
@@ -92,7 +92,8 @@ def reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
         yield ReducedSlot(columns, weight, "c", (*kept, (rank - 1,)))
 
 
-_Derived = Iterator[tuple[Any, Derivation]]  # variables, or `None` where the layer has none, and from what
+# Variables, or `None` where the layer has none, and from what.
+_Derived = Iterator[tuple[keras.Variable | None, Derivation]]
 
 
 def _get(layer: object, name: str) -> Any:
@@ -134,7 +135,7 @@ def _quantized(layer: Any, name: str, shape: tuple[int, ...], table: Axes, kept:
         yield _get(layer, row), Derivation(name, shape, (summed,))
 
 
-def _float8(layer: Any, shape: tuple[int, ...]) -> _Derived:
+def _float8(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
     if getattr(layer, "quantization_mode", None) == "float8":
         for name in _FLOAT8:
             variable = _get(layer, name)
@@ -144,7 +145,7 @@ def _float8(layer: Any, shape: tuple[int, ...]) -> _Derived:
             )
 
 
-def _of_dense(layer: Any) -> _Derived:
+def _of_dense(layer: keras.Layer) -> _Derived:
     table, kernel = _get(layer, "quantized_kernel"), _get(layer, "_kernel")
     if table is None and kernel is None:  # between two forms
         return
@@ -155,7 +156,7 @@ def _of_dense(layer: Any) -> _Derived:
     yield from _quantized(layer, "kernel", shape, as_table, (1,))
 
 
-def _of_einsum_dense(layer: Any) -> _Derived:
+def _of_einsum_dense(layer: keras.Layer) -> _Derived:
     kernel = _get(layer, "_kernel")
     shape = getattr(layer, "original_kernel_shape", None) or (None if kernel is None else kernel.shape)
     if shape is None:
@@ -179,7 +180,7 @@ def _of_einsum_dense(layer: Any) -> _Derived:
             yield from _quantized(layer, "kernel", shape, (rows, columns), columns)
 
 
-def _axes_of_scale(layer: Any, rank: int) -> Axes:
+def _axes_of_scale(layer: keras.Layer, rank: int) -> Axes:
     """The axes of a kernel that each axis of its scale is made of: Keras tells the scale's shape for any kernel."""
     sizes = _PRIMES[:rank]
     return tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
@@ -188,13 +189,13 @@ def _axes_of_scale(layer: Any, rank: int) -> Axes:
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # sizes that tell an axis
 
 
-def _of_conv(layer: Any) -> _Derived:
+def _of_conv(layer: keras.Layer) -> _Derived:
     kernel = _get(layer, "_kernel")
     if kernel is not None:
         yield from _lora(layer, "kernel", tuple(kernel.shape))
 
 
-def _of_embedding(layer: Any) -> _Derived:
+def _of_embedding(layer: keras.Layer) -> _Derived:
     shape = (layer.input_dim, layer.output_dim)
     yield from _lora(layer, "embeddings", shape)
     yield from _quantized(layer, "embeddings", shape, ((0,), (1,)), (0,))
@@ -202,7 +203,7 @@ def _of_embedding(layer: Any) -> _Derived:
         yield from _quantized(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
 
 
-_KINDS: Sequence[tuple[Any, Any]] = (
+_KINDS: Sequence[tuple[Any, Callable[..., _Derived]]] = (
     (keras.layers.Dense, _of_dense),
     (keras.layers.EinsumDense, _of_einsum_dense),
     (keras.layers.Embedding, _of_embedding),

@@ -26,7 +26,7 @@ from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
 class Entry:
     """A variable of a scope, as the core will see it."""
 
-    variable: Any
+    variable: keras.Variable
     spec: VariableSpec
 
 
@@ -182,7 +182,7 @@ def _held(
             yield _entry(found.variable, prefix + found.path, kind, model=model)
 
 
-def _slot(variable: object, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:
+def _slot(variable: keras.Variable, weight: Entry, reduced: ReducedSlot | None, taken: set[str]) -> Entry:
     spec = weight.spec
     path = slot_path(variable, weight.variable, spec.path, taken, reduced.kind if reduced else "")
     rest: dict[str, Any] = {"parent": spec.path, "model": spec.model}
@@ -191,7 +191,7 @@ def _slot(variable: object, weight: Entry, reduced: ReducedSlot | None, taken: s
     return _entry(variable, path, Kind.SLOT, **rest)
 
 
-def _entry(variable: Any, path: str, kind: Kind, **rest: Any) -> Entry:
+def _entry(variable: keras.Variable, path: str, kind: Kind, **rest: Any) -> Entry:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
     name = "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"  # rules do not apply to a slot

@@ -7,7 +7,6 @@ around it; what is placed early is placed again where the final path has another
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import keras
@@ -25,9 +24,9 @@ class EarlyPaths:  # why: decisions/0050
         self._registry = registry
         # By layer: how many it held when last seen, the one that holds it, and what the layers in it are called
         # in one state of it.
-        self._num_below: MutableMapping[Any, int] = WeakKeyDictionary()
-        self._above: MutableMapping[Any, ref[Any]] = WeakKeyDictionary()
-        self._names: MutableMapping[Any, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
+        self._num_below: MutableMapping[keras.Layer, int] = WeakKeyDictionary()
+        self._above: MutableMapping[object, ref[keras.Layer]] = WeakKeyDictionary()
+        self._names: MutableMapping[object, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
 
     def entry(self, variable: object, layer: object) -> Entry | None:
         """Return a variable as the core will see it; `None` if the layer does not hold it."""
@@ -41,7 +40,7 @@ class EarlyPaths:  # why: decisions/0050
             prefix = f"{self._name_of(top)}.{prefix}"
         return describe_below(layer, prefix, variable)
 
-    def _holder(self, layer: Any) -> Any:
+    def _holder(self, layer: keras.Layer) -> keras.Layer:
         for each in self._registry.layers():
             if self._num_below.get(each, 0) != len(each._layers):
                 self._num_below[each] = len(each._layers)
@@ -51,7 +50,7 @@ class EarlyPaths:  # why: decisions/0050
         above = found() if found is not None else None
         return above if above is not None and any(below is layer for below in above._layers) else None
 
-    def _name_in(self, above: Any, layer: Any) -> str:
+    def _name_in(self, above: keras.Layer, layer: keras.Layer) -> str:
         state = len(vars(above)), len(above._layers)
         before, names = self._names.get(above, (None, dict[int, str]()))
         if before != state or id(layer) not in names:
@@ -59,7 +58,7 @@ class EarlyPaths:  # why: decisions/0050
             self._names[above] = state, names
         return names[id(layer)] if id(layer) in names else str(layer.name)
 
-    def _name_of(self, layer: Any) -> str:
+    def _name_of(self, layer: keras.Layer) -> str:
         (name,) = stable_names([layer])
         if name == layer.name:
             return name

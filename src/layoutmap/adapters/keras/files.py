@@ -85,7 +85,7 @@ class FileStore:
         self._given: list[weakref.ref[FileArray]] = []
         self._opened: dict[str, Any] = {}
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         dataset = dataset_of(self._store, key, self._opened)
         dtype = None if dataset is None else _dtype_of(dataset)
         if dtype is None:

@@ -42,10 +42,10 @@ def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _making_layers(found: Any) -> object:
-    plain: Callable[..., Any] = found.__func__
+    plain: Callable[..., object] = found.__func__
 
     @functools.wraps(plain)
-    def new(cls: type, *args: object, **kwargs: object) -> Any:
+    def new(cls: type, *args: object, **kwargs: object) -> object:
         layer = plain(cls, *args, **kwargs)
         session = current()
         if _is_ours(session):

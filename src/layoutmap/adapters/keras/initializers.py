@@ -37,7 +37,7 @@ def why_global(initializer: object, global_init: Mapping[str, str]) -> str:
 
 
 def initializer_of(
-    initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[Any], Any] = lambda seed: seed
+    initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
     """Return the initializer of a variable.
 
@@ -51,12 +51,12 @@ def initializer_of(
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())
     config.pop("seed", None)
-    seed: Any = ()
+    seed: object = ()
     if hasattr(initializer, "seed"):
         seed = plain(draw_seed(initializer.seed))  # advances a seed generator, once
     seeded = copy.copy(initializer)
 
-    def function(seed: Any) -> Any:
+    def function(seed: object) -> object:
         own = copy.copy(seeded)
         if hasattr(own, "seed"):
             own.seed = _Given(seed)
@@ -71,10 +71,10 @@ def initializer_of(
     )
 
 
-def initializer_of_seed(initializer: Any, shape: tuple[int, ...], dtype: str) -> Initializer:
+def initializer_of_seed(initializer: keras.Initializer, shape: tuple[int, ...], dtype: str) -> Initializer:
     """Return the initializer of a seed generator's state: where processes agree on seeds, they agree on it too."""
 
-    def value() -> Any:
+    def value() -> object:
         return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
 
     return Initializer(value, Program(("seed", shape, dtype), value(), lambda seed: seed))
@@ -92,7 +92,7 @@ def may_draw(initializer: object) -> bool:
     return draws_a_seed(initializer) or not _is_kerass_own(initializer)
 
 
-def with_its_seed(initializer: Any, plain: Callable[[Any], Any]) -> object:
+def with_its_seed(initializer: Any, plain: Callable[[object], object]) -> object:
     """An initializer that `draws_a_seed`, with the seed that it draws now."""
     drawn = copy.copy(initializer)
     drawn.seed = _Given(plain(draw_seed(initializer.seed)))
@@ -106,7 +106,7 @@ class _Given(keras.random.SeedGenerator):
         # Not the base's, which makes a variable to draw from; and past its tracking of what it is given.
         self.__dict__["seed"] = seed
 
-    def next(self, ordered: bool = True) -> Any:
+    def next(self, ordered: bool = True) -> object:
         """The seed."""
         return self.__dict__["seed"]
 

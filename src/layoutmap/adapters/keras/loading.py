@@ -65,7 +65,7 @@ def _converted(variable: Any, assignment: Assignment, value: object, dtype: obje
         return from_host(assignment, value)
 
 
-def check_shape(variable: Any, path: str, value: Any) -> None:
+def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
     """Raise if a value on the host does not have the shape of a variable.
 
     Raises:
@@ -84,12 +84,12 @@ def check_shape(variable: Any, path: str, value: Any) -> None:
         )
 
 
-def loading(thing: Any, session: KerasSession) -> Callable[..., Any]:
+def loading(thing: Any, session: KerasSession) -> Callable[..., object]:
     """`load_own_variables` of a layer or an optimizer, which reads from a file what the devices here hold."""
     plain = thing.load_own_variables
 
     @functools.wraps(plain)
-    def load_own_variables(store: Any) -> Any:
+    def load_own_variables(store: object) -> None:
         if not isinstance(store, H5IOStore):
             return plain(store)
         session.plan_ahead()
@@ -107,7 +107,7 @@ def loading(thing: Any, session: KerasSession) -> Callable[..., Any]:
     return load_own_variables
 
 
-def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., Any]:
+def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., object]:
     """`load_weights` that looks at all shapes before it changes anything.
 
     Args:
@@ -117,7 +117,7 @@ def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) 
     plain = model.load_weights
 
     @functools.wraps(plain)
-    def load_weights(filepath: object, skip_mismatch: bool = False, **kwargs: object) -> Any:
+    def load_weights(filepath: object, skip_mismatch: bool = False, **kwargs: object) -> object:
         name = str(filepath)
         if name.endswith(_FILES) and "://" not in name and not skip_mismatch:
             found: dict[str, str] = {}

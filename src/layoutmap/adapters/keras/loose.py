@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
 
 import keras
 
@@ -74,7 +73,7 @@ def _held_by(owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, o
                 yield f"{name}.{path}", variable, is_seed
 
 
-def _children(owner: object) -> list[tuple[str, Any]]:
+def _children(owner: object) -> list[tuple[str, object]]:
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items()]
     if isinstance(owner, (list, tuple)):

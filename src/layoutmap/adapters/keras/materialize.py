@@ -32,14 +32,15 @@ class Materializer:
 
     def __init__(self, session: KerasSession):
         self._session = session
-        self._undrawn = deque[weakref.ref[Any]]()  # what may draw from a generator, in the order of making
+        # What may draw from a generator, in the order of making.
+        self._undrawn = deque[weakref.ref[keras.Variable]]()
 
-    def made(self, variable: Any) -> None:
+    def made(self, variable: keras.Variable) -> None:
         """Note a pending variable."""
         if may_draw(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))
 
-    def draw_before(self, variable: object, make_now: Callable[[Any], None]) -> None:
+    def draw_before(self, variable: object, make_now: Callable[[keras.Variable], None]) -> None:
         """Draw what plain Keras has drawn before it makes a variable: each variable draws when it is made.
 
         Args:
@@ -59,7 +60,7 @@ class Materializer:
             else:
                 make_now(first)
 
-    def draw_in_turn(self, make_now: Callable[[Any], None]) -> None:
+    def draw_in_turn(self, make_now: Callable[[keras.Variable], None]) -> None:
         """Draw one by one where Keras's own initializers, which draw seeds alone, are among others that draw.
 
         Args:
@@ -96,7 +97,7 @@ class Materializer:
             variable._deferred_initialize()
         self._session.registry.forget(variable)
 
-    def assign(self, variable: Any, assignment: Assignment, value: object) -> None:
+    def assign(self, variable: keras.Variable, assignment: Assignment, value: object) -> None:
         """Give a pending variable an assigned value; its initializer never runs, and its seed is drawn all the same."""
         if draws_a_seed(variable._initializer):
             with self._initializing():
@@ -108,16 +109,16 @@ class Materializer:
             array = self._session.engine.relayout(value, assignment.layout)
         self._first_value(variable, assignment, array)
 
-    def place(self, variable: Any, assignment: Assignment) -> None:
+    def place(self, variable: keras.Variable, assignment: Assignment) -> None:
         """Place a variable that has its value in its layout."""
         self._store(variable, assignment, self._session.engine.relayout(variable._value, assignment.layout))
 
-    def _first_value(self, variable: Any, assignment: Assignment, array: object) -> None:
+    def _first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
         self._store(variable, assignment, array)
         end_pending(variable)  # after that: an interrupt before leaves it pending
         variable._initializer = None
 
-    def _store(self, variable: Any, assignment: Assignment, array: Any) -> None:
+    def _store(self, variable: keras.Variable, assignment: Assignment, array: Any) -> None:
         session, layout = self._session, assignment.layout
         held = session.engine.variable(array, name=variable.name, trainable=variable.trainable)
         tag = session.backend.store(variable, held, assignment, session)
@@ -125,7 +126,7 @@ class Materializer:
         variable.layout = layout
         self._session.registry.set_layout(variable, layout, tag)
 
-    def _initializer_of(self, variable: Any) -> Initializer:
+    def _initializer_of(self, variable: keras.Variable) -> Initializer:
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
         if self._session.context.across and is_seed_state(variable):
             return initializer_of_seed(variable._initializer, shape, dtype)

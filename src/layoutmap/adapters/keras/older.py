@@ -33,7 +33,7 @@ def existed_before(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions
     )
 
 
-def existing_below(layers: Iterable[object], is_known: Callable[[Any], bool]) -> Iterator[object]:
+def existing_below(layers: Iterable[object], is_known: Callable[[object], bool]) -> Iterator[object]:
     """The layers below some that are in no scope.
 
     Args:

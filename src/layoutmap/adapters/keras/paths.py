@@ -58,7 +58,7 @@ class Found:
         is_seed: Whether it is the state of a seed generator.
     """
 
-    variable: Any
+    variable: keras.Variable
     path: str
     aliases: list[str] = field(default_factory=list[str])
     is_seed: bool = False
@@ -88,7 +88,7 @@ def with_distinct_paths(found: Iterable[Found]) -> list[Found]:
     return every
 
 
-def sublayers(layer: object) -> Iterator[Any]:
+def sublayers(layer: object) -> Iterator[keras.Layer]:
     """The layers directly below a layer, also the model that a `Sequential` keeps inside."""
     yield from getattr(layer, "_layers", ())
     inner = getattr(layer, "_functional", None)
@@ -102,9 +102,9 @@ def roots(layers: Sequence[object]) -> list[Any]:
     return [layer for layer in layers if id(layer) not in below]
 
 
-def find_layers(root: object) -> list[tuple[str, Any]]:
+def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
     """All layers below a layer or model under each of their paths, in the order of the variables."""
-    found: dict[tuple[str, int], Any] = {}
+    found: dict[tuple[str, int], keras.Layer] = {}
     above: set[int] = set()
 
     def look(owner: object, prefix: str) -> None:
@@ -166,7 +166,7 @@ class _Walk:
         self._below: dict[int, list[tuple[str, object, bool]]] = {}
         self._above: set[int] = set()
 
-    def paths(self, owner: object) -> list[tuple[str, Any, bool]]:
+    def paths(self, owner: object) -> list[tuple[str, object, bool]]:
         """Path, variable and whether it is a seed's state, for all that is below an object."""
         if id(owner) in self._above:  # an object that holds its parent
             return []
@@ -180,13 +180,13 @@ class _Walk:
             self._above.discard(id(owner))
         return self._below[id(owner)]
 
-    def _at(self, owner: object, child: object) -> list[tuple[str, Any, bool]]:
+    def _at(self, owner: object, child: object) -> list[tuple[str, object, bool]]:
         if isinstance(child, keras.Variable):
             return [("", child, isinstance(owner, keras.random.SeedGenerator))]
         return self.paths(child)
 
 
-def _children(owner: object) -> list[tuple[str, Any]]:
+def _children(owner: object) -> list[tuple[str, object]]:
     """The values that an object holds, under public names."""
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items() if _is_walked(value)]

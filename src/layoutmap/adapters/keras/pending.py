@@ -26,11 +26,11 @@ _classes: dict[type, type] = {}
 class _Pending:  # why: decisions/0051
     """The methods in which a pending variable differs from its class."""
 
-    shape: Any
+    shape: tuple[int, ...]
     _dtype: Any
 
     @property
-    def value(self) -> Any:
+    def value(self) -> object:
         if in_stateless_scope():
             return super().value  # type: ignore[misc]
         getattr(self, SESSION).make_now(self)
@@ -53,7 +53,7 @@ class _Pending:  # why: decisions/0051
             return np.broadcast_to(np.zeros((), dtype or own), self.shape)
         return np.asarray(self, dtype=dtype)
 
-    def assign(self, value: object) -> Any:
+    def assign(self, value: object) -> object:
         if in_stateless_scope() or not is_on_host(value):
             return super().assign(value)  # type: ignore[misc]
         getattr(self, SESSION).assign_now(self, value)

@@ -310,6 +310,6 @@ def is_global_seed(variable: object) -> bool:
     return variable is global_seed_state()
 
 
-def is_seed_state(variable: Any) -> bool:
+def is_seed_state(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a seed generator, in a layer or wherever one is kept."""
     return variable.name == "seed_generator_state"

@@ -32,7 +32,7 @@ def program_of(model: object, step: str) -> list[Part]:
         step: `"train"`, `"test"` or `"predict"`.
     """
     program = Program()
-    layers: dict[int, tuple[str, Any]] = {}
+    layers: dict[int, tuple[str, object]] = {}
     for path, layer in [("", model), *find_layers(model)]:
         layers.setdefault(id(layer), (path, layer))
     for kind in dict.fromkeys(type(layer) for _, layer in layers.values()):
@@ -93,7 +93,7 @@ def _unpacked(value: object) -> Any:
     return value
 
 
-def _graph(model: Any) -> Iterator[tuple[str, list[object]]]:
+def _graph(model: keras.Model) -> Iterator[tuple[str, list[object]]]:
     """How a Functional model joins its layers: for each call of one what it is called with."""
     operations = model.operations
     names = dict(zip(map(id, operations), stable_names(operations), strict=True))

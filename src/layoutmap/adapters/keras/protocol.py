@@ -27,7 +27,7 @@ from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
 from layoutmap.engines.protocol import Engine
 
-Wraps = Mapping[str, Callable[..., Any]]
+Wraps = Mapping[str, Callable[..., object]]
 """Methods to wrap on an instance, by name."""
 
 
@@ -58,7 +58,7 @@ class OnThread(threading.local):
     has_all_rows: bool = False
     """Whether each process passes the whole batch to a step, and not rows of its own."""
 
-    model_in_step: Any = None
+    model_in_step: object = None
     """The model whose step runs."""
 
     mismatches: dict[str, str] | None = None
@@ -152,14 +152,14 @@ class Backend(ABC):  # why: decisions/0043
         """Whether the code runs inside a compiled function's trace."""
 
     @abstractmethod
-    def store(self, variable: object, held: object, assignment: Assignment, session: KerasSession) -> Any:
+    def store(self, variable: object, held: object, assignment: Assignment, session: KerasSession) -> object:
         """Give a variable its value; later values keep the layout. Returns the tag that slots will carry."""
 
-    def read(self, variable: Any) -> Any:
+    def read(self, variable: keras.Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""
         return get_engine(self.engine_name).to_numpy(variable.value)
 
-    def value_of(self, variable: Any) -> object:
+    def value_of(self, variable: keras.Variable) -> object:
         """Return the value of a variable in the element type that Keras says it has."""
         return variable.value
 
@@ -204,7 +204,7 @@ class Backend(ABC):  # why: decisions/0043
     @abstractmethod
     def gradients(
         self, model: object, x: object, y: object, sample_weight: object
-    ) -> tuple[dict[str, Any], list[Any]]:
+    ) -> tuple[dict[str, object], list[object]]:
         """Return the losses in training by name, and the gradient for each trainable variable, as numpy arrays.
 
         The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
@@ -218,7 +218,7 @@ class Backend(ABC):  # why: decisions/0043
         """
         return nullcontext()
 
-    def random_states(self) -> dict[str, Any]:
+    def random_states(self) -> dict[str, object]:
         """Return the states of generators of the process from which layers draw, by name: numbers and arrays."""
         return {}
 

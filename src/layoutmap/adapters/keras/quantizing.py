@@ -10,7 +10,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 
 
 @contextmanager
-def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any], Any]) -> Generator[None]:
+def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any], object]) -> Generator[None]:
     """While open, a layer's own weights are plain global arrays; what is made of them is laid out as it is assigned.
 
     One layer's weights are gathered on the host then, which is what Keras's quantizers need.
@@ -23,7 +23,7 @@ def weights_off_mesh(layer: Any, session: KerasSession, as_plain: Callable[[Any]
     if session.context.plan_only:
         yield
         return
-    before: list[tuple[Any, Any, Any]] = []
+    before: list[tuple[Any, object, object]] = []
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
         if session.registry.knows(variable) and variable.value is not None:
             held = variable._value

@@ -6,7 +6,6 @@ import itertools
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import keras
 
@@ -53,7 +52,7 @@ def user_depth() -> int:
     return sum(1 for _ in itertools.dropwhile(("layoutmap", "contextlib").__contains__, names))
 
 
-def _layers_running() -> Iterator[tuple[str, Any]]:
+def _layers_running() -> Iterator[tuple[str, keras.Layer]]:
     """The layers that are being built or called, and the method of each."""
     for frame in _outwards(sys._getframe(1)):
         if frame.f_code.co_name in _METHODS:

@@ -18,10 +18,10 @@ class _Record:
     """A record of one variable; forgotten when the variable dies."""
 
     variable: weakref.ref[Any]
-    parent: weakref.ref[Any] | None = None
-    tag: Any = None
+    parent: weakref.ref[object] | None = None
+    tag: object = None
     layout: Layout | None = None
-    layer: weakref.ref[Any] | None = None
+    layer: weakref.ref[object] | None = None
     kind: Kind = Kind.METRIC
 
 

@@ -68,7 +68,7 @@ class Session(KerasSession):
         self.backend = backend
         self.on_thread = OnThread()
         self.gathering = 0
-        self.outer_models = weakref.WeakSet[Any]()
+        self.outer_models = weakref.WeakSet[object]()
         self.lock = threading.RLock()
         self.registry = Registry()
         self._materializer = Materializer(self)
@@ -211,9 +211,8 @@ class Session(KerasSession):
         """
         with self.lock, self._outside():
             waiting = self.registry.variables()
-            news = (
-                self.registry.version != self._version_planned
-            )  # also of what an early read has made by itself
+            # Also of what an early read has made by itself.
+            news = self.registry.version != self._version_planned
             if not news and not any(is_pending(v) or self.registry.layout_of(v) is None for v in waiting):
                 return
             del waiting
@@ -341,7 +340,7 @@ class Session(KerasSession):
             entry = self._entry_of(variable)
             self._materializer.initialize([(entry, self._assignment_of(entry))])
 
-    def assign_now(self, variable: Any, value: Any) -> None:
+    def assign_now(self, variable: keras.Variable, value: Any) -> None:
         """Give one pending variable an assigned value; its initializer never runs."""
         with self.lock, self._outside():
             if self._failed and not self._is_open and not self._is_materializing:
@@ -424,7 +423,7 @@ class Session(KerasSession):
         with self.defer():
             return make()
 
-    def take(self, model: Any) -> object:
+    def take(self, model: keras.Model) -> object:
         """Lay out a model that exists, and look after it as if it had been built here; returns it."""
         for layer in model._flatten_layers():
             self._take_layer(layer)

@@ -39,7 +39,7 @@ def complete(model: Any, inputs: object) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _call(model: Any, symbols: Any) -> None:
+def _call(model: keras.Model, symbols: object) -> None:
     """Call a model with symbols of its inputs.
 
     Raises:
@@ -76,7 +76,7 @@ def _symbol(inputs: Any, leaf: Any) -> object:
     return keras.KerasTensor(leaf.shape, str(leaf.dtype))
 
 
-def adopt_for_training(model: Any, session: KerasSession) -> list[object]:
+def adopt_for_training(model: keras.Model, session: KerasSession) -> list[object]:
     """Have the scope know every variable that a step touches; returns them."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
@@ -92,7 +92,7 @@ def adopt_for_training(model: Any, session: KerasSession) -> list[object]:
     return variables
 
 
-def materialize_for_training(model: Any, session: KerasSession) -> None:
+def materialize_for_training(model: keras.Model, session: KerasSession) -> None:
     """Place every variable that a step touches on the mesh, each with memory of its own."""
     variables = adopt_for_training(model, session)
     session.refuse_in_a_plan(model.name)
@@ -101,8 +101,8 @@ def materialize_for_training(model: Any, session: KerasSession) -> None:
 
 
 def step_wraps(
-    model: Any, session: KerasSession, step: Callable[[str, Callable[[], Any]], Any]
-) -> dict[str, Callable[..., Any]]:
+    model: keras.Model, session: KerasSession, step: Callable[[str, Callable[[], Any]], Any]
+) -> dict[str, Callable[..., object]]:
     """Return what to wrap on a model: the methods that make its steps, by their names.
 
     Args:
@@ -111,12 +111,12 @@ def step_wraps(
         step: Returns the step of a name, `"train"`, `"test"` or `"predict"`; what it is given beside returns Keras's.
     """
 
-    def making(name: str) -> Callable[..., Any]:
+    def making(name: str) -> Callable[..., object]:
         plain, attribute = getattr(model, f"make_{name}_function"), f"{name}_function"
 
         @functools.wraps(plain)
-        def make(force: bool = False) -> Any:
-            def own() -> Any:
+        def make(force: bool = False) -> object:
+            def own() -> object:
                 plain(force=force)
                 return getattr(model, attribute)
 
@@ -134,7 +134,7 @@ def step_wraps(
 
 def _compared(
     step: Callable[..., object], model: object, session: KerasSession, name: str
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """A step of which the processes have compared the program, and which counts how often it is begun."""
     check_program(f"the {name} step", program_of(model, name), session.context.gather)
 
@@ -146,7 +146,7 @@ def _compared(
     return compared
 
 
-def build_for_step(model: Any, session: KerasSession, batch: object) -> bool:
+def build_for_step(model: keras.Model, session: KerasSession, batch: object) -> bool:
     """Have a model that was never called make its weights, for inputs of a batch's shapes; whether it had to."""
     if all(layer.built for layer in model._flatten_layers()):
         return False
@@ -163,7 +163,7 @@ def build_for_step(model: Any, session: KerasSession, batch: object) -> bool:
 def place_batch(batch: object, session: KerasSession) -> Any:
     """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide."""
 
-    def place(array: Any) -> Any:
+    def place(array: Any) -> object:
         if array is None or not hasattr(array, "shape"):
             return array
         return session.engine.relayout(array, session.policy.batch_layout(tuple(array.shape)))
@@ -182,20 +182,20 @@ def check_same_batch(batch: object, session: KerasSession) -> None:
         check_batch(list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather)
 
 
-def has_own_step(model: Any) -> bool:
+def has_own_step(model: keras.Model) -> bool:
     """Whether a model's class has a `train_step` of its own, whose loss nobody else knows."""
     return type(model).train_step is not keras.Model.train_step
 
 
 @contextmanager
-def recording(model: Any) -> Generator[dict[int, object]]:
+def recording(model: keras.Model) -> Generator[dict[int, object]]:
     """While open, a model's optimizers update nothing: yields the gradients passed to them, by `id` of the variable."""
-    found: dict[int, Any] = {}
+    found: dict[int, object] = {}
     held = [model.optimizer, *vars(model).values()]
     optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()
 
-    def noting(optimizer: Any) -> Callable[..., None]:
-        def apply(grads: Any, trainable_variables: Any = None) -> None:
+    def noting(optimizer: keras.Optimizer) -> Callable[..., None]:
+        def apply(grads: Any, trainable_variables: Iterable[keras.Variable] | None = None) -> None:
             weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
             found.update((id(w), g) for w, g in zip(weights, grads, strict=True) if g is not None)
 
@@ -213,17 +213,17 @@ def recording(model: Any) -> Generator[dict[int, object]]:
                 each.__dict__["apply"] = apply
 
 
-def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:
+def parents_by_name(slots: Iterable[keras.Variable], weights: Iterable[keras.Variable]) -> list[Any]:
     """The weight that each slot belongs to, or `None`, by the name that Keras gives slots: the weight's, then a kind.
 
     Weights may share a name. Optimizers make the slots of one kind in the order of the weights, so the second slot of
     a name is that of the second weight of its name.
     """
-    named: dict[str, list[Any]] = {}
+    named: dict[str, list[keras.Variable]] = {}
     for weight in weights:
         named.setdefault(weight.path.replace("/", "_"), []).append(weight)
     seen: dict[tuple[str, tuple[int, ...]], int] = {}
-    parents: list[Any] = []
+    parents: list[keras.Variable | None] = []
     for slot in slots:
         shape = tuple(slot.shape)
         ends = [i for i, letter in enumerate(slot.name) if letter == "_"]
@@ -236,5 +236,5 @@ def parents_by_name(slots: Iterable[Any], weights: Iterable[Any]) -> list[Any]:
     return parents
 
 
-def _of_shape(weights: Iterable[Any], shape: tuple[int, ...]) -> list[Any]:
+def _of_shape(weights: Iterable[keras.Variable], shape: tuple[int, ...]) -> list[keras.Variable]:
     return [weight for weight in weights if tuple(weight.shape) == shape]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+
+import keras
 
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import PlanError
@@ -13,7 +14,7 @@ _GONE = object()
 
 
 @contextmanager
-def all_or_nothing(layer: Any, session: KerasSession) -> Generator[None]:  # why: decisions/0055
+def all_or_nothing(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0055
     """While open, a layer changes its variables, as `quantize` and `enable_lora` do.
 
     The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their
@@ -36,13 +37,13 @@ def all_or_nothing(layer: Any, session: KerasSession) -> Generator[None]:  # why
 class _State:
     """The attributes of one layer, and its own variables."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: keras.Layer):
         self._layer = layer
         self._attributes = dict(layer.__dict__)
         self._stores = [(s, list(s)) for s in (layer._trainable_variables, layer._non_trainable_variables)]
         self._trained = [(v, v.trainable) for _, variables in self._stores for v in variables]
 
-    def put_back(self) -> list[Any]:
+    def put_back(self) -> list[keras.Variable]:
         """Undo what has been done to the layer since; returns the variables that it had got."""
         layer, now = self._layer, dict(self._layer.__dict__)
         old = {id(variable) for variable, _ in self._trained}

@@ -101,7 +101,7 @@ def session_of(thing: object) -> KerasSession | None:
     return thing.__dict__.get(SESSION)
 
 
-def call_of(layer: Any, name: str) -> Callable[..., Any]:
+def call_of(layer: keras.Layer, name: str) -> Callable[..., object]:
     """Return the `call` of a layer that is being made, or what stands for it, to be wrapped.
 
     A class without one may be Functional by inheritance: Keras makes it so while its first model is being initialized,
@@ -111,13 +111,13 @@ def call_of(layer: Any, name: str) -> Callable[..., Any]:
         return getattr(layer, name)
 
     @functools.wraps(types.MethodType(Functional.call, layer))
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return type(layer).call(layer, *args, **kwargs)
 
     return call
 
 
-def _sessions_below(model: Any) -> set[KerasSession]:
+def _sessions_below(model: keras.Model) -> set[KerasSession]:
     """The scopes that look after a model and the layers in it."""
     return {session for layer in model._flatten_layers() if (session := session_of(layer)) is not None}
 
@@ -143,7 +143,7 @@ def _unwrap(thing: object) -> None:
         del own[SESSION]
 
 
-def _put(thing: Any, wraps: dict[str, Any]) -> None:
+def _put(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
     # Into __dict__, past Keras's __setattr__, which tracks what it is given.
     own = thing.__dict__
     before = own.setdefault(_BEFORE, {})
@@ -152,7 +152,7 @@ def _put(thing: Any, wraps: dict[str, Any]) -> None:
     own.update(wraps)
 
 
-def _reopening(session: KerasSession, method: Callable[..., object]) -> Callable[..., Any]:
+def _reopening(session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(method)
     def reopening(*args: object, **kwargs: object) -> object:
         with session.defer():
@@ -161,18 +161,18 @@ def _reopening(session: KerasSession, method: Callable[..., object]) -> Callable
     return reopening
 
 
-def _quantizing(layer: Any, session: KerasSession) -> Callable[..., Any]:
+def _quantizing(layer: keras.Layer, session: KerasSession) -> Callable[..., object]:
     plain = _reopening(session, layer.quantize)
 
     @functools.wraps(plain)
-    def quantize(*args: object, **kwargs: object) -> Any:
+    def quantize(*args: object, **kwargs: object) -> object:
         with session.backend.quantizing(layer, session):
             return plain(*args, **kwargs)
 
     return _changing(layer, session, quantize)
 
 
-def _changing(layer: object, session: KerasSession, method: Callable[..., object]) -> Callable[..., Any]:
+def _changing(layer: keras.Layer, session: KerasSession, method: Callable[..., Any]) -> Callable[..., object]:
     """A method that replaces variables of a layer, and leaves it as it was if the new ones do not fit."""
 
     @functools.wraps(method)
@@ -183,11 +183,11 @@ def _changing(layer: object, session: KerasSession, method: Callable[..., object
     return changing
 
 
-def _once(layer: Any, session: KerasSession, method: Callable[..., Any]) -> Callable[..., Any]:
+def _once(layer: Any, session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
     """Build a layer if it is not, in one thread only: another one that calls it meanwhile waits."""
 
     @functools.wraps(method)
-    def once(call_spec: Any) -> Any:
+    def once(call_spec: Any) -> object:
         outer = outermost_layer()
         if outer is not None and session_of(outer) is None:
             _check_outer(outer, session)
@@ -224,17 +224,17 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
             warn_of_plain_layers(outer, plain)
 
 
-def _trains_two_kinds(outer: Any) -> bool:
+def _trains_two_kinds(outer: keras.Model) -> bool:
     """Whether a model trains layers that are in layouts and others."""
     layers = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
     return len({session_of(layer) is None for layer in layers}) > 1
 
 
-def _compiling(model: Any, session: KerasSession) -> Callable[..., Any]:
+def _compiling(model: Any, session: KerasSession) -> Callable[..., object]:
     plain = model.compile
 
     @functools.wraps(plain)
-    def compile(*args: object, **kwargs: object) -> Any:
+    def compile(*args: object, **kwargs: object) -> object:
         before = getattr(model, "optimizer", None)
         with session.defer():
             result = plain(*args, **kwargs)
