@@ -11,7 +11,7 @@ from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import CheckpointError
 
 
-def state_of(data: Any) -> Any:
+def state_of(data: object) -> Any:
     """The state of an iterator over data, of a schedule or the like; of a mapping of them, the states by name.
 
     Raises:
@@ -29,7 +29,7 @@ def state_of(data: Any) -> Any:
     )
 
 
-def undo_of(data: Any) -> Callable[[], object]:
+def undo_of(data: object) -> Callable[[], object]:
     """Return what gives `data` the state back that it has now, of each part of it that says what its state is."""
     if isinstance(data, Mapping):
         undos = [undo_of(each) for each in cast("Mapping[Any, Any]", data).values()]
@@ -48,7 +48,7 @@ def undo_of(data: Any) -> Callable[[], object]:
     return undo
 
 
-def restore_state(data: Any, state: Any) -> None:
+def restore_state(data: object, state: Any) -> None:
     """Give a state back to what `state_of` was given."""
     if isinstance(data, Mapping):
         for name, each in cast("Mapping[Any, Any]", data).items():
@@ -57,7 +57,7 @@ def restore_state(data: Any, state: Any) -> None:
         taker(data)(state)
 
 
-def taker(data: Any) -> Any:
+def taker(data: object) -> Any:
     """Return the method by which something takes up a state.
 
     Raises:

@@ -44,7 +44,7 @@ def lowered_lines(name: str, lowered: Any) -> Iterator[Part]:
         yield Part(f"the lowered {name}, line {number}", line.strip())
 
 
-def is_users(thing: Any) -> bool:
+def is_users(thing: object) -> bool:
     """Whether a class or a function is not one of a framework, or Python's own."""
     package = str(getattr(thing, "__module__", "")).partition(".")[0]
     return package not in _FRAMEWORKS and package not in sys.stdlib_module_names
@@ -65,7 +65,7 @@ class Program:
         self.read: dict[str, None] = {}
         self._seen: dict[int, Any] = {}
 
-    def value(self, name: str, value: Any, *, may_be_number: bool = False) -> None:
+    def value(self, name: str, value: object, *, may_be_number: bool = False) -> None:
         """Add a value: what is plain in it, and what functions in it do."""
         inside = functools.partial(self.value, may_be_number=may_be_number)
         if isinstance(value, functools.partial):
@@ -128,14 +128,14 @@ class Program:
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         return names + [name for each in inner for name in self._add_lines(each)]
 
-    def _is_new(self, thing: Any) -> bool:
+    def _is_new(self, thing: object) -> bool:
         """Whether something was not seen before; it is kept, so that nothing else gets its id."""
         is_new = id(thing) not in self._seen
         self._seen[id(thing)] = thing
         return is_new
 
 
-def _held(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _held(function: FunctionType) -> Iterator[tuple[str, object]]:
     """The values that a function closes over, and the defaults of its arguments."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # nothing was assigned to the name yet
@@ -146,7 +146,7 @@ def _held(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
 
 

@@ -23,14 +23,14 @@ def equal_blocks(
         layers: Its layers with their paths, in their order.
         settings: Returns what a layer must have in common with another one to be equal to it, to be hashed.
     """
-    weights: dict[str, list[Any]] = {}
+    weights: dict[str, list[object]] = {}
     for spec in variables:
         if spec.parent is None:
             parts = spec.path.split(".")
             for n in range(1, len(parts)):
                 rest = ".".join(parts[n:]), spec.shape, spec.dtype, spec.trainable, spec.kind
                 weights.setdefault(".".join(parts[:n]), []).append(rest)
-    groups: dict[Any, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for path, layer in sorted(layers, key=lambda pair: pair[0].count(".")):
         if path in weights and re.search(r"\d", path):
             key: Any = re.sub(r"\d+", "#", path), type(layer), tuple(weights[path])
@@ -45,7 +45,7 @@ def equal_blocks(
 
 
 def _equal(
-    paths: Sequence[str], layers: Mapping[str, Any], settings: Callable[[Any], Any]
+    paths: Sequence[str], layers: Mapping[str, object], settings: Callable[[object], object]
 ) -> Iterator[list[str]]:
     """Lists of paths whose layers, and those below, have the same settings."""
     below: dict[str, list[Any]] = {path: [] for path in paths}
@@ -55,13 +55,13 @@ def _equal(
             block = ".".join(parts[:n])
             if block in below:
                 below[block].append((".".join(parts[n:]), type(layer), settings(layer)))
-    groups: dict[Any, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for path in paths:
         groups.setdefault(tuple(below[path]), []).append(path)
     yield from groups.values()
 
 
-def plain_attributes(layer: Any, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
+def plain_attributes(layer: object, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
     """Return the attributes of a layer that are plain values, the code of functions and the names of classes.
 
     Args:
@@ -73,7 +73,7 @@ def plain_attributes(layer: Any, without: Collection[str] = ()) -> tuple[tuple[s
     return tuple(each for each in found if each[1] is not _ABSENT)
 
 
-def _plain(value: Any, within: tuple[Any, ...] = ()) -> Any:
+def _plain(value: object, within: tuple[object, ...] = ()) -> object:
     if isinstance(value, tuple | list):
         inner = tuple(_plain(each, within) for each in cast("Sequence[Any]", value))
         return _ABSENT if _ABSENT in inner else inner
@@ -88,7 +88,7 @@ def _plain(value: Any, within: tuple[Any, ...] = ()) -> Any:
     return getattr(value, "__qualname__", _ABSENT)
 
 
-def _content(cell: types.CellType) -> Any:
+def _content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # nothing was assigned to the name yet

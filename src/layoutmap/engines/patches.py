@@ -71,13 +71,13 @@ class Attribute:
         make: Makes what takes its place, of what is found there.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]):
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], object]):
         self._owner, self._name, self._make = owner, name, make
-        self._made: list[tuple[Any, Any]] = []  # what took whose place; noted before it does
+        self._made: list[tuple[object, object]] = []  # what took whose place; noted before it does
 
     def install(self) -> None:
         """Have it replaced, where it is not."""
-        found = cast(dict[str, Any], vars(self._owner)).get(self._name, _INHERITED)
+        found = cast(dict[str, object], vars(self._owner)).get(self._name, _INHERITED)
         if all(ours is not found for ours, _ in self._made):
             ours = self._make(getattr(self._owner, self._name) if found is _INHERITED else found)
             self._made.append((ours, found))
@@ -85,7 +85,7 @@ class Attribute:
 
     def remove(self) -> None:
         """Put back what was found, where what took its place is still there."""
-        now = cast(dict[str, Any], vars(self._owner)).get(self._name, _INHERITED)
+        now = cast(dict[str, object], vars(self._owner)).get(self._name, _INHERITED)
         for pair in [pair for pair in self._made if pair[0] is now]:
             if pair[1] is _INHERITED:
                 delattr(self._owner, self._name)
@@ -103,7 +103,7 @@ class Item:
         value: The item.
     """
 
-    def __init__(self, items: MutableMapping[Any, Any], key: Any, value: Any):
+    def __init__(self, items: MutableMapping[Any, Any], key: object, value: object):
         self._items, self._key, self._value = items, key, value
 
     def install(self) -> None:
@@ -172,7 +172,7 @@ class _Use(Closing):
 
 
 @contextmanager
-def temporarily(owner: Any, name: str, value: Any) -> Generator[None]:
+def temporarily(owner: object, name: str, value: object) -> Generator[None]:
     """While open, an attribute of an object of this library, such as a thread-local one, has another value.
 
     Example:

@@ -126,7 +126,7 @@ def an_evaluation_that_fails_keeps_the_weights(trial: Trial) -> Iterator[str]:
     trial.adapter.train_step(model, batch)
 
 
-def _of_another_rank(batch: Any) -> Any:
+def _of_another_rank(batch: Any) -> object:
     """The batch with two more axes of its inputs than a model takes."""
     inputs, targets = batch
     flat = [inputs] if not isinstance(inputs, list | tuple) else inputs
@@ -138,7 +138,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return np.array_equal(one, other, equal_nan=True)
 
 
-def _raises(compute: Callable[[Any, Any], object], model: object, batch: object) -> bool:
+def _raises(compute: Callable[[Any, object], object], model: object, batch: object) -> bool:
     try:
         compute(model, batch)
     except Exception:

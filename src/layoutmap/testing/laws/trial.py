@@ -146,7 +146,7 @@ class Trial:
             with suppress(TypeError):  # as of a scan, which takes no float32 weights beside the batch
                 yield from self._compared(exact, self.plain())
 
-    def _with_weights(self, model: Any, factor: Callable[[Any], Any] = lambda _: 1) -> Any:
+    def _with_weights(self, model: object, factor: Callable[[Any], object] = lambda _: 1) -> object:
         """Give a plain model, which is returned, the weights of the plain one, each multiplied by a factor."""
         trained = {a.variable.path for a in self.plan.assignments if a.variable.is_trained}
         # How a plain model calls layers without names is its own. One of JAX has no optimizer's state before its first
@@ -167,7 +167,7 @@ class Trial:
         self.adapter.complete(model, self.case.batch)
         return model
 
-    def _compared(self, plain: Any, sharded: Any) -> Iterator[ParityRow]:
+    def _compared(self, plain: object, sharded: object) -> Iterator[ParityRow]:
         batch, adapter = self.case.batch, self.adapter
         report = compared(adapter, plain, sharded, batch, tolerance=TOLERANCE)
         yield from (row for row in report.rows if row.stage != "weights")
@@ -181,7 +181,7 @@ class Trial:
             if all(np.all(np.abs(number) < DIVERGES) for number in expected.values()):
                 yield from compared_variables(adapter, stage, plain, sharded, TOLERANCE, report.only_rounding)
 
-    def _run(self, model: Any, batch: Any) -> dict[str, float]:
+    def _run(self, model: Any, batch: object) -> dict[str, float]:
         """A step with other rows than before; of Keras `fit`, whose last batch is smaller, too."""
         if self.case.library != "keras" or self.group.several:  # processes pass `fit` rows of their own
             return self.adapter.train_step(model, batch)
@@ -199,7 +199,7 @@ def first_rows(values: Any, number: int) -> Any:
     return values[:number]
 
 
-def leaves(values: Any) -> list[Any]:
+def leaves(values: object) -> list[Any]:
     """Return the arrays in nested sequences and mappings."""
     if isinstance(values, dict):
         values = list(values.values())
