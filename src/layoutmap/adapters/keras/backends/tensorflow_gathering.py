@@ -166,17 +166,17 @@ def between_layers(values: object, session: KerasSession) -> Any:
 
 def pinned(value: tf.Tensor, layout: Layout, session: KerasSession) -> tf.Tensor:
     """Return a tensor in a layout, in which its gradient comes back, too."""
+    relayout = session.engine.relayout  # not the session: TensorFlow keeps `back` for good
 
     @tf.custom_gradient
     def constrained(tensor: tf.Tensor) -> Any:
         def back(upstream: object) -> object:
             # Rows of an embedding stay rows: optimizers step by each, as in plain Keras on TensorFlow.
-            are_rows = isinstance(upstream, tf.IndexedSlices)
-            return upstream if are_rows else session.engine.relayout(upstream, layout)
+            return upstream if isinstance(upstream, tf.IndexedSlices) else relayout(upstream, layout)
 
-        return session.engine.relayout(tensor, layout), back
+        return relayout(tensor, layout), back
 
-    return constrained(value) if value.dtype.is_floating else session.engine.relayout(value, layout)
+    return constrained(value) if value.dtype.is_floating else relayout(value, layout)
 
 
 def _by_rows(shape: Sequence[Any], session: KerasSession) -> Layout:
