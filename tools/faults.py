@@ -172,7 +172,7 @@ FAULTS = (
         "core/uneven.py",
         "return Layout([parent.mesh_dims_of(of[0]) if of else () for of in axes], parent.mesh)",
         "return Layout([() for _ in axes], parent.mesh)",
-        "keras-jax,nnx",
+        "keras-jax",
     ),
     Fault(
         "blocks are read in the order of another mesh",

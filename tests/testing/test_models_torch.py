@@ -27,6 +27,7 @@ def test_every_kind_and_every_pair_of_kinds_is_drawn():
     assert set(KINDS) < set(kinds)
     assert [] == pairs_not_drawn(KINDS, pairs)
     assert min(styles.values()) > 300
+    assert 2000 < sum(each.returns_loss for each in drawn) < 3000
 
 
 @pytest.mark.long
@@ -34,8 +35,8 @@ def test_every_kind_of_layout_is_drawn_for_every_kind_of_part():
     """Weights of several axes are replicated, and sharded over one dim, two, and two along one axis."""
 
     def kinds_by_path(model):
-        own = model.classes[-1]
-        return {own.path(part.name): part.kinds[0] for part in own.parts if part.made}
+        own, around = model.classes[-1], "net." * model.returns_loss
+        return {f"{around}{own.path(part.name)}": part.kinds[0] for part in own.parts if part.made}
 
     assert [] == layouts_not_drawn((models.draw(seed, "torch") for seed in range(1200)), kinds_by_path)
 
@@ -45,9 +46,11 @@ def test_outputs_have_the_shapes_that_are_described(seed):
     """So do targets, which a loss would broadcast without a word."""
     case = models.draw(seed, "torch")
     outputs = call(case.make_model(), case.batch)
+    loss, outputs = outputs if case.model.returns_loss else (None, outputs)
     found = outputs if isinstance(outputs, tuple) else (outputs,)
 
     described = [(*each.shape, each.classes) if each.classes else each.shape for each in case.model.outputs]
+    assert loss is None or () == loss.shape
     assert described == [tuple(each.shape[1:]) for each in found]
 
 
@@ -124,4 +127,4 @@ def test_a_case_is_a_program(tmp_path):
 
 def test_cases_shrink():
     """What fails is found in a model of few parts."""
-    assert sum(len(each.parts) for each in smallest_with("Conv", "torch", 200).classes) <= 3
+    assert sum(len(each.parts) for each in smallest_with("GroupNorm", "torch", 200).classes) <= 3

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from layoutmap.testing.laws import Outcome
+from layoutmap.testing.laws import LAWS, Outcome
 from layoutmap.testing.subjects import OF_A_PROCESS, started_together, subject_named
 
 IN_ONE_PROCESS = 20
@@ -143,9 +143,14 @@ class Schedule:
         """Try a case; what does not hold is tried again as users run it, and that counts."""
         started, subject = time.monotonic(), process.subject
         tried = process.try_case(seed, self._deadline)
-        if process.is_quick and any(each.outcome.is_suspicious for each in tried):
-            with self._process(subject, quick=False) as again:
-                tried = again.try_case(seed, self._deadline)
+        until = max((i + 1 for i, each in enumerate(tried) if each.outcome.is_suspicious), default=0)
+        if process.is_quick and until:
+            # A law goes on with the models of those before it; a process that has ended told only some.
+            laws = (
+                [each.outcome.law for each in tried[:until]] if tried[until - 1].outcome.law in LAWS else []
+            )
+            with self._process(subject, quick=False, laws=laws) as again:
+                tried = [*again.try_case(seed, self._deadline), *tried[until:]]
         if (engine := subject_named(subject).engine) not in self.devices:  # it does not start
             self._stopped.add(engine)
         if time.monotonic() < self._deadline:  # else it was not tried to its end
@@ -173,8 +178,8 @@ class Schedule:
             return self.seed + self.begun[subject] - 1
 
     @contextlib.contextmanager
-    def _process(self, subject: str, *, quick: bool) -> Iterator[_Process]:
-        process = _Process(self, subject, quick=quick)
+    def _process(self, subject: str, *, quick: bool, laws: Sequence[str] = ()) -> Iterator[_Process]:
+        process = _Process(self, subject, quick=quick, laws=laws or self.laws)
         self._processes.add(process)
         try:
             yield process
@@ -190,16 +195,17 @@ class _Process:
         schedule: Says what is tried, and where.
         subject: One of its subjects.
         quick: Whether XLA leaves its optimizations out, on JAX.
+        laws: Names of laws; none: all.
     """
 
-    def __init__(self, schedule: Schedule, subject: str, *, quick: bool):
+    def __init__(self, schedule: Schedule, subject: str, *, quick: bool, laws: Sequence[str]):
         tried, simulated = subject_named(subject), schedule.simulate > 0
         self.subject, self._engine, self._schedule = subject, tried.engine, schedule
         self.is_quick = quick and simulated and tried.engine == "jax"
         simulate = schedule.simulate
         if tried.num_processes > 1:  # JAX has them by a flag, and torch has one
             simulate = OF_A_PROCESS[tried.engine] if tried.engine == "tensorflow" else 0
-        arguments = [tried.engine, str(simulate), schedule.mesh, *schedule.laws]
+        arguments = [tried.engine, str(simulate), schedule.mesh, *laws]
         command = [sys.executable, "-m", "layoutmap.testing.trying", *arguments]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         environment = {**tried.environment(quick=self.is_quick, simulated=simulated), **schedule.settings}

@@ -142,6 +142,23 @@ class Class:
         return re.sub(r"\{(l\d+)\}", lambda found: f"self.{self.attributes[found[1]]}", line)
 
 
+_WITH_LOSS = """
+class WithLoss(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, *given):
+        outputs = self.net(*given[:{number}])
+        return loss(outputs, {targets}), outputs
+
+
+def with_targets(inputs, targets):
+    return [*inputs, *targets], targets
+
+"""
+
+
 @dataclass(frozen=True)
 class Model:
     """A torch model.
@@ -151,6 +168,8 @@ class Model:
         inputs: Its inputs.
         classes: Its classes, each after those that it uses; the last one is the model's.
         outputs: Its outputs.
+        returns_loss: Whether it is inside of a module that is passed the targets, too, and returns the loss and the
+            outputs, as models of transformers do: a loss in layouts.
     """
 
     library: ClassVar[str] = "torch"
@@ -189,6 +208,7 @@ from layoutmap.adapters.torch import train_with
     inputs: tuple[Value, ...]
     classes: tuple[Class, ...]
     outputs: tuple[Value, ...]
+    returns_loss: bool = False
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -201,13 +221,16 @@ from layoutmap.adapters.torch import train_with
         own = self.classes[-1]
         uses = Counter(re.findall(r"\{(l\d+)\}", str([part.lines for part in own.parts])))
         called = [part for part in own.parts if part.is_call and uses[part.name] == 1]
-        if self.is_sequential:
-            return {str(own.parts.index(part)): part.shape for part in called}
-        return {own.path(part.name): part.shape for part in called}
+        paths = [str(own.parts.index(part)) if self.is_sequential else own.path(part.name) for part in called]
+        around = "net." if self.returns_loss else ""
+        return {f"{around}{path}": part.shape for path, part in zip(paths, called, strict=True)}
 
     def data(self, rows: int) -> str:
         """The expression of a batch, drawn from `rng`."""
-        return batch_source(self.inputs, self.outputs, rows)
+        if not self.returns_loss:
+            return batch_source(self.inputs, self.outputs, rows)
+        inputs, targets = ([each.data(rows) for each in values] for values in (self.inputs, self.outputs))
+        return f"with_targets([{', '.join(inputs)}], [{', '.join(targets)}])"
 
     def source(self, optimizer: str) -> str:
         """The program of `make_model`, a function that returns the model and says how it is trained.
@@ -223,11 +246,16 @@ from layoutmap.adapters.torch import train_with
         if self.is_sequential:
             model = ["model = nn.Sequential(", *(f"{_INDENT}{part.made}," for part in last.parts), ")"]
         returned = f"return train_with(model, loss=loss, optimizer={optimizer})"
+        around = ""
+        if self.returns_loss:
+            returned = f"return train_with(WithLoss(model), optimizer={optimizer})"
+            targets = "given[-1]" if len(self.outputs) == 1 else f"given[{-len(self.outputs)}:]"
+            around = _WITH_LOSS.format(number=len(self.inputs), targets=targets)
         return "\n".join(
             [
                 f"{own}{classes}def loss(outputs, targets):",
                 f"{_INDENT}return {_loss(self.outputs)}",
-                "\n",
+                f"\n{around}",
                 "def make_model():",
                 *(_INDENT + line for line in [*model, returned]),
                 "",

@@ -14,7 +14,8 @@ from layoutmap.testing.models.values import WIDTHS, Value
 _INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
 _STYLES = {"attributes": 5, "list": 1, "dict": 1}
 _LOSSES = {  # of an output `o` and targets `t`
-    "F.mse_loss(o, t)": 4,
+    "F.mse_loss(o, t)": 2,
+    "F.cross_entropy(o, t.softmax(-1))": 2,
     "classes": 4,
     "F.smooth_l1_loss(o, t)": 1,
     "F.binary_cross_entropy_with_logits(o, (t > 0).float())": 1,
@@ -58,7 +59,8 @@ def draw_model(choices: Choices) -> Model:
     names = (tuple(each.name for each in values) for values in (growing.inputs, growing.outputs))
     inputs, outputs = names
     net = Class("Net", choices.weighted(_STYLES), inputs, tuple(growing.parts), outputs)
-    return Model(is_sequential, tuple(growing.inputs), (*growing.blocks, net), tuple(growing.outputs))
+    classes, returns_loss = (*growing.blocks, net), choices.one_in(2)
+    return Model(is_sequential, tuple(growing.inputs), classes, tuple(growing.outputs), returns_loss)
 
 
 class _Growing:
