@@ -91,9 +91,9 @@ FAULTS = (
     Fault(
         "gradients of the shards of a batch are averaged, not summed up",
         "engines/torch/gather/gradients.py",
-        "parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)",
-        "parts = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)\n"
-        "    parts = parts / parameters[0].device_mesh.size(dim)",
+        "joined = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)",
+        "joined = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)\n"
+        "    joined = joined / parameters[0].device_mesh.size(dim)",
         "torch",
     ),
     Fault(

@@ -6,6 +6,7 @@ import pytest
 from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
+from layoutmap.adapters import get_adapter
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -122,6 +123,24 @@ def test_parity_is_not_that_of_a_model_with_itself():
 
     with pytest.raises(lm.ParityError, match=r"(?s)^d1\.kernel: the second model.*compared with itself"):
         lm.check_parity(make_once, layout_map(), (X, Y))
+
+
+@pytest.mark.parametrize("is_laid_out", [False, True])
+def test_gradients_leave_metrics_as_they_were(is_laid_out):
+    """Trackers of several losses are made before the gradients, in layouts, and count nothing for them."""
+
+    def make():
+        x = keras.Input((8,))
+        model = keras.Model(x, [L.Dense(4, name="d1")(x), L.Dense(4, name="d2")(x)])
+        model.compile("sgd", ["mse", "mae"])
+        return model
+
+    adapter = get_adapter("keras")
+    model = lm.build(make, layout_map(), batch_dim="batch", progress=False) if is_laid_out else make()
+    adapter.gradients(model, (X, [Y, Y]))
+
+    trackers = model._compile_loss.variables
+    assert [0.0] * 4 == [float(adapter.read(each)) for each in trackers]
 
 
 def test_a_variable_of_its_own_has_a_rule():

@@ -17,7 +17,7 @@ are read and set by the other modules of this folder, and nowhere else. Those of
                                                     _trainable_variables, _non_trainable_variables, _tracker
     keras.src.models                                functional.Functional, Sequential._functional, cloning
     keras.src.layers.core, .convolutional           _kernel, _embeddings; EinsumDense._get_kernel_scale_shape
-    keras.src.trainers.trainer.Trainer              _compile_config.config
+    keras.src.trainers.trainer.Trainer              _compile_config.config, _symbolic_build
     keras.src.ops                                   Function._nodes_by_depth, Node.arguments, KerasTensor._keras_history
     keras.src.optimizers                            BaseOptimizer.__init__, _trainable_variables; Adafactor._r, _c
     keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
@@ -83,6 +83,7 @@ NAMES: Names = (
     (CommonVariable, ("__init__", "_deferred_initialize", "value", "assign", "_convert_to_tensor")),
     (Layer, ("__new__", "_maybe_build", "_flatten_layers", "load_own_variables")),
     (keras.layers.EinsumDense, ("_get_kernel_scale_shape",)),
+    (keras.Model, ("_symbolic_build",)),
     (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
     (global_state, ("get_global_attribute", "set_global_attribute")),
     (seed_generator, ("GLOBAL_SEED_GENERATOR", "global_seed_generator")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -90,6 +90,21 @@ def adopt_for_training(model: keras.Model, session: KerasSession) -> list[object
     for variable in variables:
         session.registry.add(variable)
     return variables
+
+
+def make_for_training(model: keras.Model, session: KerasSession | None, batch: object) -> None:
+    """Have a model make what its training step would make in a trace: weights, slots, metrics and trackers of losses.
+
+    Args:
+        model: The model; one that is not compiled makes weights alone.
+        session: Its scope, on whose mesh all is placed; `None`: a plain model.
+        batch: Inputs, targets and weights of samples.
+    """
+    if model.compiled:
+        with nullcontext() if session is None else session.defer():
+            model._symbolic_build(data_batch=batch)
+    if session is not None:
+        materialize_for_training(model, session)
 
 
 def materialize_for_training(model: keras.Model, session: KerasSession) -> None:

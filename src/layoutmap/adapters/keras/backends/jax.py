@@ -24,7 +24,7 @@ from layoutmap.adapters.keras.backends.jax_steps import (
 )
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
-from layoutmap.adapters.keras.training import materialize_for_training, recording
+from layoutmap.adapters.keras.training import make_for_training, recording
 from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
@@ -139,10 +139,8 @@ class JaxBackend(Backend):
             ]
 
         with off_other_meshes():
-            if model.compiled:  # as Keras does before a step: trackers of losses would hold tracers
-                model._symbolic_build(data_batch=batch)
+            make_for_training(model, session, batch)  # trackers of losses would hold tracers
             if session is not None:
-                materialize_for_training(model, session)
                 batch = placed(batch, session)
             logs, gradients = jax.jit(step)(state_of(model), batch)
         return jax.tree.map(get_engine("jax").to_numpy, (logs, gradients))

@@ -6,7 +6,7 @@ one. What fails there, be it the step, its data, a callback or an interrupt, wou
 Private names of Keras, tested on Keras 3.15:
 
     keras.Model                                     _get_jax_state, _purge_model_variables, _make_function,
-                                                    _jax_state, _jax_state_synced, _symbolic_build
+                                                    _jax_state, _jax_state_synced
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layoutmap.adapters.programs import lowered_lines
 from layoutmap.engines.agreement import check_program
 from layoutmap.engines.patches import temporarily
 
-PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function", "_symbolic_build")),)
+PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 State = Sequence[Sequence[Any]]
 Method = Callable[..., Any]
 _STEPS = ("train", "test", "predict")

@@ -6,7 +6,7 @@ Private names of Keras that this backend uses, besides those that `private` list
     keras.src.optimizers.base_optimizer.BaseOptimizer       add_variable_from_reference, _trainable_variables,
                                                             _trainable_variables_indices
     keras.optimizers.MultiOptimizer                         _var_to_optimizer_idx
-    keras.Model                                             _symbolic_build, _call_has_training_arg
+    keras.Model                                             _call_has_training_arg
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
+from layoutmap.adapters.keras.training import has_own_step, make_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.layout import Layout
@@ -71,7 +71,7 @@ class TensorFlowBackend(Backend):
 
     def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Private names of TensorFlow and Keras from the list at the top of this file, with the class of each."""
-        return [(keras.Optimizer, ("_var_key",)), (keras.Model, ("_symbolic_build",)), ERRORS, *REPLACED]
+        return [(keras.Optimizer, ("_var_key",)), ERRORS, *REPLACED]
 
     @contextmanager
     def outside(self) -> Generator[None]:
@@ -143,8 +143,8 @@ class TensorFlowBackend(Backend):
         """The losses in training, and their gradients."""
         session = session_of(model)
         batch = (x, y, sample_weight)
+        make_for_training(model, session, batch)  # each device would write to trackers of losses
         if session is not None:
-            materialize_for_training(model, session)
             batch = placed(batch, session)
 
         def compute(batch: object) -> Found:

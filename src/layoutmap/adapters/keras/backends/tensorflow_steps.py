@@ -15,7 +15,12 @@ from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered, p
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
-from layoutmap.adapters.keras.training import build_for_step, materialize_for_training, step_wraps
+from layoutmap.adapters.keras.training import (
+    build_for_step,
+    make_for_training,
+    materialize_for_training,
+    step_wraps,
+)
 from layoutmap.core.errors import ScopeError
 
 dtensor = tf.experimental.dtensor
@@ -98,10 +103,9 @@ class _Step:
         model = self._model
         if self._name == "predict":
             build_for_step(model, self._session, batch)
+            materialize_for_training(model, self._session)
         else:
-            with self._session.defer():
-                model._symbolic_build(data_batch=batch)
-        materialize_for_training(model, self._session)
+            make_for_training(model, self._session, batch)
 
     def _check_captured(self, batch: object) -> None:
         """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""

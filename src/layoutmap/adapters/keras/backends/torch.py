@@ -25,7 +25,7 @@ from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import has_own_step, materialize_for_training, recording
+from layoutmap.adapters.keras.training import has_own_step, make_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
@@ -162,9 +162,9 @@ class TorchBackend(Backend):  # why: decisions/0018
     def gradients(self, model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
         """The losses in training, and their gradients."""
         session = session_of(model)
+        make_for_training(model, session, (x, y, sample_weight))
         if session is None:
             return _gradients(model, x, y, sample_weight)
-        materialize_for_training(model, session)
         batch = placed((x, y, sample_weight), session)
         with running(session, batch):
             return _gradients(model, *batch)
