@@ -65,10 +65,10 @@ def write_safetensors(folder: str, arrays: Arrays) -> None:
 
 def read_safetensors(folder: str, shape: tuple[int, int]) -> Arrays:
     """As this library does, without a model."""
-    from layoutmap.checkpoint.reader import Step
+    from layoutmap.checkpoint.reader import StepSource
     from layoutmap.checkpoint.storage import LocalStorage
 
-    step = Step(LocalStorage(folder))
+    step = StepSource(LocalStorage(folder))
     return {
         f"{name}{i}": step.read(name, ix)
         for name in step.variables

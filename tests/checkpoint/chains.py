@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import layoutmap as lm
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
@@ -150,7 +150,7 @@ class Worker:
         if self.number == 0:
             step = sorted(self.directory.iterdir())[-1]
             shutil.copytree(step, copy / step.name)
-            saved = Step(LocalStorage(copy))
+            saved = StepSource(LocalStorage(copy))
             (path,) = [path for path in saved.variables if path in ("middle.weight", "middle.kernel")]
             chunk = max(saved.manifest.chunks[path], key=lambda c: tuple(part.start for part in c.index))
             file = copy / step.name / saved.manifest.files[chunk.file].name

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from layoutmap.checkpoint.manifest import NAME, Manifest, manifest_to_bytes
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.storage import LocalStorage, new_token
 from layoutmap.checkpoint.writer import ToWrite, write_part
@@ -27,7 +27,7 @@ def saved(
     kinds: Mapping[str, Kind] | None = None,
     aliases: Mapping[str, Sequence[str]] | None = None,
     metadata: Any = None,
-) -> Step:
+) -> StepSource:
     """Save arrays as one process would, in these layouts, and open what was saved."""
     storage, token = LocalStorage(directory), new_token()
     variables = [
@@ -59,7 +59,7 @@ def saved(
     with storage.create(folder, NAME) as sink:
         sink.write(manifest_to_bytes(manifest))
     storage.commit(step, token)
-    return Step(storage, step)
+    return StepSource(storage, step)
 
 
 def random_values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:

@@ -24,7 +24,7 @@ import numpy as np
 from checkpoint.checkpoints import saved
 
 import layoutmap as lm
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
@@ -46,7 +46,7 @@ def load(source, assignments, values):
     if source is None:
         return {path: engine.from_shards(a, values[path].__getitem__) for path, a in assignments.items()}
     if ENGINE == "tensorflow":
-        step = Step(LocalStorage(source))
+        step = StepSource(LocalStorage(source))
         return {
             path: engine.from_shards(a, lambda i, p=path: step.read(p, i)) for path, a in assignments.items()
         }

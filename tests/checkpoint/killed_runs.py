@@ -13,7 +13,7 @@ from pathlib import Path
 
 import layoutmap as lm
 from layoutmap.checkpoint.lineage import History
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.testing.killed_saves import started
 
@@ -26,11 +26,13 @@ def check_directory(directory: Path) -> None:
     there = History(storage).steps()
     assert storage.steps() == list(there)
     for each in there.values():
-        found = Step(storage, each.step)
+        found = StepSource(storage, each.step)
         assert [] == list(found.problems())
         values = {float(value) for path in found.variables for value in {*found.read(path).ravel().tolist()}}
         assert {float(found.metadata)} == values
-        before = [Step(storage, other.step).metadata for other in there.values() if each.comes_from(other)]
+        before = [
+            StepSource(storage, other.step).metadata for other in there.values() if each.comes_from(other)
+        ]
         assert sorted({*before}) == before
         assert all(value < found.metadata for value in before)
     if there:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from layoutmap.checkpoint.manifest import Manifest
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
@@ -93,7 +93,7 @@ def save(directory: str | os.PathLike[str], step: int, values: Values) -> None:
 
 def is_good(directory: str | os.PathLike[str], step: int, values: Values) -> bool:
     """Whether a step has these values, all checked."""
-    found = Step(storage_of(directory), step)
+    found = StepSource(storage_of(directory), step)
     found.check_files()
     assert [] == list(found.problems())
     return all(np.array_equal(found.read(path), array) for path, array in values.items())

@@ -19,7 +19,7 @@ from checkpoint.forged import Place, manifest_in, put, write_manifest
 from checkpoint.saves import is_good, names_in, save, values_of, writers
 
 from layoutmap.checkpoint.manifest import NAME, checksum_of
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core import folders
 from layoutmap.core.errors import CheckpointError
@@ -44,7 +44,7 @@ def message(action: Callable[[], object]) -> list[str]:
 
 def read_all(directory: Path, step: int = 1) -> None:
     """Read a step as `load` does."""
-    found = Step(LocalStorage(directory), step)
+    found = StepSource(LocalStorage(directory), step)
     found.check_files()
     for path in found.variables:
         found.read(path)
@@ -169,7 +169,10 @@ def test_a_system_without_posix_is_refused(tmp_path: Path, monkeypatch: pytest.M
     """On Windows nothing is written or read, and the message says where it is."""
     save(tmp_path, 1, OLD)
     monkeypatch.setattr(folders, "fcntl", None)
-    refused = [message(lambda: save(tmp_path, 2, NEW))[0], message(lambda: Step(LocalStorage(tmp_path)))[0]]
+    refused = [
+        message(lambda: save(tmp_path, 2, NEW))[0],
+        message(lambda: StepSource(LocalStorage(tmp_path)))[0],
+    ]
 
     assert [f"{tmp_path}: checkpoints are not written or read on this system"] * 2 == refused
     assert ["step-1"] == names_in(tmp_path)
@@ -241,7 +244,7 @@ def test_a_missing_data_file_is_said(tmp_path: Path, instead: str) -> None:
         os.mkfifo(file)
 
     assert f"{tmp_path}/step-1/{DATA}: the file is missing" == message(lambda: read_all(tmp_path))[0]
-    assert 1 <= len(list(Step(LocalStorage(tmp_path), 1).problems()))
+    assert 1 <= len(list(StepSource(LocalStorage(tmp_path), 1).problems()))
 
 
 @pytest.mark.parametrize("name", [NAME, DATA])
@@ -267,7 +270,8 @@ def test_a_flipped_bit_in_the_manifest_is_found(tmp_path: Path) -> None:
         data[place] ^= 1 << place % 8
         file.write_bytes(data)
         assert (
-            f"{file}: the manifest was damaged or changed" == message(lambda: Step(LocalStorage(tmp_path)))[0]
+            f"{file}: the manifest was damaged or changed"
+            == message(lambda: StepSource(LocalStorage(tmp_path)))[0]
         )
         data[place] ^= 1 << place % 8
     file.write_bytes(data)
@@ -282,13 +286,13 @@ def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
     values = {"w": np.arange(6, dtype=np.float32), "b": np.arange(3, dtype=np.int8)}
     save(tmp_path, 1, values)
     file = tmp_path / "step-1" / DATA
-    header = Step(LocalStorage(tmp_path)).manifest.files[0].header_bytes
+    header = StepSource(LocalStorage(tmp_path)).manifest.files[0].header_bytes
     data = bytearray(file.read_bytes())
     found = 0
     for place in range(len(data)):
         data[place] ^= 1 << place % 8
         file.write_bytes(data)
-        step = Step(LocalStorage(tmp_path))
+        step = StepSource(LocalStorage(tmp_path))
         (problem,) = step.problems()
         assert str(file) in str(problem)
         if place < header:
@@ -328,7 +332,7 @@ def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     """A manifest of a version that is not known is refused, with the fix."""
     save(tmp_path, 1, OLD)
     forge(tmp_path / "step-1", ("version",), 99)
-    lines = message(lambda: Step(LocalStorage(tmp_path)))
+    lines = message(lambda: StepSource(LocalStorage(tmp_path)))
 
     assert f"{tmp_path}/step-1/{NAME}: the format cannot be read" == lines[0]
     assert "  fix      upgrade: pip install -U layoutmap" == lines[-1]
@@ -360,7 +364,7 @@ def test_chunks_that_do_not_cover_their_variable_are_refused(
         for place, (file, start, _, checksum) in zip(places, itertools.cycle(chunks), strict=False)
     ]
     forge(step, ("variables", 0, "chunks"), forged)
-    lines = message(lambda: Step(LocalStorage(tmp_path)))
+    lines = message(lambda: StepSource(LocalStorage(tmp_path)))
 
     assert f"ValueError('w: {found}')" == lines[1].rpartition("are not: ")[2]
 
@@ -382,7 +386,7 @@ def test_bytes_that_two_chunks_have_are_read_as_each_says(tmp_path: Path) -> Non
             [*first, [[2, 4], [2, 4]], checksum_of(same[:16])],
         ],
     )
-    step = Step(LocalStorage(tmp_path))
+    step = StepSource(LocalStorage(tmp_path))
     parts = [step.read("w", (slice(i, i + 1), slice(0, 4))) for i in range(4)]
     left = value[0].reshape(2, 2)
 

@@ -13,7 +13,7 @@ from checkpoint.checkpoints import random_values, saved
 from checkpoint.forged import DEEP, Place, forged, manifest_in, put, write_manifest
 
 import layoutmap as lm
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -70,7 +70,7 @@ def use(directory: Path) -> Any:
             found.metrics,
         )
         json.loads(texts[2])
-        assert isinstance(found.source, Step)
+        assert isinstance(found.source, StepSource)
         found.source.check_files()
         return found.metadata, found.plan, {path: found.read(path).tobytes() for path in found}
     except lm.CheckpointError as error:
@@ -160,6 +160,6 @@ def test_what_is_not_of_its_form_is_refused_when_it_is_opened(
     put(found, place, value)
     write_manifest(step, found)
     with pytest.raises(lm.CheckpointError) as error:
-        Step(LocalStorage(tmp_path))
+        StepSource(LocalStorage(tmp_path))
 
     assert f"{step}/manifest.json: this is not a manifest of a checkpoint" == error.value.what

@@ -22,7 +22,7 @@ from checkpoint.forged import manifest_in, write_manifest
 from checkpoint.saves import names_in
 
 import layoutmap as lm
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
@@ -50,7 +50,7 @@ def model_of(value: float, kind: str = "plain") -> dict[str, Any]:
 
 def saved(directory: Path, step: int) -> float:
     """The one value that all elements of a saved weight have."""
-    (value,) = np.unique(Step(LocalStorage(directory), step).read("w"))
+    (value,) = np.unique(StepSource(LocalStorage(directory), step).read("w"))
     return float(value)
 
 
@@ -107,7 +107,7 @@ def test_an_assigned_keras_variable_is_saved_as_it_was(tmp_path: Path, slow_disk
         kernel.assign(np.zeros((8, 16)))
         slow_disk.set()
 
-    assert np.array_equal(expected, Step(LocalStorage(tmp_path), 1).read("d1.kernel"))
+    assert np.array_equal(expected, StepSource(LocalStorage(tmp_path), 1).read("d1.kernel"))
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, slow_disk: threading.Event) -> None:
@@ -178,7 +178,7 @@ def test_steps_are_saved_when_due_and_the_rest_are_deleted(tmp_path: Path) -> No
     assert ([2, 4, 6, 8, 10], False, True) == (due, again, last)
     assert [6, 10, 11] == manager.steps
     assert 6 == float(loaded["w"][0, 0])
-    assert {"loss": 1.0} == Step(LocalStorage(tmp_path), 6).metrics
+    assert {"loss": 1.0} == StepSource(LocalStorage(tmp_path), 6).metrics
     assert f"<CheckpointManager of {tmp_path}: steps [6, 10, 11]>" == repr(manager)
 
 

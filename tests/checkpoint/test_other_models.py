@@ -14,7 +14,7 @@ from checkpoint.saves import names_in
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 
@@ -220,7 +220,7 @@ def test_an_interrupt_before_any_line_of_a_save_leaves_nothing(tmp_path: Path) -
             is_there = line in lm.CheckpointManager(tmp_path / name).steps
             assert ["step-0", *[f"step-{line}"] * is_there] == names_in(tmp_path / name)
             if is_there:
-                assert [] == list(Step(LocalStorage(tmp_path / name), line).problems())
+                assert [] == list(StepSource(LocalStorage(tmp_path / name), line).problems())
                 for each in (tmp_path / name / f"step-{line}").iterdir():
                     each.unlink()
                 (tmp_path / name / f"step-{line}").rmdir()

@@ -12,7 +12,7 @@ import pytest
 from checkpoint.saves import is_good, save, values_of, writers
 
 from layoutmap.checkpoint import remote
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import RemoteStorage, storage_of
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
@@ -132,7 +132,7 @@ def test_only_what_is_wanted_is_fetched(url: str) -> None:
     """A quarter of a weight is fetched as the bytes of that quarter."""
     values = {"w": np.random.default_rng(0).random((2048, 1024), np.float32)}
     save(url, 0, values)
-    step = Step(storage_of(url))
+    step = StepSource(storage_of(url))
     found = step.read("w", (slice(0, 1024), slice(512, 1024)))
 
     assert np.array_equal(values["w"][:1024, 512:], found)

@@ -9,7 +9,7 @@ from checkpoint.saves import is_good, save, values_of, writers
 from checkpoint.test_step_writer import run_all
 
 from layoutmap.checkpoint.manifest import NAME
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.step_writer import StepWriter
 from layoutmap.core.errors import CheckpointError
@@ -20,7 +20,7 @@ PROCESSES = ("core",)
 def data_of(directory: str, step: int = 3) -> tuple[str, str]:
     """The folder and the name of the file of data of a step."""
     storage = storage_of(directory)
-    (file,) = Step(storage, step).manifest.files
+    (file,) = StepSource(storage, step).manifest.files
     return storage.folder(step), file.name
 
 
@@ -61,7 +61,7 @@ def test_there_is_no_step_in_a_folder_that_is_not_there(directory: str) -> None:
     """A folder that nobody has written has no steps, and a load from it says so."""
     assert [] == storage_of(f"{directory}/nothing").steps()
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        Step(storage_of(f"{directory}/nothing"))
+        StepSource(storage_of(f"{directory}/nothing"))
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -122,7 +122,7 @@ def test_a_file_that_is_missing_or_truncated_is_named(directory: str, kind: str)
     change(directory, folder, name, edit)
 
     with pytest.raises(CheckpointError, match=text) as found:
-        Step(storage_of(directory)).check_files()
+        StepSource(storage_of(directory)).check_files()
     assert str(found.value).startswith(f"{storage_of(directory).where}/{folder}/{name}: ")
 
 
@@ -132,7 +132,7 @@ def test_a_truncated_file_is_found_while_it_is_read(directory: str) -> None:
     change(directory, *data_of(directory), lambda data: data[:400])
 
     with pytest.raises(CheckpointError, match="its values are not those that were saved") as found:
-        Step(storage_of(directory)).read("d2.kernel")
+        StepSource(storage_of(directory)).read("d2.kernel")
     assert "missing bytes  8192" in str(found.value)
 
 
@@ -140,7 +140,7 @@ def test_a_flipped_bit_is_found(directory: str) -> None:
     """One flipped bit in a file of data is found, and the variable named."""
     save(directory, 3, values_of(0))
     change(directory, *data_of(directory), flipped)
-    step = Step(storage_of(directory))
+    step = StepSource(storage_of(directory))
 
     assert ["d2.kernel: its values are not those that were saved"] == [
         str(problem).splitlines()[0] for problem in step.problems()
@@ -153,7 +153,7 @@ def test_a_flipped_bit_in_the_manifest_is_found(directory: str) -> None:
     change(directory, storage_of(directory).folder(3), NAME, flipped)
 
     with pytest.raises(CheckpointError, match="the manifest was damaged or changed"):
-        Step(storage_of(directory))
+        StepSource(storage_of(directory))
 
 
 def test_of_two_saves_of_a_step_one_is_kept(directory: str) -> None:

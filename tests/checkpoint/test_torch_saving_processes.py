@@ -13,7 +13,7 @@ import torch
 from engines import several_processes
 
 import layoutmap as lm
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 
 PROCESSES = ("torch",)
@@ -87,7 +87,7 @@ def test_processes_decide_by_one_clock():
         for _ in range(step):
             expected += 1
         assert np.array_equal(
-            expected.numpy(), Step(LocalStorage(told()[1] / "managed"), step).read("weight")
+            expected.numpy(), StepSource(LocalStorage(told()[1] / "managed"), step).read("weight")
         )
 
 

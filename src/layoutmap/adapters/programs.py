@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.engines.agreement import Part
+from layoutmap.engines.agreement import Trait
 from layoutmap.engines.tested import TESTED
 
 _FRAMEWORKS = frozenset((*TESTED, "flax", "jaxlib", "layoutmap", "numpy", "optax"))
@@ -32,16 +32,16 @@ _PLAIN = (bool, int, float, complex, bytes, str, type(None), np.generic, Enum)
 _DEVICE = re.compile(r"(\w+):\d+")
 
 
-def versions(*packages: str) -> Iterator[Part]:
+def versions(*packages: str) -> Iterator[Trait]:
     """The releases of what a program runs on."""
-    yield Part("Python", "{}.{}".format(*sys.version_info))
-    yield from (Part(name, str(sys.modules[name].__version__)) for name in ("layoutmap", *packages))
+    yield Trait("Python", "{}.{}".format(*sys.version_info))
+    yield from (Trait(name, str(sys.modules[name].__version__)) for name in ("layoutmap", *packages))
 
 
-def lowered_lines(name: str, lowered: Any) -> Iterator[Part]:
+def lowered_lines(name: str, lowered: Any) -> Iterator[Trait]:
     """The lines of what JAX has lowered: the text has no place of a source, and no address."""
     for number, line in enumerate(lowered.as_text().splitlines(), 1):
-        yield Part(f"the lowered {name}, line {number}", line.strip())
+        yield Trait(f"the lowered {name}, line {number}", line.strip())
 
 
 def is_users(thing: object) -> bool:
@@ -60,8 +60,8 @@ class Program:
     """
 
     def __init__(self) -> None:
-        self.settings: list[Part] = []
-        self.lines: list[Part] = []
+        self.settings: list[Trait] = []
+        self.lines: list[Trait] = []
         self.read: dict[str, None] = {}
         self._seen: dict[int, Any] = {}
 
@@ -79,7 +79,7 @@ class Program:
             for number, each in enumerate(value):
                 inside(f"{name}.{number}", each)
         else:
-            self.settings.append(Part(name, _text(value), may_be_number=may_be_number))
+            self.settings.append(Trait(name, _text(value), may_be_number=may_be_number))
             self.function(value)
 
     def function(self, function: Any) -> None:
@@ -124,7 +124,7 @@ class Program:
                 names.append(each.argval)
         for place, instructions in lines.items():
             shown = linecache.getline(code.co_filename, place).strip()
-            self.lines.append(Part(code.co_qualname, " ".join(instructions), shown))
+            self.lines.append(Trait(code.co_qualname, " ".join(instructions), shown))
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         return names + [name for each in inner for name in self._add_lines(each)]
 

@@ -24,14 +24,14 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Nth:
     """A fixed place on an axis: one of several equal parts, numbered from 0."""
 
     number: int
     count: int
 
 
-Atom = str | Part
+Atom = str | Nth
 Side = tuple[tuple[Atom, ...], ...]
 """The axes of an array, each of one or several atoms, the slowest first."""
 
@@ -96,7 +96,7 @@ def shape_of(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def size_of(atom: Atom, sizes: Mapping[str, int]) -> int:
     """The size of a name, or how many parts there are."""
-    return atom.count if isinstance(atom, Part) else sizes[atom]
+    return atom.count if isinstance(atom, Nth) else sizes[atom]
 
 
 def fill(
@@ -194,7 +194,7 @@ def _axis_runs(
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
     """The ranges of one axis that a box has, each of them unbroken, and their spans of each name."""
     dims = [size_of(atom, sizes) for atom in axis]
-    wanted = [(a.number, a.number + 1) if isinstance(a, Part) else spans[a] for a in axis]
+    wanted = [(a.number, a.number + 1) if isinstance(a, Nth) else spans[a] for a in axis]
     split = len(axis) - 1  # all after it is complete; before it, each place is a range of its own
     while split > 0 and wanted[split] == (0, dims[split]):
         split -= 1
@@ -234,7 +234,7 @@ def _side(text: str) -> Side:
                     raise ValueError(
                         f"{token!r} is no part: of {count} they are 0/{count} to {count - 1}/{count}"
                     )
-                atom = Part(number, count)
+                atom = Nth(number, count)
             if group is None:
                 found.append((atom,))
             else:

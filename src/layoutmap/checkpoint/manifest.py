@@ -57,7 +57,7 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProcessPart:
     """The part of a step that one process has written.
 
     Args:
@@ -168,7 +168,7 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, tables)
 
 
-def part_to_bytes(part: Part) -> bytes:
+def part_to_bytes(part: ProcessPart) -> bytes:
     """The bytes of a process's part, for the process that writes the manifest."""
     chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
     return _line(
@@ -176,10 +176,10 @@ def part_to_bytes(part: Part) -> bytes:
     ).encode()
 
 
-def part_from_bytes(data: bytes) -> Part:
+def part_from_bytes(data: bytes) -> ProcessPart:
     """Read what `part_to_bytes` wrote."""
     found = json.loads(data)
-    return Part(
+    return ProcessPart(
         tuple(map(file_from_json, found["files"])),
         {path: tuple(map(chunk_from_json, chunks)) for path, chunks in found["chunks"].items()},
         found["states"],

@@ -28,7 +28,7 @@ _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ALIGNMENT = 64  # bytes: JAX and TensorFlow copy arrays that begin elsewhere
 
 
-class Step(Source):
+class StepSource(Source):
     """One step of a checkpoint.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.axes import Part, Side, fill, shape_of, solve
+from layoutmap.checkpoint.axes import Nth, Side, fill, shape_of, solve
 from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.renaming import Names, Piece
@@ -231,12 +231,12 @@ def under_their_names(source: Source, names: Names) -> Renamed:
 
 def _parts(side: Side) -> Side:
     """The fixed places on each axis."""
-    return tuple(tuple(atom for atom in axis if isinstance(atom, Part)) for axis in side)
+    return tuple(tuple(atom for atom in axis if isinstance(atom, Nth)) for axis in side)
 
 
 def _check_parts(name: str, own: Sequence[From], source: Source, names: Names) -> None:
     """Raise unless variables are all of a tensor, each part of it once."""
-    parts = [next((a for axis in each.here for a in axis if isinstance(a, Part)), Part(0, 1)) for each in own]
+    parts = [next((a for axis in each.here for a in axis if isinstance(a, Nth)), Nth(0, 1)) for each in own]
     shapes = {shape_of(each.here, each.sizes) for each in own}
     dtypes = {source.variables[each.name].dtype for each in own}
     whys = {

@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-from layoutmap.checkpoint.axes import Part, Side, check_sides, parse
+from layoutmap.checkpoint.axes import Nth, Side, check_sides, parse
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import RuleError, brief
 from layoutmap.core.strict_yaml import read_yaml
@@ -99,7 +99,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Renaming:
     """One line of a table.
 
     Args:
@@ -121,9 +121,9 @@ class Names:  # why: decisions/0084
     """
 
     where: str
-    entries: tuple[Entry, ...]
+    entries: tuple[Renaming, ...]
 
-    def find(self, path: str) -> tuple[Entry, tuple[str, ...]] | None:
+    def find(self, path: str) -> tuple[Renaming, tuple[str, ...]] | None:
         """Return the line for a path of the model, and what its stars stand for: the one that is most of the path."""
         found = [
             (size, -number, entry, stars)
@@ -205,7 +205,7 @@ def _folder() -> Any:
     return files("layoutmap.checkpoint").joinpath("names")
 
 
-def _entries(where: str, text: str, found: dict[str, Any]) -> Iterator[Entry]:
+def _entries(where: str, text: str, found: dict[str, Any]) -> Iterator[Renaming]:
     for path, value in found.items():
         try:
             yield _entry(path, value)
@@ -214,7 +214,7 @@ def _entries(where: str, text: str, found: dict[str, Any]) -> Iterator[Entry]:
             raise _wrong(where, text, path, f"{path!r} cannot be read", str(error), fix) from None
 
 
-def _entry(path: Any, value: Any) -> Entry:
+def _entry(path: Any, value: Any) -> Renaming:
     if not isinstance(path, str) or not path:
         raise ValueError(f"{_LEFT} is text, and it is {kind_of(path)}")
     ours = Template(path)
@@ -235,24 +235,24 @@ def _entry(path: Any, value: Any) -> Entry:
     if axes is None:
         if several:
             raise ValueError("of several names, axes says how they are joined, as in: out in -> both out in")
-        return Entry(ours, (Piece(theirs[0]),))
+        return Renaming(ours, (Piece(theirs[0]),))
     if not isinstance(axes, str):
         raise ValueError(f"axes is text, as in: out in -> in out; it is {brief(axes)}")
     there, here = parse(axes)
     if not several:
         check_sides(here, there)
-        return Entry(ours, (Piece(theirs[0], there, here),))
+        return Renaming(ours, (Piece(theirs[0], there, here),))
     known = {atom for axis in there for atom in axis}
     joined = [a for axis in here for a in axis if isinstance(a, str) and a not in known]
     if len(joined) != 1:
         raise ValueError(f"of several names, one axis is on the right side alone, and here are {len(joined)}")
     pieces: list[Piece] = []
     for number, each in enumerate(theirs):
-        part = Part(number, len(theirs))
+        part = Nth(number, len(theirs))
         side = tuple(tuple(part if atom == joined[0] else atom for atom in axis) for axis in here)
         check_sides(side, there)
         pieces.append(Piece(each, there, side))
-    return Entry(ours, tuple(pieces))
+    return Renaming(ours, tuple(pieces))
 
 
 def _wrong(where: str, text: str, key: Any, what: str, why: str, fix: str) -> RuleError:

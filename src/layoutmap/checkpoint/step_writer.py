@@ -23,7 +23,7 @@ from layoutmap.checkpoint.manifest import (
     NAME,
     DataFile,
     Manifest,
-    Part,
+    ProcessPart,
     manifest_to_bytes,
     part_from_bytes,
     part_to_bytes,
@@ -199,8 +199,8 @@ class StepWriter:  # why: decisions/0079
 
     # -- what processes tell one another
 
-    def _other_parts(self) -> dict[int, Part]:
-        found: dict[int, Part] = {}
+    def _other_parts(self) -> dict[int, ProcessPart]:
+        found: dict[int, ProcessPart] = {}
         missing = list(range(1, self._count))
 
         def all_found() -> bool:
@@ -343,7 +343,7 @@ def _copied(each: ToWrite, memory: Memory) -> ToWrite:
     return dataclasses.replace(each, shards=lambda: iter(shards))
 
 
-def _joined(manifest: Manifest, parts: Sequence[Part], within: str) -> Manifest:
+def _joined(manifest: Manifest, parts: Sequence[ProcessPart], within: str) -> Manifest:
     files: list[DataFile] = []
     chunks: dict[str, list[Chunk]] = {each.path: [] for each in manifest.variables}
     for part in parts:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from layoutmap.checkpoint.chunk_table import Chunk
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import header_dtype, numpy_dtype
-from layoutmap.checkpoint.manifest import DataFile, Part, checksum_of
+from layoutmap.checkpoint.manifest import DataFile, ProcessPart, checksum_of
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.storage import Sink, Storage
 from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, full_index, within
@@ -61,7 +61,7 @@ def write_part(
     todo: Sequence[ToWrite],
     total_bytes: int,
     progress: Callable[[str], object] | None = None,
-) -> Part:
+) -> ProcessPart:
     """Write the shards of this process.
 
     Args:
@@ -98,7 +98,7 @@ def write_part(
             if progress is not None:
                 progress(path)
     assert place == len(header) + starts
-    return Part([DataFile(name, place, len(header), checksum_of(header))], found)
+    return ProcessPart([DataFile(name, place, len(header), checksum_of(header))], found)
 
 
 class _Behind:

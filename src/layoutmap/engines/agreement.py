@@ -103,7 +103,7 @@ def short(text: str) -> str:
     return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"
 
 
-class Part(NamedTuple):
+class Trait(NamedTuple):
     """A part of what makes a program.
 
     Attributes:
@@ -120,7 +120,7 @@ class Part(NamedTuple):
 
 
 def check_program(
-    call: str, parts: Iterable[Part], gather: Gather, terms: Callable[[], Iterable[Part]] = tuple
+    call: str, parts: Iterable[Trait], gather: Gather, terms: Callable[[], Iterable[Trait]] = tuple
 ) -> None:
     """Raise a `ScopeError` if the processes would run different programs; it names the first difference.
 
@@ -145,25 +145,25 @@ def check_program(
         raise _different(call, _first_difference(list(terms()), gather) or found)
 
 
-def _checksums(parts: Sequence[Part]) -> NumpyArray:
+def _checksums(parts: Sequence[Trait]) -> NumpyArray:
     return np.array([zlib.crc32(f"{part.name}\0{part.text}".encode()) for part in parts], np.uint32)
 
 
-def _first_difference(parts: Sequence[Part], gather: Gather) -> list[Part] | None:
+def _first_difference(parts: Sequence[Trait], gather: Gather) -> list[Trait] | None:
     """The first part that differs, as each process has it."""
     sums = _gather_padded(_checksums(parts), gather)
     most = max(map(len, sums))
     rows = np.array([np.pad(row, (0, most - len(row))) for row in sums])
     for place in np.flatnonzero((rows != rows[0]).any(axis=0)).tolist():
-        own = parts[place] if place < len(parts) else Part("", "nothing more")
+        own = parts[place] if place < len(parts) else Trait("", "nothing more")
         shown = own._replace(text=short(own.text), shown=short(own.shown))
-        each = [Part(*json.loads(text)) for text in gather_texts(json.dumps(shown), gather)]
+        each = [Trait(*json.loads(text)) for text in gather_texts(json.dumps(shown), gather)]
         if not _are_numbers(each):
             return each
     return None
 
 
-def _are_numbers(parts: Sequence[Part]) -> bool:
+def _are_numbers(parts: Sequence[Trait]) -> bool:
     """Whether a part is the same in all processes but for their numbers, those of all or those on one host."""
     if len({part.name for part in parts}) > 1 or not all(part.may_be_number for part in parts):
         return False
@@ -171,14 +171,14 @@ def _are_numbers(parts: Sequence[Part]) -> bool:
     return any(len(_without_numbers(parts, size)) == 1 for size in (len(parts), largest + 1))
 
 
-def _without_numbers(parts: Sequence[Part], size: int) -> set[str]:
+def _without_numbers(parts: Sequence[Trait], size: int) -> set[str]:
     """The texts of processes without the number of each, which is counted up to a size, and anew from there."""
     return {
         re.sub(rf"(?<![\d.]){number % size}(?![\d.])", "#", part.text) for number, part in enumerate(parts)
     }
 
 
-def _different(call: str, parts: Sequence[Part]) -> ScopeError:
+def _different(call: str, parts: Sequence[Trait]) -> ScopeError:
     names = {part.name for part in parts}
     told = [part.shown or part.text for part in parts]
     if len(set(told)) == 1:  # as where two lines of source read other names

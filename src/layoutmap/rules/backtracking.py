@@ -42,7 +42,7 @@ _Pair = tuple[int, int, bool]  # two positions, and whether they were reached in
 
 
 @dataclass(slots=True)
-class _Part:
+class _Atom:
     """A part of a regex: whether it matches the empty text, and at which positions it begins and ends."""
 
     nullable: bool
@@ -127,14 +127,14 @@ class _Automaton:
 
     # -- making it
 
-    def read(self, items: _Items) -> _Part:
+    def read(self, items: _Items) -> _Atom:
         """The part for a sequence of items as the parser gives them."""
-        joined = _Part(nullable=True)
+        joined = _Atom(nullable=True)
         for op, value in items:
             joined = self._then(joined, self._item(op, value))
         return joined
 
-    def _item(self, item: Any, value: Any) -> _Part:
+    def _item(self, item: Any, value: Any) -> _Atom:
         op = str(item)
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             return self._repeat(*value)
@@ -149,25 +149,25 @@ class _Automaton:
         if op in ("BRANCH", "GROUPREF_EXISTS"):
             parts = [self.read(items or ()) for items in _parts(op, value)]
             first, last = ([p for part in parts for p in getattr(part, end)] for end in ("first", "last"))
-            return _Part(any(part.nullable for part in parts), first, last)
+            return _Atom(any(part.nullable for part in parts), first, last)
         if op == "AT":
-            return self._position(1 << _END) if str(value) in ("AT_END", "AT_END_STRING") else _Part(True)
+            return self._position(1 << _END) if str(value) in ("AT_END", "AT_END_STRING") else _Atom(True)
         if op in ("ASSERT", "ASSERT_NOT"):
             self._apart.append(value[1])
-            return _Part(nullable=True)
+            return _Atom(nullable=True)
         if op == "GROUPREF":
-            return _Part(nullable=True)
+            return _Atom(nullable=True)
         return self._position(
             _characters(item, tuple(value) if op == "IN" else value, self._state.flags) if self._loop else 0
         )
 
-    def _repeat(self, least: int, most: int, items: _Items) -> _Part:
+    def _repeat(self, least: int, most: int, items: _Items) -> _Atom:
         if not _is_loop(least, most, items):
-            optional = _Part(nullable=True)
+            optional = _Atom(nullable=True)
             for _ in range(most - least):  # x{0,2} is (x(x)?)?: one way for each count
                 optional = self._then(self.read(items), optional)
                 optional.nullable = True
-            joined = _Part(nullable=True)
+            joined = _Atom(nullable=True)
             for _ in range(least):
                 joined = self._then(joined, self.read(items))
             return self._then(joined, optional)
@@ -177,9 +177,9 @@ class _Automaton:
         body = self.read(items)
         self._loop = outer
         self._join(body.last, body.first)
-        return _Part(body.nullable or least == 0, body.first, body.last)
+        return _Atom(body.nullable or least == 0, body.first, body.last)
 
-    def _taken_at_once(self, items: _Items, nullable: bool) -> _Part:
+    def _taken_at_once(self, items: _Items, nullable: bool) -> _Atom:
         """A loop that gives nothing back: one position that takes any number of its characters, and none is left."""
         inside = _Automaton(self._parser, self._state, [], loop=1)
         inside.read(items)
@@ -189,19 +189,19 @@ class _Automaton:
         part = self._position(chars)
         self._join(part.last, part.first)
         self._possessive.update(part.first)
-        return _Part(nullable, part.first, part.last)
+        return _Atom(nullable, part.first, part.last)
 
     def _join(self, last: list[int], first: list[int]) -> None:
         for p in last:
             self.follow[p].update(q for q in first if p != q or p not in self._possessive)
 
-    def _then(self, one: _Part, two: _Part) -> _Part:
+    def _then(self, one: _Atom, two: _Atom) -> _Atom:
         self._join(one.last, two.first)
         first = one.first + two.first if one.nullable else one.first
         last = one.last + two.last if two.nullable else two.last
-        return _Part(one.nullable and two.nullable, first, last)
+        return _Atom(one.nullable and two.nullable, first, last)
 
-    def _position(self, chars: int) -> _Part:
+    def _position(self, chars: int) -> _Atom:
         self._num_in_loops += bool(self._loop)
         if self._num_in_loops > _MOST_POSITIONS:
             raise _TooMuch
@@ -209,7 +209,7 @@ class _Automaton:
         self.follow.append(Counter())
         self.loops.append(self._loop)
         at = [len(self.chars) - 1]
-        return _Part(False, at, at)
+        return _Atom(False, at, at)
 
     # -- asking it
 

@@ -59,7 +59,7 @@ class RuleSet(Rules):
         uneven: Uneven = "error",
         rest: Rest | None = None,
     ):
-        super().__init__(MeshSlot(mesh_of(mesh)), rules, uneven)
+        super().__init__(MeshSlot(given_mesh(mesh)), rules, uneven)
         self._activations = Activations(self._slot, activations)
         self.rest = rest
 
@@ -205,7 +205,7 @@ class RuleSet(Rules):
             >>> layout_map.activations["backbone.transformer_layer_0"].sharding_specs
             ('data', 'unsharded', 'unsharded')
         """
-        mesh = mesh_of(mesh) or mesh
+        mesh = given_mesh(mesh) or mesh
         return cls._of(presets.read(name, mesh, model_dim, fsdp_dim), mesh)
 
     @classmethod
@@ -246,7 +246,7 @@ def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any) -> None:
         rules.add(pattern, specs, uneven=uneven)
 
 
-def mesh_of(mesh: object) -> Mesh | None:
+def given_mesh(mesh: object) -> Mesh | None:
     """The mesh of a map, from what it is given."""
     if isinstance(mesh, str):
         return Mesh(None, mesh)

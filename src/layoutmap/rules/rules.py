@@ -19,7 +19,7 @@ from layoutmap.core.uneven import Uneven, as_uneven
 from layoutmap.rules.keras_rules import is_named
 from layoutmap.rules.near_misses import nearest
 from layoutmap.rules.patterns import compile_pattern, refuse_if_endless
-from layoutmap.rules.table import Entry, Table
+from layoutmap.rules.table import Kept, Table
 
 _MISSING: Any = object()
 
@@ -163,23 +163,23 @@ class Rules(MutableMapping[str, Layout]):
         with WRITING:
             self._put(*self._checked(new, self._slot.mesh))
 
-    def _checked(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
+    def _checked(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Kept]]:
         """The rules as entries, and the mesh with them; nothing is changed."""
-        made: dict[str, Entry] = {}
+        made: dict[str, Kept] = {}
         for pattern, layout, uneven in new:
             entry = self._entry(pattern, layout, uneven, mesh, made)
             made[entry.rule.pattern] = entry
             mesh = entry.rule.layout.mesh
         return mesh, list(made.values())
 
-    def _put(self, mesh: Mesh | None, entries: Iterable[Entry]) -> None:
+    def _put(self, mesh: Mesh | None, entries: Iterable[Kept]) -> None:
         self._slot.mesh = mesh
         for entry in entries:
             self._table.append(entry)
 
     def _entry(
-        self, pattern: object, layout: object, uneven: object, mesh: Mesh | None, beside: Mapping[str, Entry]
-    ) -> Entry:
+        self, pattern: object, layout: object, uneven: object, mesh: Mesh | None, beside: Mapping[str, Kept]
+    ) -> Kept:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
                 f"{self._rule} {pattern!r} is not text",
@@ -212,7 +212,7 @@ class Rules(MutableMapping[str, Layout]):
         own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
         refuse_if_endless(compiled, pattern, self._rule)
         number = len(self._table.in_order) + len(beside) + 1
-        return Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
+        return Kept(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
 
     @property
     def uneven(self) -> Uneven:

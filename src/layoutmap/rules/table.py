@@ -12,7 +12,7 @@ from layoutmap.rules.index import RuleIndex
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Kept:
     """One rule as a map keeps it: what is seen of it, its compiled pattern, and whether it says `uneven` itself."""
 
     rule: Rule
@@ -27,14 +27,14 @@ class Table:
     thread does to the map meanwhile.
     """
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self.entries: dict[str, Entry] = {}
+    def __init__(self, entries: Iterable[Kept] = ()) -> None:
+        self.entries: dict[str, Kept] = {}
         self.in_order: list[Rule] = []
         self.index = RuleIndex()
         for entry in entries:
             self.append(entry)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: Kept) -> None:
         """Add a rule, numbered as the last."""
         number = len(self.in_order) + 1
         if entry.rule.number != number:

@@ -68,7 +68,7 @@ class Scope:
         across: bool = False,
     ):
         self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
-        mesh, activations = mesh_of(layout_map), self.layout_map.activations
+        mesh, activations = mesh_of_map(layout_map), self.layout_map.activations
         usual = ScopeOptions()
         self.options = options or replace(usual, own=adapter.own_options({}, usual, across=False))
         self.several_dims = get_engine(adapter.engine_name).several_dims
@@ -282,7 +282,7 @@ class Scope:
         return f"<Scope: {self.plan!r}>"
 
 
-def mesh_of(layout_map: RuleSet) -> Mesh:
+def mesh_of_map(layout_map: RuleSet) -> Mesh:
     """The mesh of a layout map; raises a `ScopeError` if it has none."""
     if layout_map.mesh is None:
         raise ScopeError(

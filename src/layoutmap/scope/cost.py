@@ -92,7 +92,7 @@ class LoweredStep:
             ScopeError: The mesh has no such `batch_dim`.
         """
         with Waiting(f"XLA compiles the step for {target}", enabled=progress if target else False) as shown:
-            return self._lowered.count(*self._placed(layout_map, batch_dim), target=target, on_wait=shown)
+            return self._lowered.count(*self._laid_out(layout_map, batch_dim), target=target, on_wait=shown)
 
     def compile(self, layout_map: RuleSet, *, batch_dim: str | None = None, target: str = "cpu") -> Any:
         """Have XLA compile the step under rules, for devices that need not be there: seconds to minutes.
@@ -110,7 +110,7 @@ class LoweredStep:
             EngineError: The plugin for the target is not installed, or XLA cannot compile the step. XLA for TPUs
                 compiles no step that does not fit their memory.
         """
-        return self._lowered.compile(*self._placed(layout_map, batch_dim), target)
+        return self._lowered.compile(*self._laid_out(layout_map, batch_dim), target)
 
     def verify(
         self,
@@ -131,12 +131,12 @@ class LoweredStep:
         Raises:
             EngineError: See `compile`.
         """
-        assignments, policy = self._placed(layout_map, batch_dim)
+        assignments, policy = self._laid_out(layout_map, batch_dim)
         cost = self._lowered.count(assignments, policy)
         with Waiting(f"XLA compiles the step for {target}", enabled=progress) as shown:
             return self._lowered.verify(assignments, policy, target, cost, shown)
 
-    def _placed(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
+    def _laid_out(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
         check_dim("batch_dim", batch_dim, plan.mesh, "the batch is sharded over it")
         batch_dim = batch_dim or (self._batch_dim if self._batch_dim in plan.mesh else None)

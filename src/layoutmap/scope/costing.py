@@ -146,7 +146,7 @@ def with_cost(
     """Return a plan with the cost of a step of its model, which was made in a dry run."""
     counting = _Counting(plan, context, model, inputs, optimizer, asked)
     begin = time.process_time()
-    lowered, placed, policy = counting.placed(counting.way)
+    lowered, placed, policy = counting.laid_out(counting.way)
     counted = _as_compiled(lowered, placed, policy, asked.counted_for) if asked.counted_for else None
     counted = counted or lowered.count(placed, policy, with_held=True)
     if context.adapter.engine_name == "jax" and asked.device_memory is None:
@@ -233,7 +233,7 @@ class _Counting:
         model, optimizer = self._made
         return self._context.session.step(model, inputs, optimizer, self._asked.loss)
 
-    def placed(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
+    def laid_out(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
         """The counter of a step in a way, the layouts of its variables, and those of all else."""
         same = way.inputs == self.way.inputs
         step = self.step if same else self._step(_like(self._given, way.inputs))
@@ -272,7 +272,7 @@ class _Counting:
         Raises:
             LayoutMapError: The model cannot be planned so.
         """
-        lowered, placed, policy = self.placed(way)
+        lowered, placed, policy = self.laid_out(way)
         found = self.with_step(self._plan, lowered.count(placed, policy), policy, None).cost
         assert found is not None
         return found

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from layoutmap.checkpoint.foreign import open_source
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import NumpyArray, block_of
 from layoutmap.core.errors import CheckpointError
@@ -77,7 +77,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     @property
     def has_checksums(self) -> bool:
         """Whether a changed value is found; the formats of others have no checksums of their values."""
-        return isinstance(self.source, Step)
+        return isinstance(self.source, StepSource)
 
     @property
     def variables(self) -> Mapping[str, SavedVariable]:
@@ -125,7 +125,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
         Args:
             progress: Called with the path of each variable when it has been read.
         """
-        if isinstance(self.source, Step):
+        if isinstance(self.source, StepSource):
             return tuple(self.source.problems(progress))
         found: list[CheckpointError] = []
         for path in self._variables:
@@ -166,7 +166,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     def to_json(self) -> str:
         """Write what is in it as JSON, a variable in each line: for programs; no values."""
         head: dict[str, Any] = {"where": self.where, "step": self.step, "steps": self.steps}
-        if isinstance(self.source, Step):
+        if isinstance(self.source, StepSource):
             manifest = self.source.manifest
             head |= manifest.facts
             head["files"] = [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files]

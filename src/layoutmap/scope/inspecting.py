@@ -78,7 +78,7 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
     places = _places([each.array for each in stored], engine)
     context = adapter.context_of(model)
     scope = context if isinstance(context, Scope) else None
-    mesh = _mesh_of(places)
+    mesh = _largest_mesh(places)
     if scope is not None and _is_same(scope.plan.mesh, mesh, engine):
         mesh = scope.plan.mesh
     places = [_as_on(mesh, place, engine) for place in places]
@@ -125,7 +125,7 @@ def _is_same(one: Mesh, other: Mesh, engine: Engine) -> bool:
     return engine.bind(one).devices == engine.bind(other).devices
 
 
-def _mesh_of(places: Sequence[Place]) -> Mesh:
+def _largest_mesh(places: Sequence[Place]) -> Mesh:
     """The largest of several meshes, that of most arrays; without any, one of the devices that have each array."""
     counts = Counter(place.mesh for place in places if isinstance(place, Layout))
     if counts:

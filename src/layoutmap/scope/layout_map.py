@@ -21,7 +21,7 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.rules.keras_rules import rules_of
 from layoutmap.rules.logical_axes import Semantics, logical_specs
 from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shapes_of, specs_of_tree
-from layoutmap.rules.rule_set import RuleSet, mesh_of
+from layoutmap.rules.rule_set import RuleSet, given_mesh
 from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
 from layoutmap.scope.context import Scope
 from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
@@ -179,7 +179,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         References:
             `transformers.distributed.tensor_parallel` of transformers 5.23.
         """
-        mesh = mesh_of(mesh) or mesh
+        mesh = given_mesh(mesh) or mesh
         check_dim("from_tp_plan: dim", dim, mesh, "weights are sharded over it", RuleError, "")
         check_dim("from_tp_plan: batch_dim", batch_dim, mesh, "batches are sharded over it", RuleError)
         layers: list[str] | None = None
@@ -228,7 +228,7 @@ class LayoutMap(RuleSet):  # why: decisions/0040
             LayoutMap on batch=2, model=4, 1 rule
                1  keras:up/kernel  (unsharded, model)
         """
-        found, rules = rules_of(keras_map, mesh_of(mesh))
+        found, rules = rules_of(keras_map, given_mesh(mesh))
         return cls(found, rules)
 
     @classmethod
@@ -544,7 +544,7 @@ def _mesh(mesh: Mesh | str) -> Mesh:
     Raises:
         MeshError: There is none.
     """
-    found = mesh_of(mesh)
+    found = given_mesh(mesh)
     if found is None:
         raise MeshError(
             "there is no mesh",

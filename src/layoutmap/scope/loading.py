@@ -11,7 +11,7 @@ from layoutmap.adapters import Keeping, adapter_of_model, capable, find_adapter,
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, full_index, held_shards
@@ -116,10 +116,10 @@ def load(
         adapter = capable(adapter_of_model(found), Keeping, "load")
         if inputs is not None:
             adapter.complete(found, (inputs,))
-        mesh = _mesh_of(adapter, found)
+        mesh = _mesh_of_model(adapter, found)
     processes = Group(get_engine(adapter.engine_name), mesh)
     source = _opened(directory, step, processes)
-    if isinstance(source, Step):
+    if isinstance(source, StepSource):
         source.verifies, source.room = verify != "no", room_bytes
     table = None if names is None else read_names(names)
     values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
@@ -208,12 +208,12 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
 
     def opened(step: int | None) -> Source:
         found = open_source(directory, step)
-        if isinstance(found, Step):
+        if isinstance(found, StepSource):
             found.check_files()
         return found
 
     source = processes.agreed(lambda: opened(step))
-    if not isinstance(source, Step):
+    if not isinstance(source, StepSource):
         return source
     if differ := processes.different(_step_and_id(source)):
         step = int(differ[0].split()[0])
@@ -421,7 +421,7 @@ def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def _mesh_of(adapter: Keeping, model: object) -> Mesh | None:
+def _mesh_of_model(adapter: Keeping, model: object) -> Mesh | None:
     """The mesh of a model that exists; `None`: it is on none."""
     engine = get_engine(adapter.engine_name)
     layouts = (engine.layout_of(each.array) for each in adapter.stored(model))

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from layoutmap.checkpoint.lineage import History, SavedStep, following, saved_step
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.retention import Retention, check_metrics
 from layoutmap.checkpoint.step_writer import Memory, StepWriter
@@ -434,7 +434,7 @@ class CheckpointManager:
     def _good(self, steps: list[int]) -> Iterator[int]:
         for step in steps:
             try:
-                problem = next(Step(self._storage, step).problems(), None)
+                problem = next(StepSource(self._storage, step).problems(), None)
             except CheckpointError as error:
                 problem = error
                 self._history.distrust(step)

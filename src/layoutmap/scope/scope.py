@@ -31,7 +31,7 @@ from layoutmap.engines import get_engine
 from layoutmap.plan.completeness import has_weights, problem_of_unbuilt
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_layout_map, check_maker, check_model, takes_options
-from layoutmap.scope.context import SavedValues, Scope, mesh_of
+from layoutmap.scope.context import SavedValues, Scope, mesh_of_map
 from layoutmap.scope.costing import asked_cost, with_cost
 from layoutmap.scope.plan import Plan, make_plan
 
@@ -286,7 +286,7 @@ def _adapter(library: str | None) -> Building:
 def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
     """Return a scope with the options that were given, and the devices of its mesh at hand."""
     adapter.check()
-    engine, mesh = get_engine(adapter.engine_name), mesh_of(layout_map)
+    engine, mesh = get_engine(adapter.engine_name), mesh_of_map(layout_map)
     bound = engine.bind(mesh)
     across = len(bound.local_device_ids) < bound.size
     if not bound.local_device_ids:

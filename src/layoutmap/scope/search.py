@@ -24,7 +24,7 @@ from layoutmap.cost.machines import machine_for, machine_named
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.rules.near_misses import nearest
-from layoutmap.rules.rule_set import RuleSet, mesh_of
+from layoutmap.rules.rule_set import RuleSet, given_mesh
 from layoutmap.scope.cost import LoweredStep, lower_step
 from layoutmap.scope.costing import compiler_at_hand, target_of
 from layoutmap.scope.layout_map import LayoutMap
@@ -334,7 +334,7 @@ def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
             why=f"it is {kind_of(start)}",
             fix="pass a LayoutMap",
         )
-    found = mesh_of(mesh)
+    found = given_mesh(mesh)
     if found is not None and start is not None and start.mesh not in (None, found):
         raise MeshError(
             "search: mesh is not that of start",

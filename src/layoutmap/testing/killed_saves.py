@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from layoutmap.adapters import Adapter, capable, get_adapter
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.dtensor import unpack
 from layoutmap.engines import get_engine
@@ -71,7 +71,7 @@ def _left_by_kill(engine: str, folder: Path, rng: random.Random) -> list[str]:
     time.sleep(rng.random() * 0.4)
     running.kill()
     said = running.communicate()[1]
-    problems = [problem for step in storage.steps() for problem in Step(storage, step).problems()]
+    problems = [problem for step in storage.steps() for problem in StepSource(storage, step).problems()]
     assert (running.returncode, problems) == (-signal.SIGKILL, []), said[-3000:] or problems
     return [str(step) for step in storage.steps()]
 

@@ -119,7 +119,7 @@ def _slots(model: object, optimizer: object, state: object) -> list[tuple[Variab
     """The arrays of an optimizer's state, those without values in the layouts that they are to have."""
     found = _slots_as_they_are(model, optimizer, state)
     weights = _params(model, optimizer) if any(_has_no_value(_data(leaf)) for _, leaf in found) else {}
-    return [(spec, _placed(leaf, weights, spec)) for spec, leaf in found]
+    return [(spec, _in_weights_layout(leaf, weights, spec)) for spec, leaf in found]
 
 
 def _slots_as_they_are(
@@ -144,7 +144,7 @@ def _slots_as_they_are(
     return [(spec, leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)]
 
 
-def _placed(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
+def _in_weights_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
     """A leaf; of one without values, one in the layout of its weight, if it has its shape."""
     weight = weights.get(spec.parent) if spec.parent is not None and _has_no_value(leaf) else None
     if not isinstance(weight, jax.Array) or weight.shape != leaf.shape:

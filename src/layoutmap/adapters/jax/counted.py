@@ -38,7 +38,7 @@ def training_step(
         loss: Called with what the model returns, returns a number; `None`: that of `train_with`, or the mean square.
     """
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
-    step = _Step(state, specs, inputs, optimizer or state.optimizer, loss)
+    step = _CountedStep(state, specs, inputs, optimizer or state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
     module, blocks, how_to_recompute = model_in(model), list[list[str]](), ""
     if is_nnx(module):
@@ -59,7 +59,7 @@ def _check_array(inputs: object, leaf: object) -> None:
         )
 
 
-class _Step:
+class _CountedStep:
     def __init__(
         self,
         state: TrainState,

@@ -39,7 +39,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import Part, check_program, gather_texts
+from layoutmap.engines.agreement import Trait, check_program, gather_texts
 from layoutmap.engines.peers import Peers
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
@@ -507,7 +507,7 @@ class JitStep:
         gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
         releases = list(versions("jax", "jaxlib"))
 
-        def terms() -> list[Part]:
+        def terms() -> list[Trait]:
             program = Program()
             program.function(self._function)
             return [*releases, *program.settings, *program.lines]

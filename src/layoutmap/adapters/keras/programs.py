@@ -17,14 +17,14 @@ from layoutmap.adapters.keras.names import split_number, stable_names
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import Functional
 from layoutmap.adapters.programs import Program, is_users, versions
-from layoutmap.engines.agreement import Part
+from layoutmap.engines.agreement import Trait
 
 _LEFT_OUT = ("build_config", "module", "registered_name", "seed", "shared_object_id")
 _STEPS = ("compute_loss", "compute_metrics", "predict_step", "test_step", "train_step")
 _GRAPH = ("layers", "input_layers", "output_layers")
 
 
-def program_of(model: object, step: str) -> list[Part]:
+def program_of(model: object, step: str) -> list[Trait]:
     """The program of a step of a model, in parts that processes compare.
 
     Args:

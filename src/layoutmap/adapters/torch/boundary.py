@@ -17,7 +17,7 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Function
-from layoutmap.engines.torch.placing import everywhere, full_tensor, placed, reduced
+from layoutmap.engines.torch.placing import everywhere, full_tensor, placed_in, reduced
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
@@ -60,7 +60,7 @@ def on_mesh(values: object, context: ScopeContext) -> Any:
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.native(layout, tensor.ndim)
         # Not by the engine, so that its gradient has a gradient, too.
-        return plainly(lambda: placed(everywhere(tensor, mesh), placements))()
+        return plainly(lambda: placed_in(everywhere(tensor, mesh), placements))()
 
     return map_tensors(place, values)
 

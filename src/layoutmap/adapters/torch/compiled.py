@@ -158,7 +158,7 @@ class _Graph:
             if not call.why_not:
                 results = self._results.setdefault(call.inputs, call.results)
                 found = _with_all_gradients(tensors)
-                return map_tensors(lambda place: found[place.number], results, _Place)  # pyright: ignore[reportUnknownLambdaType]
+                return map_tensors(lambda place: found[place.number], results, _TensorNumber)  # pyright: ignore[reportUnknownLambdaType]
             self._refuse(call)
         return call.compute()
 
@@ -315,7 +315,7 @@ class _Call:
             found.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
             seen.add(id(each))
         numbers = iter(range(len(found)))
-        self.results = map_tensors(lambda _: _Place(next(numbers)), result)
+        self.results = map_tensors(lambda _: _TensorNumber(next(numbers)), result)
         return found
 
 
@@ -352,7 +352,7 @@ class _OnlyRecorded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Place:
+class _TensorNumber:
     """The place of a tensor in a result."""
 
     def __init__(self, number: int) -> None:

@@ -57,12 +57,12 @@ def training_step(
         install: Called with what a session needs and, for each entry, the array and the layout that the model is to
             have; has it compute so.
     """
-    step = _Step(entries, model, inputs, loss, install)
+    step = _CountedStep(entries, model, inputs, loss, install)
     batch = [Shape(name, tuple(each.shape), dtype_name(each.dtype)) for name, each in step.inputs.items()]
     return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, step.notes)
 
 
-class _Step:
+class _CountedStep:
     def __init__(
         self,
         entries: Sequence[Entry],

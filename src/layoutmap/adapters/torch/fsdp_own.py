@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.adapters.torch.paths import Place
+from layoutmap.adapters.torch.paths import Holder
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.backward import at_end_of_backward, backward_pass, is_checkpoint, saver
@@ -36,7 +36,7 @@ class Weight:
         path: Its path in the model.
     """
 
-    place: Place
+    place: Holder
     layout: Layout
     path: str
 
@@ -263,7 +263,7 @@ class _Asked:
 
 
 @contextmanager
-def held_in_place(changes: Sequence[tuple[Place, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
+def held_in_place(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
     """While open, modules hold other tensors than before: where, what before, and what meanwhile."""
     try:
         for place, _, tensor in changes:

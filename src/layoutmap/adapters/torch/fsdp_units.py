@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
 from layoutmap.adapters.torch.fsdp_own import Order, Own, Weight, held_in_place
-from layoutmap.adapters.torch.paths import Place, layer_paths
+from layoutmap.adapters.torch.paths import Holder, layer_paths
 from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, path_shape
@@ -55,7 +55,7 @@ class Gathering:
     is_outermost: bool = False
     is_part: bool = True
     unit: Unit | None = None
-    places: list[list[Place]] = field(default_factory=list[list[Place]])
+    places: list[list[Holder]] = field(default_factory=list[list[Holder]])
     others: list[Weight] = field(default_factory=list[Weight])
     _own: dict[int, Own] = field(default_factory=dict[int, Own])
 
@@ -115,7 +115,7 @@ def weights_to_gather(
             computing = None if layout is None else context.policy.computing_layout(layout)
             if computing is not None and (converts or computing != layout):
                 path = ".".join(filter(None, (paths.get(id(module)), name)))
-                weight = Weight(Place(module, name), computing, path)
+                weight = Weight(Holder(module, name), computing, path)
                 gather.setdefault(id(block or module), []).append(weight)
                 if block is None:
                     outside.append(weight)

@@ -18,7 +18,7 @@ from layoutmap.engines.torch.modules import members_of_module, modules_of
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Holder:
     """An attribute of a module that holds a tensor."""
 
     module: torch.nn.Module
@@ -55,7 +55,7 @@ class Found:
     path: str
     is_buffer: bool
     aliases: list[str] = field(default_factory=list[str])
-    places: list[Place] = field(default_factory=list[Place])
+    places: list[Holder] = field(default_factory=list[Holder])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def find_tensors(root: torch.nn.Module) -> list[Found]:
                     known = found[id(tensor)] = Found(tensor, path, is_buffer)
                 else:
                     known.aliases.append(path)
-                if Place(module, name) not in known.places:
-                    known.places.append(Place(module, name))
+                if Holder(module, name) not in known.places:
+                    known.places.append(Holder(module, name))
     return list(found.values())
 
 

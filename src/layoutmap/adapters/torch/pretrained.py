@@ -58,7 +58,7 @@ def _noted() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
         _files.reset(token)
 
 
-class _Place(NamedTuple):
+class _Start(NamedTuple):
     """Where a tensor in a layout begins: a name of the state of the model, a file, and a number of bytes."""
 
     name: str
@@ -106,14 +106,14 @@ def save_shards(
     hidden = hidden_path(target, tokens[0])
     with ExitStack() as end:
 
-        def begin() -> list[_Place] | None:
+        def begin() -> list[_Start] | None:
             return _begin(save, end.enter_context(hidden_folder(target, own)), target, tensors, layouts)
 
         plan = agreed(lambda: begin() if is_first else None, gather, "save")
         found = json.loads(gather_texts(json.dumps(plan), gather)[0])
         if found is None:
             return False
-        places = [_Place(*each) for each in found]
+        places = [_Start(*each) for each in found]
         agreed(lambda: _write(hidden, places, tensors, layouts), gather, "save")
         agreed(lambda: _put(hidden, target) if is_first else None, gather, "save")
         return True
@@ -121,7 +121,7 @@ def save_shards(
 
 def _begin(
     save: Function, hidden: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
-) -> list[_Place] | None:
+) -> list[_Start] | None:
     """Make the folder, with files in which the values of tensors in layouts are missing; returns where these are."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
@@ -148,7 +148,7 @@ def _begin(
 
 def _make_file(
     folder: Path, file: str, content: Mapping[str, torch.Tensor], names: Mapping[int, str]
-) -> list[_Place]:
+) -> list[_Start]:
     """Make a file with its header, its full size, and the values of plain tensors."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
@@ -163,14 +163,14 @@ def _make_file(
         place = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the values
-    places: list[_Place] = []
+    places: list[_Start] = []
     with open(folder / file, "xb") as sink:
         sink.write(len(text).to_bytes(8, "little") + text)
         begin = sink.tell()
         for name, tensor in ordered:
             start = begin + entries[name]["data_offsets"][0]
             if tensor.is_meta:
-                places.append(_Place(names[id(tensor)], file, start))
+                places.append(_Start(names[id(tensor)], file, start))
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -187,7 +187,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _write(
-    folder: Path, places: Sequence[_Place], tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]
+    folder: Path, places: Sequence[_Start], tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]
 ) -> None:
     """Write the shards that are this process's to write; what it returns from is durable."""
     files: dict[str, int] = {}

@@ -8,13 +8,13 @@ import torch
 
 from layoutmap.adapters.programs import Program, is_users, versions
 from layoutmap.adapters.torch.structure import OF_TORCH
-from layoutmap.engines.agreement import Part
+from layoutmap.engines.agreement import Trait
 from layoutmap.engines.torch.modules import modules_of
 
 _OURS = ("compile", "forward")
 
 
-def program_of(module: torch.nn.Module, forwards: Iterator[object]) -> list[Part]:
+def program_of(module: torch.nn.Module, forwards: Iterator[object]) -> list[Trait]:
     """The program of a module's call, in parts that processes compare.
 
     Args:
@@ -31,7 +31,7 @@ def program_of(module: torch.nn.Module, forwards: Iterator[object]) -> list[Part
         _add_module(program, path, each)
     return [
         *versions("torch"),
-        Part("gradients", str(torch.is_grad_enabled())),
+        Trait("gradients", str(torch.is_grad_enabled())),
         *program.settings,
         *program.lines,
     ]

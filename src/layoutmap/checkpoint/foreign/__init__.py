@@ -14,7 +14,7 @@ from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
 from layoutmap.checkpoint.manifest import NAME
-from layoutmap.checkpoint.reader import Step
+from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import Source
 from layoutmap.checkpoint.storage import LocalStorage
@@ -37,21 +37,21 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
         step: The step, where there are several; `None`: the last one.
 
     Returns:
-        The source. Of a checkpoint of this library it is the `Step`.
+        The source. Of a checkpoint of this library it is the `StepSource`.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is of a kind that is not read, such as a pickle.
     """
     storage = storage_of(path)
     if not isinstance(storage, LocalStorage):
-        return Step(storage, step)
+        return StepSource(storage, step)
     where = Path(path)
     name = where.name
     if where.is_dir():
         if (where / NAME).is_file() and name.startswith("step-") and name[5:].isdigit():
-            return Step(LocalStorage(where.parent), _only(step, int(name[5:]), path))
+            return StepSource(LocalStorage(where.parent), _only(step, int(name[5:]), path))
         if LocalStorage(where).steps():
-            return Step(LocalStorage(where), step)
+            return StepSource(LocalStorage(where), step)
         found = _of_folder(where, step)
         if found is not None:
             return found
@@ -74,7 +74,7 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
             why=f"what is read is {_KNOWN}",
             fix="convert it to safetensors with the library that wrote it",
         )
-    return Step(storage, step)
+    return StepSource(storage, step)
 
 
 def _of_folder(folder: Path, step: int | None) -> Source | None:

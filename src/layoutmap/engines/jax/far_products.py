@@ -325,16 +325,16 @@ class _Product:
     def _summed(self, operand: int, only: Hashable = None) -> set[Piece]:
         """The mesh dims that shard the axes of an operand that are added up over, or one of them."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
-        placed = self._placed(operand).items()
+        placed = self._labels(operand).items()
         return {piece for piece, label in placed if label in summed and only in (None, label)}
 
-    def _placed(self, value: int) -> dict[Piece, Hashable]:
+    def _labels(self, value: int) -> dict[Piece, Hashable]:
         """The label of the axis that each piece of the mesh shards."""
         axes = zip(self.axes[value], self.labels[value], strict=False)
         return {piece: label for pieces, label in axes for piece in pieces}
 
     def _shards_result(self, groups: set[Piece]) -> bool:
-        return bool(groups & self._placed(_RESULT).keys())
+        return bool(groups & self._labels(_RESULT).keys())
 
     def _is_read_in_another_order(self, groups: set[Piece], operands: tuple[int, ...]) -> bool:
         """Whether XLA could read the result in another order than that in which the devices of a group computed it.
@@ -356,8 +356,8 @@ class _Product:
             len(orders) > 1
             or any(groups & {*axis} and {*axis} - groups for axis in self.axes[_RESULT])
             or any(
-                label not in (self._placed(0).get(piece), self._placed(1).get(piece))
-                for piece, label in self._placed(_RESULT).items()
+                label not in (self._labels(0).get(piece), self._labels(1).get(piece))
+                for piece, label in self._labels(_RESULT).items()
                 if piece not in groups
             )
         )
@@ -373,11 +373,11 @@ class _Gather(_Product):
 
     def to_change(self) -> int | None:
         """The result, where a mesh dim shards an axis of it, and that axis of neither the operand nor the indices."""
-        if not self._placed(0):
+        if not self._labels(0):
             return None
-        found = self._placed(_RESULT).items()
+        found = self._labels(_RESULT).items()
         is_apart = any(
-            label not in (self._placed(0).get(piece), self._placed(1).get(piece)) for piece, label in found
+            label not in (self._labels(0).get(piece), self._labels(1).get(piece)) for piece, label in found
         )
         return _RESULT if is_apart else None
 
@@ -388,8 +388,8 @@ class _Scatter(_Product):
     def to_change(self) -> int | None:
         """The result, where a mesh dim shards it along the batch of tables, and not the updates along that."""
         batch = {*self.labels[1]} & {*self.labels[_RESULT]}
-        found = self._placed(_RESULT).items()
-        is_apart = any(label in batch and label != self._placed(0).get(piece) for piece, label in found)
+        found = self._labels(_RESULT).items()
+        is_apart = any(label in batch and label != self._labels(0).get(piece) for piece, label in found)
         return _RESULT if is_apart else None
 
 

@@ -122,7 +122,7 @@ def _rounds(var: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Segment:
     """Some operations that are compiled together."""
 
     run: Callable[..., Sequence[jax.Array]]
@@ -152,7 +152,7 @@ class ShardedProgram:  # why: decisions/0006
         groups = [group for group in groups if group]
         needs = [_needs(group) for group in groups]
         shape = self._result.aval.shape
-        steps: list[_Step] = []
+        steps: list[_Segment] = []
         for i, group in enumerate(groups):
             later: set[Var] = set().union(*needs[i + 1 :])
             wanted = later if isinstance(self._result, Literal) else later | {self._result}
@@ -160,7 +160,7 @@ class ShardedProgram:  # why: decisions/0006
             if gives:
                 last = tuple(var for var in needs[i] if var not in wanted)
                 out = [_sharding_of(var.aval, shape, sharding) for var in gives]
-                steps.append(_Step(_compiled(group, needs[i], gives, out), tuple(needs[i]), gives, last))
+                steps.append(_Segment(_compiled(group, needs[i], gives, out), tuple(needs[i]), gives, last))
         self._steps = steps
         self._place = jax.jit(lambda x: x, out_shardings=sharding)
 

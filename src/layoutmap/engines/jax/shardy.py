@@ -193,10 +193,10 @@ _SYMBOLS = "ijklmnopq"
 def marks(module: Module) -> list[_ir.Operation]:
     """Return the marks of a module, in order."""
     meshes = _mark_meshes(module)
-    return [op for op in operations(module, "sdy.sharding_constraint") if _mesh_of(op) in meshes]
+    return [op for op in operations(module, "sdy.sharding_constraint") if _mesh_name_of(op) in meshes]
 
 
-def _mesh_of(op: _ir.Operation) -> str:
+def _mesh_name_of(op: _ir.Operation) -> str:
     return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0]
 
 

@@ -86,7 +86,7 @@ def is_everywhere(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+def placed_in(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """A DTensor in other placements on its mesh; itself if it has them."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
@@ -125,7 +125,7 @@ def with_gradient(value: torch.Tensor, change: Callable[[torch.Tensor], object])
 
 def like(tensor: torch.Tensor, other: DTensor) -> DTensor:
     """A plain tensor, placed as a DTensor of its shape is; replicated where that one is a sum still to be made."""
-    return placed(everywhere(tensor, other.device_mesh), attainable_placements(other))
+    return placed_in(everywhere(tensor, other.device_mesh), attainable_placements(other))
 
 
 def summed_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -243,7 +243,7 @@ class _Reduced(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> DTensor:
         ctx.mesh = tensor.device_mesh
-        return placed(tensor, attainable_placements(tensor))
+        return placed_in(tensor, attainable_placements(tensor))
 
     @staticmethod
     def needed(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -261,7 +261,7 @@ class _FullTensor(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, attainable_placements(tensor)
-        plain = simulation.plain(placed(tensor, replicated(ctx.mesh)).to_local())
+        plain = simulation.plain(placed_in(tensor, replicated(ctx.mesh)).to_local())
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
         # What is gathered is contiguous; the order of random numbers follows the strides.
@@ -270,7 +270,7 @@ class _FullTensor(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return placed(on_mesh(upstream[0], ctx.mesh), ctx.placements)
+        return placed_in(on_mesh(upstream[0], ctx.mesh), ctx.placements)
 
 
 class _Everywhere(OwnGradient):

@@ -58,7 +58,7 @@ def training_step(session: KerasSession, model: Any, inputs: object, loss: Loss 
     layers = _paths(session)
     x, tree = jax.tree.flatten(inputs)
     batch = [Shape(_name(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in _with_paths(inputs)]
-    step = _Step(model, entries, layers, loss, tree, len(x))
+    step = _CountedStep(model, entries, layers, loss, tree, len(x))
     compiled = loss is None and getattr(model, "loss", None) is not None
     notes = [] if compiled or loss is not None else [_NO_LOSS]
     if compiled:
@@ -72,7 +72,7 @@ def training_step(session: KerasSession, model: Any, inputs: object, loss: Loss 
     return TrainingStep(model.name, variables, batch, blocks, step.run, notes, _RECOMPUTE)
 
 
-class _Step:
+class _CountedStep:
     def __init__(
         self,
         model: keras.Model,

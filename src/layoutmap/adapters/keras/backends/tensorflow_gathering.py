@@ -80,7 +80,7 @@ class Regathered:
                 with self._gathering():
                     result = self._at(self._session.gathering)(*args)
             except tf.errors.OpError as error:
-                if "got a regular tensor" in str(error) and self._placed(self.traced(*args)):
+                if "got a regular tensor" in str(error) and self._replicated_captures(self.traced(*args)):
                     continue
                 found = place_of(error, self.traced(*args).graph, _sayings(self._session))
                 if not refused(error) or self._session.gathering == Gathering.ALL:
@@ -94,7 +94,7 @@ class Regathered:
                 _warn(self._what, place, self._session)
             return result
 
-    def _placed(self, function: Any) -> bool:
+    def _replicated_captures(self, function: Any) -> bool:
         """Have plain tensors replicated on the mesh that a traced function reads; returns whether there were any."""
         read = list(function.captured_inputs)
         plain = [i for i, each in enumerate(read) if _is_plain(each)]

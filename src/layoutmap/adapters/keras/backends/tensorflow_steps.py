@@ -30,13 +30,13 @@ def training_wraps(model: Any, session: KerasSession) -> Wraps:
     """Return what to wrap on a model: steps that take each batch off the iterator and run compiled on the mesh."""
 
     def step(name: str, own: object) -> Callable[..., object]:
-        made = _Step(model, session, name)
+        made = _MeshStep(model, session, name)
         return made.on_list if name == "predict" else made.on_iterator
 
     return step_wraps(model, session, step)
 
 
-class _Step:
+class _MeshStep:
     """A training, test or predict step on the mesh."""
 
     def __init__(self, model: keras.Model, session: KerasSession, name: str):

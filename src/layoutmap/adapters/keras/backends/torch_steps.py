@@ -26,14 +26,14 @@ from layoutmap.engines.torch.dtensor_ops import same_draws
 def training_wraps(model: Any, session: KerasSession) -> Wraps:
     """Return what to wrap on a model: steps that place each batch and run on the mesh."""
 
-    def step(name: str, own: Callable[[], Callable[..., object]]) -> _Step:
+    def step(name: str, own: Callable[[], Callable[..., object]]) -> _MeshStep:
         _refuse_compiling(model)
-        return _Step(model, session, own())
+        return _MeshStep(model, session, own())
 
     return step_wraps(model, session, step)
 
 
-class _Step:
+class _MeshStep:
     """A step that places its batch, runs on the mesh, and returns plain results."""
 
     def __init__(self, model: keras.Model, session: KerasSession, step: Callable[..., object]) -> None:

@@ -165,7 +165,7 @@ class LoweredStep:  # why: decisions/0090
             return self._counts(layouts, policy, with_held, target, on_wait)
         if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
             return self._counts(layouts, policy, with_held, target, on_wait)
-        given = [shardy.bytes_of(self._placed(each, layouts, policy)) for each in modules]
+        given = [shardy.bytes_of(self._with_layouts(each, layouts, policy)) for each in modules]
         texts = partitioned(given, policy.mesh.size, on_wait)
         made = self._compiled(given, policy.mesh.size, target, on_wait) if target else [None] * len(given)
         low, *high = (
@@ -226,7 +226,7 @@ class LoweredStep:  # why: decisions/0090
         layout_of = policy.activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
-    def _placed(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
+    def _with_layouts(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.batch_layout(each.shape) for each in self._step.batch]
         outputs = lowered.layouts_of(policy)
@@ -254,7 +254,7 @@ class LoweredStep:  # why: decisions/0090
             on_wait: Called several times a second while XLA compiles.
         """
         layouts = {a.variable.key: a.layout for a in assignments}
-        placed = self._placed(self._lowered({}), layouts, policy)
+        placed = self._with_layouts(self._lowered({}), layouts, policy)
         return self._compiled([shardy.bytes_of(placed)], policy.mesh.size, target, on_wait)[0]
 
     def _compiled(  # why: decisions/0158

@@ -39,7 +39,7 @@ from layoutmap.engines.torch.deferred_init.readers import (
     patch_run,
 )
 from layoutmap.engines.torch.deferred_init.replay import needed
-from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE, Stream, random_fill_of
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
@@ -92,7 +92,7 @@ class History:
         piece: The elements to draw at a time.
     """
 
-    def __init__(self, steps: Sequence[Step], piece: int = PIECE) -> None:
+    def __init__(self, steps: Sequence[Recorded], piece: int = PIECE) -> None:
         self._steps = steps
         self._piece = piece
         self._readers: dict[object, Reader] = {}
@@ -127,7 +127,7 @@ class History:
 
     def _version(self, memory: Memory, place: int, frame: Frame) -> Reader:
         """A memory as it is after one of the steps that write to it."""
-        patches: list[tuple[Step, View]] = []
+        patches: list[tuple[Recorded, View]] = []
         while True:
             step = self._steps[memory.writes[place]]
             made = step.makes(memory)
@@ -148,7 +148,7 @@ class History:
 
     # -- steps that write to a part of a memory
 
-    def _patch(self, step: Step, view: View, frame: Frame) -> Patch:
+    def _patch(self, step: Recorded, view: View, frame: Frame) -> Patch:
         if step.op.overloadpacket is aten.index_put_:
             return self._indexed(step, view)
         if not view.is_ordered:
@@ -158,7 +158,7 @@ class History:
             return patch_run(view.offset, view.numel, reader)
         return patch_grid(view.geometry, reader)
 
-    def _indexed(self, step: Step, view: View) -> Patch:
+    def _indexed(self, step: Recorded, view: View) -> Patch:
         """The elements that `tensor[indices] = values` writes, if indices and values exist."""
         indices, values = step.args[1:3]
         accumulates = _argument(step, 3, False)
@@ -180,7 +180,7 @@ class History:
 
     # -- steps that write each element of a tensor
 
-    def _values(self, step: Step, view: View, frame: Frame) -> Reader:
+    def _values(self, step: Recorded, view: View, frame: Frame) -> Reader:
         """The elements that a step writes to a tensor, counted from the tensor's first element."""
         packet = step.op.overloadpacket
         if step.state is not None:
@@ -208,7 +208,7 @@ class History:
             return self._rows(step, view, frame)
         raise self._needs_all(step)
 
-    def _pointwise(self, step: Step, view: View, frame: Frame) -> Reader:
+    def _pointwise(self, step: Recorded, view: View, frame: Frame) -> Reader:
         if any(isinstance(each, View | Constant) for each in step.kwargs.values()):
             raise self._needs_all(step)
         inputs: list[Reader] = []
@@ -226,7 +226,7 @@ class History:
 
         return Computed(function, inputs, owns_first=bool(step.writes))
 
-    def _operand(self, step: Step, arg: View | Constant, view: View, frame: Frame) -> Reader:
+    def _operand(self, step: Recorded, arg: View | Constant, view: View, frame: Frame) -> Reader:
         """A tensor of which a step reads the element at the same place as that which it writes."""
         if isinstance(arg, Constant):
             return _used(Fixed(arg.value.expand(view.shape).permute(view.order)))
@@ -235,7 +235,7 @@ class History:
             raise self._needs_all(step)
         return reader
 
-    def _joined(self, step: Step, view: View, frame: Frame) -> Reader:
+    def _joined(self, step: Recorded, view: View, frame: Frame) -> Reader:
         """Tensors joined along an axis, or along a new one in front."""
         axis = _argument(step, 1, 0) % max(1, len(view.shape))
         is_stack = step.op.overloadpacket is aten.stack
@@ -259,7 +259,7 @@ class History:
             begin += numel // outer
         return Interleaved(parts) if axis else Joined(parts)
 
-    def _rows(self, step: Step, view: View, frame: Frame) -> Reader:
+    def _rows(self, step: Recorded, view: View, frame: Frame) -> Reader:
         """An operation along short rows, such as the largest of each."""
         gathers = step.op.overloadpacket is aten.gather
         axis = _argument(step, 1, None)
@@ -284,7 +284,7 @@ class History:
 
         return Rows(function, inputs)
 
-    def _needs_all(self, step: Step) -> NeedsAll:
+    def _needs_all(self, step: Recorded) -> NeedsAll:
         """Why a step needs global tensors: because of itself, or of one that it depends on."""
         before = (
             self._steps[n] for n in needed(self._steps, {view.memory for view in step.reads()}, step.number)
@@ -301,5 +301,5 @@ def _used(reader: Reader) -> Reader:
     return reader
 
 
-def _argument(step: Step, place: int, default: object) -> Any:
+def _argument(step: Recorded, place: int, default: object) -> Any:
     return step.args[place] if len(step.args) > place else default

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.deferred_init.steps import Step
+from layoutmap.engines.torch.deferred_init.steps import Recorded
 from layoutmap.engines.torch.operators import overload_name
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ OVERWRITING = {*RANDOM_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
 """Operations in place that leave nothing of what was there before."""
 
 
-def is_pointwise(step: Step) -> bool:
+def is_pointwise(step: Recorded) -> bool:
     """Whether each element of what a step makes is computed from the elements of its arguments at the same place."""
     if step.op.overloadpacket not in _POINTWISE or overload_name(step.op).endswith("out"):
         return False
@@ -71,7 +71,7 @@ def is_pointwise(step: Step) -> bool:
     return step.kwargs.get("alpha", 1) in (1, -1)
 
 
-def is_local(step: Step) -> bool:
+def is_local(step: Recorded) -> bool:
     """Whether a step is one of those that need no more than some elements, if its tensors are alike in memory."""
     packet = step.op.overloadpacket
     known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS

@@ -16,7 +16,7 @@ from layoutmap.engines.torch.deferred_init.streams import pieces
 from layoutmap.engines.torch.deferred_init.tiles import columns_of, tile_of
 
 
-class Part(NamedTuple):
+class Slice(NamedTuple):
     """Some of the values of a run that go to one block.
 
     Args:
@@ -39,23 +39,23 @@ class Part(NamedTuple):
         blocks[self.block][self.target].copy_(piece[self.source])
 
 
-def in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Part]]]:
+def in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
     """One pass over a tensor, in pieces; those of which no block has anything are left out."""
     for start, stop in pieces(math.prod(shape), piece):
-        parts: list[Part] = []
+        parts: list[Slice] = []
         offset = 0
         for box in boxes(shape, start, stop):
             of_box = block_shape(box)
             for number, index in enumerate(indices):
                 both = intersect(box, index)
                 if both is not None:
-                    parts.append(Part(number, within(both, index), offset, of_box, within(both, box)))
+                    parts.append(Slice(number, within(both, index), offset, of_box, within(both, box)))
             offset += math.prod(of_box)
         if parts:
             yield Run(start, stop - start), parts
 
 
-def by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Part]]]:
+def by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
     """Each block for itself, by full tiles where it has them; no more is read than what it has of each row."""
     columns = columns_of(shape)
     # The first axis of a row.
@@ -65,7 +65,7 @@ def by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iter
             yield run, [part._replace(block=number)]
 
 
-def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Iterator[tuple[Run, Part]]:
+def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Iterator[tuple[Run, Slice]]:
     """The reads of a block, and where each goes: bands of rows, and of columns too where they are one axis."""
     columns = math.prod(shape[along:])
     height, width = tile_of(shape)
@@ -85,9 +85,9 @@ def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Ite
                 if along:
                     band = (*there, slice(top - rows.start, bottom - rows.start))
                     every = slice(0, bottom - top)
-                    yield run, Part(0, (*band, *target), 0, (bottom - top, *row_shape), (every, *source))
+                    yield run, Slice(0, (*band, *target), 0, (bottom - top, *row_shape), (every, *source))
                 else:
-                    yield run, Part(0, target, 0, row_shape, source)
+                    yield run, Slice(0, target, 0, row_shape, source)
 
 
 def _row_parts(

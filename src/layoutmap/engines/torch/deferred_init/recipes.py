@@ -13,7 +13,7 @@ from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsAll
 from layoutmap.engines.torch.deferred_init.passes import by_tiles, in_order
 from layoutmap.engines.torch.deferred_init.replay import needed, replay
 from layoutmap.engines.torch.deferred_init.runs import ApartError
-from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
@@ -35,7 +35,7 @@ class Recipe:
         why_global: Why blocks cannot be computed without the global value; empty if they can.
     """
 
-    def __init__(self, steps: Sequence[Step], view: View, until: int, piece: int = PIECE) -> None:
+    def __init__(self, steps: Sequence[Recorded], view: View, until: int, piece: int = PIECE) -> None:
         self._steps = steps
         self._view = view
         self._until = until
@@ -107,7 +107,7 @@ class Recipe:
         """The recipe of a tensor that is real already."""
         memory = Memory(tensor.untyped_storage(), tensor.dtype, [0])
         view = View(memory, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        step = Step(0, torch.ops.aten.clone.default, (Constant(tensor.detach()),), {}, (view,), ())
+        step = Recorded(0, torch.ops.aten.clone.default, (Constant(tensor.detach()),), {}, (view,), ())
         return Recipe([step], view, 1)
 
     def _folded(self) -> torch.Tensor | None:
@@ -147,7 +147,7 @@ class Recipe:
         return True
 
 
-def _is_of_file(step: Step) -> bool:
+def _is_of_file(step: Recorded) -> bool:
     return any(isinstance(leaf, Constant) and leaf.is_of_file for leaf in step.args)
 
 

@@ -14,21 +14,21 @@ import torch
 
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.runs import Run
-from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
 from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_generator
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
-def _overwrites(step: Step, memory: Memory) -> bool:
+def _overwrites(step: Recorded, memory: Memory) -> bool:
     """Whether nothing of what a memory held before is left after a step that changes it."""
     if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_all:
         return False
     return sum(view.memory is memory for view in step.reads()) == 1
 
 
-def replay(steps: Sequence[Step], wanted: Sequence[View], until: int) -> list[torch.Tensor]:
+def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> list[torch.Tensor]:
     """Global tensors, of real memory, as they were before a step.
 
     Args:
@@ -49,11 +49,11 @@ def replay(steps: Sequence[Step], wanted: Sequence[View], until: int) -> list[to
         return [view.on(_storage(view.memory, storages)) for view in wanted]
 
 
-def _touched(step: Step) -> list[View]:
+def _touched(step: Recorded) -> list[View]:
     return [*step.reads(), *(view for view in step.made if view is not None)]
 
 
-def needed(steps: Sequence[Step], memories: set[Memory], until: int) -> list[int]:
+def needed(steps: Sequence[Recorded], memories: set[Memory], until: int) -> list[int]:
     """The numbers of the steps that some memories depend on, in order."""
     found: set[int] = set()
     seen: set[tuple[Memory, int]] = set()
@@ -81,7 +81,7 @@ def _storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> to
     return storages[memory]
 
 
-def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
+def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
     def real(leaf: object) -> object:
         if isinstance(leaf, View):
             return leaf.on(_storage(leaf.memory, storages))
@@ -110,7 +110,7 @@ def _run(step: Step, storages: dict[Memory, torch.UntypedStorage]) -> None:
             storages[view.memory] = tensor.untyped_storage()
 
 
-def call(step: Step, args: Args, kwargs: Kwargs, generator: torch.Generator | None = None) -> Any:
+def call(step: Recorded, args: Args, kwargs: Kwargs, generator: torch.Generator | None = None) -> Any:
     """Do a step's operation on real tensors.
 
     Args:

@@ -165,7 +165,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class Recorded:
     """An operation.
 
     Args:

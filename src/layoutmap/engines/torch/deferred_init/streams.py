@@ -19,7 +19,7 @@ from layoutmap.engines.torch.deferred_init import jump
 from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
-from layoutmap.engines.torch.deferred_init.steps import Step, View
+from layoutmap.engines.torch.deferred_init.steps import Recorded, View
 from layoutmap.engines.torch.operators import Args, Function, OpOverload, argument_names, overload_name
 
 PIECE = 1 << 18
@@ -129,7 +129,7 @@ def pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def random_fill_of(step: Step, view: View) -> RandomFill | None:
+def random_fill_of(step: Recorded, view: View) -> RandomFill | None:
     """How to compute what a step writes to a view, piece by piece in the order of memory; `None` if that cannot be."""
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):

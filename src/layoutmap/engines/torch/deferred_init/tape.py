@@ -28,7 +28,7 @@ from layoutmap.engines.torch.deferred_init.interception import intercepted
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call, replay
-from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Step, View
+from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of, with_generator
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload, argument_names, is_view
 from layoutmap.engines.torch.storages import storage_key
@@ -79,7 +79,7 @@ class Tape:  # why: decisions/0016
         self._is_here = is_here
         self._piece = piece
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._steps: list[Step] = []
+        self._steps: list[Recorded] = []
         self._memories: dict[int, Memory] = {}
         self._lent: dict[int, list[Constant]] = {}
         self._depth = 0
@@ -246,7 +246,7 @@ class Tape:  # why: decisions/0016
         generator = generator_of(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
-        step = Step(
+        step = Recorded(
             number,
             op,
             recorded_args,
@@ -263,7 +263,7 @@ class Tape:  # why: decisions/0016
         self._steps.append(step)
         return made
 
-    def _advanced(self, step: Step, generator: torch.Generator) -> Step:
+    def _advanced(self, step: Recorded, generator: torch.Generator) -> Recorded:
         """A random operation, of which the generator has been left as after it."""
         view = step.writes[0] if step.writes else step.made[0]
         fill = None if view is None else random_fill_of(step, view)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of, shard_placements
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_in, shard_placements
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrapped
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.specs import local_of
@@ -28,7 +28,7 @@ def _attend(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> o
     tensors = [given.pop(name) for name in _NAMES[:3]]
     mask = given.pop("attn_mask", None)
     dropout_p = given.pop("dropout_p", 0.0)
-    mesh = mesh_of((*tensors, mask))
+    mesh = mesh_in((*tensors, mask))
     rank = tensors[0].ndim
     is_alike = all(each.ndim == rank for each in tensors)
     kept = kept_axes(tensors, mesh, range(rank - 2) if is_alike else (), broadcast=True)
@@ -122,7 +122,7 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     given = given.arguments
     query = given["query"]
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
-    mesh = mesh_of(tensors.values())
+    mesh = mesh_in(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     kept = kept_axes(batched, mesh, [1])  # heads are split inside of the function, of all of the embedding
     of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads

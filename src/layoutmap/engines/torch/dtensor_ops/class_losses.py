@@ -20,7 +20,7 @@ from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers, numbers_here, sum_up
 from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_in
 from layoutmap.engines.torch.dtensor_ops.softmax import log_softmax_of_shards
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
@@ -48,7 +48,7 @@ def _of_classes(function: Function, args: Args, kwargs: Kwargs) -> object:  # wh
     has_labels = x.shape != target.shape
     if has_labels and (target.shape != x.shape[:axis] + x.shape[axis + 1 :] or target.dtype not in _LABELS):
         return on_gathered(function, args, kwargs)  # an error, of torch
-    mesh = mesh_of((x, target, weight))
+    mesh = mesh_in((x, target, weight))
     kept = kept_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
     along = kept_axes([x], mesh, {axis}, taken=kept) if has_labels or function is F.cross_entropy else {}
     shards, of_rows = {**kept, **along}, {dim: each - (each > axis) for dim, each in kept.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_in
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 
@@ -15,7 +15,7 @@ def _convolve(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "weight", "bias", "stride", "padding", *_REST[function])
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
-    mesh = mesh_of((x, weight, bias))
+    mesh = mesh_in((x, weight, bias))
     batched = x.ndim == weight.ndim  # torch takes a single image, too
     out_axis = 1 if "output_padding" in names else 0  # of the weight
     batch = kept_axes([x], mesh, [0] if batched else [])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.users_line import level_of_user
-from layoutmap.engines.torch.dtensor_ops.shards import mesh_of
+from layoutmap.engines.torch.dtensor_ops.shards import mesh_in
 from layoutmap.engines.torch.operators import (
     OPERATORS,
     Args,
@@ -43,7 +43,7 @@ def on_gathered(
         kwargs: And by name.
         write: Gives a DTensor the values that the function has changed it to.
     """
-    mesh = mesh_of(tree_leaves((args, kwargs)))
+    mesh = mesh_in(tree_leaves((args, kwargs)))
     changed = changed_by(function, args, kwargs)
     plain = {id(each): full_tensor(each).clone() if isinstance(each, DTensor) else each for each in changed}
 

@@ -48,7 +48,7 @@ from layoutmap.engines.torch.placing import (
     full_tensor,
     has_no_gaps,
     is_everywhere,
-    placed,
+    placed_in,
     replicated,
     summed_placements,
 )
@@ -276,7 +276,7 @@ def _is_plain(placement: Placement) -> bool:
 def _ready(value: object, written: set[int]) -> object:
     if not isinstance(value, DTensor) or id(value) in written or not _is_partial_or_strided(value):
         return value
-    return placed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
+    return placed_in(value, [p if type(p) is Shard else Replicate() for p in value.placements])
 
 
 def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
@@ -330,13 +330,13 @@ def _write(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
     if old.shape != new.shape:
         _refuse_shape(op, old, new)
     mesh = old.device_mesh
-    values = local_of(placed(everywhere(new, mesh), summed_placements(old.placements)))
+    values = local_of(placed_in(everywhere(new, mesh), summed_placements(old.placements)))
     for dim, placement in enumerate(old.placements):
         # Of other kinds, what is the same everywhere is its own mean or maximum.
         if placement.is_partial("sum"):
             is_first = everywhere(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
-            values = values.where(local_of(placed(is_first, axes)).reshape(()), 0)
+            values = values.where(local_of(placed_in(is_first, axes)).reshape(()), 0)
     local_of(old).copy_(values)
     _changed(op, [old])
 

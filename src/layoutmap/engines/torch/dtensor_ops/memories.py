@@ -25,7 +25,7 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.gathered import name_of, warn_of_gathering
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
-from layoutmap.engines.torch.placing import attainable_placements, placed
+from layoutmap.engines.torch.placing import attainable_placements, placed_in
 from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, meta_of, spec_of
 from layoutmap.engines.torch.storages import base_of
 from layoutmap.engines.torch.trees import tree_leaves
@@ -124,7 +124,7 @@ def spread(op: OpOverload, changed: list[DTensor]) -> None:
         _mark_copies(list(_up_to_the_root(memory_of(each))), is_seen=not is_unseen(each))
     for part, origin in parts:
         warn_of_gathering(f"{name} of a slice", "along a sharded axis it is a copy, and is written back")
-        origin.source.copy_(placed(origin.whole(part), attainable_placements(origin.source)))
+        origin.source.copy_(placed_in(origin.whole(part), attainable_placements(origin.source)))
         outdated.discard(memory_of(part))  # its tensor has what it has
 
 

@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import apart, join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.dtensor_ops.shards import apart, join, kept_axes, local_shard, mesh_in
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     everywhere,
     from_shards,
     full_tensor,
-    placed,
+    placed_in,
     reduced,
     shard_of,
     sum_of_devices,
@@ -30,7 +30,7 @@ def _batch_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     if x.ndim < 2:  # it has no channels
         return on_gathered(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
-    mesh = mesh_of((x, *of_channels.values()))
+    mesh = mesh_in((x, *of_channels.values()))
     kept = kept_axes([x], mesh, range(x.ndim))
     channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
     local = {name: local_shard(each, mesh, channels, kept) for name, each in of_channels.items()}
@@ -67,7 +67,7 @@ def _track(running: torch.Tensor | None, value: Any, momentum: float) -> None:
         return
     mesh, placements = value.device_mesh, value.placements
     earlier = running if isinstance(running, DTensor) else everywhere(running, mesh)
-    shard = shard_of(placed(reduced(earlier), placements), placements)
+    shard = shard_of(placed_in(reduced(earlier), placements), placements)
     new = momentum * local_of(value).to(running.dtype) + (1 - momentum) * shard
     new = from_shards(new, mesh, placements)
     running.copy_(new if isinstance(running, DTensor) else full_tensor(new))
@@ -81,7 +81,7 @@ def _instance_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
         running = [given.pop(name, None) for name in names[1:3]]
         with torch.no_grad():
             if running[0] is not None:
-                y = x if isinstance(x, DTensor) else everywhere(x, mesh_of(running))
+                y = x if isinstance(x, DTensor) else everywhere(x, mesh_in(running))
                 axes, count = list(range(2, y.ndim)), y[0, 0].numel()
                 mean = reduced(y.mean(axes, keepdim=True))
                 variance = reduced(((y - mean) ** 2).mean(axes)) * (count / (count - 1))

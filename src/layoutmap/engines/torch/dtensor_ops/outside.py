@@ -35,7 +35,7 @@ from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
-from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed, summed_placements
+from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed_in, summed_placements
 from layoutmap.engines.torch.specs import local_of, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, hide, memory_of
@@ -71,7 +71,7 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
                 fix="give the module another parameter: module.weight = torch.nn.Parameter(value)",
             )
         if isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh:
-            value = placed(value, summed_placements(tensor.placements))
+            value = placed_in(value, summed_placements(tensor.placements))
         else:
             value = like(full_tensor(value), tensor)
         if tensor.is_leaf:  # autograd has saved the tensor itself

@@ -25,7 +25,7 @@ from layoutmap.engines.agreement import Gather, check_alike
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
 from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed, reduced
+from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed_in, reduced
 from layoutmap.engines.torch.trees import tree_map
 
 
@@ -136,7 +136,7 @@ def global_init(function: Function, args: Args, kwargs: Kwargs) -> object:
     result = on_gathered(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
-    return placed(result, attainable_placements(first))
+    return placed_in(result, attainable_placements(first))
 
 
 _METHODS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_of
+from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_in
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
@@ -16,7 +16,7 @@ def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     if train and dropout:  # all of it is drawn, as one device draws
         return on_gathered(function, args, kwargs)
-    mesh = mesh_of(tree_leaves((x, states, weights)))
+    mesh = mesh_in(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
     kept = kept_axes([x], mesh, [axis])
     of_states = dict.fromkeys(kept, 1)  # their first axis is that of the layers, whatever batch_first says

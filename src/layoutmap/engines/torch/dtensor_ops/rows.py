@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.shards import apart
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import attainable_placements, placed
+from layoutmap.engines.torch.placing import attainable_placements, placed_in
 
 
 def _rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -40,7 +40,7 @@ def _in_place(function: Function, args: Args, kwargs: Kwargs) -> object:
         return _ALL(function, (), given)
     x = given["input"]
     result = _ALL(function, (), {**given, "input": x.clone()})  # the backward pass needs what was there
-    return x.copy_(placed(result, attainable_placements(x)))
+    return x.copy_(placed_in(result, attainable_placements(x)))
 
 
 _PARAMETERS: dict[object, tuple[str, ...]] = {

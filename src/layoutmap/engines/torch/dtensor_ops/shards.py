@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import everywhere, from_shards, placed, reduced, replicated, shard_of
+from layoutmap.engines.torch.placing import everywhere, from_shards, placed_in, reduced, replicated, shard_of
 from layoutmap.engines.torch.specs import axis_of
 from layoutmap.engines.torch.trees import is_sequence
 
 
-def mesh_of(tensors: Iterable[object]) -> DeviceMesh:
+def mesh_in(tensors: Iterable[object]) -> DeviceMesh:
     """The mesh of the first DTensor."""
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
@@ -80,7 +80,7 @@ def local_shard(
     if not isinstance(tensor, DTensor):
         tensor = everywhere(tensor, mesh)
     if tensor.placements != placements:
-        tensor = placed(reduced(tensor), placements)
+        tensor = placed_in(reduced(tensor), placements)
     gradient = list(placements)
     for dim in apart:
         if placements[dim].is_replicate():
@@ -105,7 +105,7 @@ def apart(free: Callable[[int], Container[int]]) -> Function:
     def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
         values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         first = 0 if args else "input"
-        mesh = mesh_of(values.values())
+        mesh = mesh_in(values.values())
         kept = kept_axes([values[first]], mesh, free(values[first].ndim))
         for name, value in values.items():
             if isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import attainable_placements, everywhere, on_mesh, placed, reduced
+from layoutmap.engines.torch.placing import attainable_placements, everywhere, on_mesh, placed_in, reduced
 from layoutmap.engines.torch.specs import axis_of
 from layoutmap.engines.torch.storages import base_of
 
@@ -26,7 +26,7 @@ def keep_gradient(changed: torch.Tensor) -> None:
         mesh, placements = base.device_mesh, attainable_placements(base)
 
         def place(gradient: torch.Tensor) -> DTensor:
-            return placed(reduced(on_mesh(gradient, mesh)), placements)  # torch may have made plain zeros
+            return placed_in(reduced(on_mesh(gradient, mesh)), placements)  # torch may have made plain zeros
 
         base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]
 

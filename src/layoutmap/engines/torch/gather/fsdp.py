@@ -68,7 +68,7 @@ class Gather:
         is_asynchronous: bool = False,
     ) -> None:
         self.tensors, self.mesh_dim, self.reduce_dtype = tensors, mesh_dim, reduce_dtype
-        self.places = [_Place(tensor, mesh_dim) for tensor in tensors]
+        self.places = [_Placements(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         flat = torch.cat([local_of(tensor).detach().reshape(-1) for tensor in tensors])
         if flat.device.type != mesh.device_type:  # they are off-loaded
@@ -166,7 +166,7 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     return dtensor(local_of(tensor).to(dtype), placed_as(spec, spec.placements, dtype))
 
 
-class _Place:
+class _Placements:
     """How one tensor is placed, sharded over the mesh dim and gathered over it."""
 
     def __init__(self, tensor: torch.Tensor, mesh_dim: int) -> None:

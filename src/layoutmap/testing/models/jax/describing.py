@@ -97,7 +97,7 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Part:
+class Line:
     """A line of the forward pass.
 
     Args:
@@ -145,7 +145,7 @@ class Model:  # why: decisions/0142
     precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
 
     inputs: tuple[Value, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Line, ...]
     held: Container
     outputs: tuple[Value, ...]
     named: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.jax.describing import Container, Part
+from layoutmap.testing.models.jax.describing import Container, Line
 from layoutmap.testing.models.jax.functions import FUNCTIONS, Held, Kinds, Made
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, Value
@@ -78,7 +78,7 @@ class Growing:
         self._tables: list[tuple[str, int, int]] = []  # calls of tables in reverse, and the tables' shapes
         self._num_keys = 0
         self.inputs: list[Value] = []
-        self.parts: list[Part] = []
+        self.parts: list[Line] = []
         self.outputs: list[Value] = []
         value = self._add_input()
         for _ in range(1 + choices.below(5)):
@@ -204,7 +204,7 @@ class Growing:
     def _join(self, call: str, shape: Shape, kinds: tuple[str, ...] = (), module: str = "") -> str:
         """Add a line of the forward pass."""
         value = f"x{len(self._shapes)}"
-        self.parts.append(Part(tuple(filter(None, kinds)), call, value, shape, module))
+        self.parts.append(Line(tuple(filter(None, kinds)), call, value, shape, module))
         self._shapes[value] = shape
         return value
 
