@@ -146,10 +146,8 @@ class Schedule:
         until = max((i + 1 for i, each in enumerate(tried) if each.outcome.is_suspicious), default=0)
         if process.is_quick and until:
             # A law goes on with the models of those before it; a process that has ended told only some.
-            laws = (
-                [each.outcome.law for each in tried[:until]] if tried[until - 1].outcome.law in LAWS else []
-            )
-            with self._process(subject, quick=False, laws=laws) as again:
+            laws = [each.outcome.law for each in tried[:until]]
+            with self._process(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as again:
                 tried = [*again.try_case(seed, self._deadline), *tried[until:]]
         if (engine := subject_named(subject).engine) not in self.devices:  # it does not start
             self._stopped.add(engine)

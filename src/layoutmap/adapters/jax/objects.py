@@ -24,28 +24,29 @@ if TYPE_CHECKING:
     from layoutmap.adapters.jax.signatures import Signature
 
 
+def _is_of_nnx(value: object, kind: str) -> bool:
+    nnx = sys.modules.get("flax.nnx")  # without it there are no such objects, and it is not to be imported
+    return nnx is not None and isinstance(value, getattr(nnx, kind))
+
+
 def is_nnx(model: object) -> TypeGuard[nnx.Module]:
     """Return whether a model is a module of flax.nnx."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(model, nnx.Module)
+    return _is_of_nnx(model, "Module")
 
 
 def is_object(value: object) -> bool:
     """Whether a value is a module of nnx, an optimizer, or another object that holds Variables."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Pytree)
+    return _is_of_nnx(value, "Pytree")
 
 
 def is_variable(value: object) -> TypeGuard[nnx.Variable[Any]]:
     """Whether a value is a Variable of nnx."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Variable)
+    return _is_of_nnx(value, "Variable")
 
 
 def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
     """Whether an object is an optimizer of nnx."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(state, nnx.Optimizer)
+    return _is_of_nnx(state, "Optimizer")
 
 
 class StepObjects:  # why: decisions/0070

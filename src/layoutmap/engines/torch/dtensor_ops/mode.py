@@ -74,20 +74,20 @@ with Needed("torch"):
 Handler = Callable[[Function, Args, Kwargs], Any]
 
 _TABLES: tuple[Mapping[Any, Handler], ...] = (
-    *(
-        LINEAR,
-        LOSSES,
-        CLASS_LOSSES,
-        SOFTMAX,
-        NORMS,
-        ATTENTION,
-        CONVOLUTIONS,
-        RANDOM,
-        ROWS,
-        LOOKUPS,
-        RECURRENT,
-    ),
-    *(GATHERED, READS, {torch.Tensor.__setitem__: assign}),
+    LINEAR,
+    LOSSES,
+    CLASS_LOSSES,
+    SOFTMAX,
+    NORMS,
+    ATTENTION,
+    CONVOLUTIONS,
+    RANDOM,
+    ROWS,
+    LOOKUPS,
+    RECURRENT,
+    GATHERED,
+    READS,
+    {torch.Tensor.__setitem__: assign},
 )
 _HANDLERS = {function: plainly(handler) for table in _TABLES for function, handler in table.items()}
 _BY_SHARDS = {f: plainly(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()}
