@@ -73,3 +73,16 @@ def assert_as_plain(function, tensors, layout, scope=run_on):
             ours, plain, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda text, of=message: f"{of}: {text}"
         )
     assert torch.equal(expected[2], actual[2]), "the generator"
+
+
+def outcome(function, tensors):
+    """What a function gives, and the gradients of its floating arguments."""
+    torch.manual_seed(5)
+    tensors = [each.requires_grad_(each.is_floating_point() and each.ndim > 1) for each in tensors]
+    results = function(*tensors)
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    for each in results:
+        if each.requires_grad:
+            each.square().sum().backward()
+    found = [whole(each) for each in results]
+    return found + [whole(each.grad) for each in tensors if each.grad is not None]

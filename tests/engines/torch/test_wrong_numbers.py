@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engines import several_processes
+from engines.torch.beside_plain import outcome
 from engines.torch.dtensors import alone, place, run_on, whole
 from engines.torch.masked import drawn_on
-from torch import nn
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import is_before
@@ -36,29 +36,6 @@ def fractions(*shape, seed=0):
     return torch.sigmoid(normal(*shape, seed=seed))
 
 
-def value_and_gradient(function, x, *others):
-    """What a function gives for tensors, and the gradient of its first one."""
-    x = x.detach().requires_grad_()
-    value = function(x, *others)
-    value.backward()
-    return value, x.grad
-
-
-def assert_right_here_and_wrong_alone(run, expected, right_from=None):
-    """Fail unless something that is run gives what is expected here, and something else in DTensor alone.
-
-    From a release of torch on it may be right in DTensor, too.
-    """
-    with run_on():
-        right = [whole(each) for each in run()]
-    with alone():
-        wrong = [whole(each) for each in run()]
-
-    torch.testing.assert_close(right, [each.detach() for each in expected])
-    is_wrong = right_from is None or is_before("torch", right_from)
-    assert is_wrong != all(torch.allclose(a, b) for a, b in zip(wrong, expected, strict=True)), MENDED
-
-
 MEANS = {
     "mse_loss": (F.mse_loss, normal(8, 6), normal(8, 6, seed=1)),
     "smooth_l1_loss": (F.smooth_l1_loss, normal(8, 6), normal(8, 6, seed=1)),
@@ -66,28 +43,6 @@ MEANS = {
     "binary_cross_entropy": (F.binary_cross_entropy, fractions(8, 6), fractions(8, 6, seed=1)),
     "soft_margin_loss": (F.soft_margin_loss, normal(8, 6), normal(8, 6, seed=1).sign()),
 }
-
-
-@pytest.mark.parametrize(("specs", "pieces"), [(BATCH, 2), (BOTH, 4), (CHANNELS, 2)])
-@pytest.mark.parametrize("name", MEANS)
-def test_gradients_of_means(name, specs, pieces):
-    """The gradient of a mean of a sharded tensor is that of the global tensor; alone it is a multiple of it."""
-    loss, x, target = MEANS[name]
-    specs = (*specs, None)[:2]
-    _, expected = value_and_gradient(loss, x, target)
-
-    def run():
-        return value_and_gradient(loss, place(x, *specs), place(target, *specs))
-
-    with run_on():
-        right = whole(run()[1])
-    with alone():
-        wrong = whole(run()[1])
-
-    torch.testing.assert_close(right, expected)
-    torch.testing.assert_close(wrong, expected * pieces, msg=MENDED)
-
-
 IGNORED = torch.tensor([-100, -100, 3, -100, 2, 0, -100, 5])
 WEIGHTS = torch.tensor([0.5, 1, 2, 0.1, 3, 1])
 OF_CLASSES = {
@@ -98,102 +53,32 @@ OF_CLASSES = {
 }
 
 
-@pytest.mark.parametrize("name", OF_CLASSES)
-def test_ignored_labels(name):
-    """Labels that are ignored do not count, on whichever device they are."""
-    x, function = normal(8, 6), OF_CLASSES[name]
-    expected = value_and_gradient(function, x, IGNORED)
-
-    assert_right_here_and_wrong_alone(
-        lambda: value_and_gradient(function, place(x, "batch", None), place(IGNORED, "batch")),
-        expected,
-        right_from="2.14",
-    )
+def of_first(loss):
+    """A loss that has a gradient for its first argument only."""
+    return lambda x, target: loss(x, target.detach())
 
 
-@pytest.mark.parametrize(
-    ("make", "specs"),
-    [
-        (nn.BatchNorm1d, ("batch", None)),
-        (nn.BatchNorm1d, (None, "model")),
-        (nn.InstanceNorm1d, ("batch", None)),
-    ],
-)
-def test_running_statistics(make, specs):
-    """Running statistics are those of the global batch."""
+def statistics(norm, *specs):
+    """Running statistics of a batch whose rows differ in scale."""
+
+    def function(x, mean, variance):
+        norm(x, mean, variance)
+        return mean, variance
+
     x = normal(8, 4, 6) * torch.arange(1.0, 9)[:, None, None]
-    plain = make(4, track_running_stats=True)
-    plain(x)
-
-    def run():
-        laid_out = make(4, track_running_stats=True)
-        for name in ("running_mean", "running_var"):
-            setattr(laid_out, name, place(getattr(laid_out, name), None))
-        if laid_out.affine:
-            laid_out.weight = nn.Parameter(place(laid_out.weight, None))
-            laid_out.bias = nn.Parameter(place(laid_out.bias, None))
-        laid_out(place(x, *specs, None))
-        return laid_out.running_mean, laid_out.running_var
-
-    assert_right_here_and_wrong_alone(run, (plain.running_mean, plain.running_var))
+    return function, [(x, (*specs, None)), (torch.zeros(4), (None,)), (torch.ones(4), (None,))]
 
 
-def test_a_loss_of_cosines():
-    """The cosine embedding loss of tensors whose features are sharded is that of the global tensor."""
-    x, y, signs = normal(8, 6), normal(8, 6, seed=1), normal(8, seed=2).sign()
-    expected = value_and_gradient(F.cosine_embedding_loss, x, y, signs)
-
-    assert_right_here_and_wrong_alone(
-        lambda: value_and_gradient(
-            F.cosine_embedding_loss, place(x, None, "model"), place(y, None, "model"), place(signs, None)
-        ),
-        expected,
-    )
+def embed_by_frequency(table, tokens):
+    return F.embedding(tokens, table, scale_grad_by_freq=True).square().sum()
 
 
-def test_gradients_by_frequency():
-    """An embedding's gradient is scaled by how often a token is in the whole batch."""
-    tokens, table = torch.randint(4, (8, 4), generator=torch.Generator().manual_seed(0)), normal(4, 6)
-
-    def embed(table, tokens):
-        return F.embedding(tokens, table, scale_grad_by_freq=True).square().sum()
-
-    assert_right_here_and_wrong_alone(
-        lambda: value_and_gradient(embed, place(table, None, None), place(tokens, "batch", None)),
-        value_and_gradient(embed, table, tokens),
-    )
+def scatter_rows(y, x, rows):
+    return torch.scatter_add(x, 0, rows, y).cumsum(0).square().sum()
 
 
-@pytest.mark.parametrize("name", ["amax", "infinity norm"])
-def test_gradients_of_the_largest(name):
-    """The gradient of a largest value is where that value is; alone it is not a number."""
-    function = torch.amax if name == "amax" else lambda x: torch.linalg.vector_norm(x, float("inf"))
-    x = normal(8, 6)
-
-    assert_right_here_and_wrong_alone(
-        lambda: value_and_gradient(function, place(x, "batch", None)), value_and_gradient(function, x)
-    )
-
-
-@pytest.mark.parametrize("name", ["scatter_add", "index_add_"])
-def test_additions_at_an_index(name):
-    """What is added to some rows of a tensor has its gradient, however it is sharded."""
-    width = 2 if name == "scatter_add" else 6
-    x, y = normal(8, 6), normal(8, width, seed=1)
-    rows = torch.randint(8, (8, width), generator=torch.Generator().manual_seed(0))
-
-    def function(y, x, rows):
-        if name == "scatter_add":
-            return torch.scatter_add(x, 0, rows, y).cumsum(0).square().sum()
-        return (x * 1).index_add_(0, rows[:, 0], y).square().sum()
-
-    x_specs = ("batch", None) if name == "scatter_add" else (None, "batch")
-    assert_right_here_and_wrong_alone(
-        lambda: value_and_gradient(
-            function, place(y, "batch", "model"), place(x, *x_specs), place(rows, "batch", "model")
-        ),
-        value_and_gradient(function, y, x, rows),
-    )
+def add_rows(y, x, rows):
+    return (x * 1).index_add_(0, rows[:, 0], y).square().sum()
 
 
 def assign_rows(x, y):
@@ -204,36 +89,90 @@ def assign_columns(x, y):
     x[:, 1:3] = y[:, :2]
 
 
-@pytest.mark.parametrize("assign", [assign_rows, assign_columns])
-def test_assignments_to_parts(assign):
-    """What is assigned to a part of a sharded axis is there; alone it is lost."""
-    x, y = normal(8, 6), normal(8, 6, seed=1)
-    expected = x.clone()
-    assign(expected, y)
+def assigned_by(assign):
+    def function(x, y):
+        x = x * 1
+        assign(x, y)
+        return x
 
-    def run():
-        laid_out = place(x, "batch", "model")
-        assign(laid_out, place(y, "batch", "model"))
-        return [laid_out]
-
-    assert_right_here_and_wrong_alone(run, [expected])
+    return function, [(normal(8, 6), ("batch", "model")), (normal(8, 6, seed=1), ("batch", "model"))]
 
 
-def test_gradients_through_changed_views():
-    """The gradient of a tensor of which a view was changed is right, however the gradient arrives."""
-    x, rows, scale = normal(8, 6), normal(2, 6, seed=1), normal(8, 6, seed=2)
+def change_a_view(x, rows, scale):
+    changed = x * 1
+    changed[2:4] = rows
+    return (changed * scale).sum()
 
-    def function(x, rows, scale):
-        changed = x * 1
-        changed[2:4] = rows
-        return (changed * scale).sum()
 
-    assert_right_here_and_wrong_alone(
-        lambda: value_and_gradient(
-            function, place(x, None, None), place(rows, None, None), place(scale, "batch", None)
-        ),
-        value_and_gradient(function, x, rows, scale),
-    )
+def numbers(most, *shape):
+    return torch.randint(most, shape, generator=torch.Generator().manual_seed(0))
+
+
+ROWS, OF_CHANNELS = ("batch", None), (None, "model")
+COSINES = [
+    (normal(8, 6), OF_CHANNELS),
+    (normal(8, 6, seed=1), OF_CHANNELS),
+    (normal(8, seed=2).sign(), (None,)),
+]
+CASES = {
+    **{
+        f"{name} {specs}": (of_first(loss), [(x, (*specs, None)[:2]), (target, (*specs, None)[:2])])
+        for name, (loss, x, target) in MEANS.items()
+        for specs in (BATCH, BOTH, CHANNELS)
+    },
+    **{
+        f"ignored labels, {name}": (function, [(normal(8, 6), ROWS), (IGNORED, ("batch",))])
+        for name, function in OF_CLASSES.items()
+    },
+    "statistics of rows": statistics(lambda *of: F.batch_norm(*of, training=True), "batch", None),
+    "statistics of channels": statistics(lambda *of: F.batch_norm(*of, training=True), None, "model"),
+    "statistics of instances": statistics(F.instance_norm, "batch", None),
+    "a loss of cosines": (F.cosine_embedding_loss, COSINES),
+    "gradients by frequency": (
+        embed_by_frequency,
+        [(normal(4, 6), (None, None)), (numbers(4, 8, 4), ROWS)],
+    ),
+    "amax": (torch.amax, [(normal(8, 6), ROWS)]),
+    "infinity norm": (lambda x: torch.linalg.vector_norm(x, float("inf")), [(normal(8, 6), ROWS)]),
+    "scatter_add": (
+        scatter_rows,
+        [
+            (normal(8, 2, seed=1), ("batch", "model")),
+            (normal(8, 6), ROWS),
+            (numbers(8, 8, 2), ("batch", "model")),
+        ],
+    ),
+    "index_add_": (
+        add_rows,
+        [
+            (normal(8, 6, seed=1), ("batch", "model")),
+            (normal(8, 6), (None, "batch")),
+            (numbers(8, 8, 6), ("batch", "model")),
+        ],
+    ),
+    "rows are assigned": assigned_by(assign_rows),
+    "columns are assigned": assigned_by(assign_columns),
+    "a changed view": (
+        change_a_view,
+        [(normal(8, 6), (None, None)), (normal(2, 6, seed=1), (None, None)), (normal(8, 6, seed=2), ROWS)],
+    ),
+}
+"""What is computed, and with which arguments in which layouts."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name):
+    """They are those of plain tensors; in DTensor alone they are not, but for what a release of torch has fixed."""
+    function, arguments = CASES[name]
+    expected = outcome(function, [tensor.clone() for tensor, _ in arguments])
+    with run_on():
+        right = outcome(function, [place(tensor, *specs) for tensor, specs in arguments])
+    with alone():
+        wrong = outcome(function, [place(tensor, *specs) for tensor, specs in arguments])
+
+    torch.testing.assert_close(right, expected)
+    is_wrong = not name.startswith("ignored labels") or is_before("torch", "2.14")
+    assert is_wrong != all(map(torch.allclose, wrong, expected)), MENDED
 
 
 FLATTENED = {

@@ -13,17 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engines.torch import test_slices
+from engines.torch.beside_plain import outcome
 from engines.torch.custom_operators import DIFFERENTIABLE
 from engines.torch.dtensors import alone, place, run_on, whole
 from engines.torch.masked import drawn_on
+from engines.torch.test_wrong_numbers import normal
 
 import layoutmap as lm
 
 ATTEND = F.scaled_dot_product_attention
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def statistics(x, mean, variance):
@@ -79,19 +77,6 @@ MORE = {
     for name, (function, arguments) in DIFFERENTIABLE.items()
 }
 BY_TILES = ("dropout", "dropout2d", "attention")
-
-
-def outcome(function, tensors):
-    """What a function gives, and the gradients of its floating arguments."""
-    torch.manual_seed(5)
-    tensors = [each.requires_grad_(each.is_floating_point() and each.ndim > 1) for each in tensors]
-    results = function(*tensors)
-    results = [results] if isinstance(results, torch.Tensor) else list(results)
-    for each in results:
-        if each.requires_grad:
-            each.square().sum().backward()
-    found = [whole(each) for each in results]
-    return found + [whole(each.grad) for each in tensors if each.grad is not None]
 
 
 def agree(one, other):
