@@ -10,6 +10,7 @@ from layoutmap.testing.schedule import Schedule
 
 PROCESSES = ("jax",)
 OF_XLA = {fault.title: fault for fault in FAULTS["jax"]()}
+(SMALL,) = (title for title in OF_XLA if title.startswith("A result wanted over the dims of the sum"))
 SECTIONS = re.compile(r"^## (.+?)\n(.+?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 PRINTED = {
     title: re.findall(r"^```text\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
@@ -23,7 +24,7 @@ def test_all_sections_are_tried():
     assert len(OF_XLA) == XLA_FAULTS.read_text("utf-8").count("```python")
 
 
-@pytest.mark.parametrize("title", few(OF_XLA, next(iter(OF_XLA))))
+@pytest.mark.parametrize("title", few(OF_XLA, SMALL))
 def test_xla_is_wrong(title):
     """The page says what happens without this package."""
     number, said = printed(OF_XLA[title].alone)
@@ -32,7 +33,7 @@ def test_xla_is_wrong(title):
     assert said.startswith(f"status 0: {PRINTED[title][0]}" if PRINTED[title] else "status -"), said
 
 
-@pytest.mark.parametrize("title", few(OF_XLA, next(iter(OF_XLA))))
+@pytest.mark.parametrize("title", few(OF_XLA, SMALL))
 def test_it_is_right_here(title):
     """Once an array is in a layout of this package's, it computes what one device does."""
     number, said = printed(OF_XLA[title].corrected)
