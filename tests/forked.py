@@ -91,6 +91,14 @@ def wait_for_all(running: Sequence[Running], seconds: float = TIMEOUT_SECONDS) -
     return [_ended(each) for each in running]
 
 
+def run(
+    program: str | Path, arguments: Sequence[str] = (), environment: Mapping[str, str | None] | None = None
+) -> Ended:
+    """What came of one process."""
+    (ended,) = wait_for_all([start(program, arguments, environment)])
+    return ended
+
+
 def _ended(running: Running) -> Ended:
     stdout, stderr = (
         (running.folder / name).read_text(errors="replace") if (running.folder / name).exists() else ""

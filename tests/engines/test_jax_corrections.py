@@ -258,7 +258,7 @@ print("a model", rules() == before, text() == plain)
 
 def test_programs_for_one_device():
     """They are lowered by JAX's own rules beside a model in layouts, and a counted step replaces none."""
-    (ended,) = forked.wait_for_all([forked.start(PROGRAM, environment=xla_settings(8))])
+    ended = forked.run(PROGRAM, environment=xla_settings(8))
 
     assert ["a plan True", "a model False True"] == ended.stdout.splitlines(), ended.stderr
 

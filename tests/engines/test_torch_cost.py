@@ -1,10 +1,9 @@
 """The cost of a step of torch modules: what is counted without devices is what torch's debug mode sees with them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -18,9 +17,7 @@ PROCESS = Path(__file__).with_name("torch_cost_process.py")
 
 def run(*names):
     """What a process of its own counts and sees: this one simulates devices already."""
-    done = subprocess.run(
-        [sys.executable, str(PROCESS), *names], capture_output=True, text=True, check=False, timeout=250
-    )
+    done = forked.run(PROCESS, names)
     assert 0 == done.returncode, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

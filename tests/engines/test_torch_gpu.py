@@ -1,10 +1,8 @@
 """The torch engine keeps the contract on a mesh of one device: on a GPU where there is one, and on a CPU anywhere."""
 
-import os
-import subprocess
-import sys
 from typing import ClassVar
 
+import forked
 import pytest
 import torch
 from engines import test_torch
@@ -44,9 +42,7 @@ print(kind, peak(), sep=",")
 def test_the_peak_of_memory_is_watched():
     """What tensors took at most since it was asked, not what they took before; a CPU does not report it."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK], env=os.environ | alone, capture_output=True, text=True
-    )
+    done = forked.run(PEAK, environment=alone)
     kind, _, peak = done.stdout.strip().rpartition(",")
 
     assert HAS_GPU == (kind != "CPU"), done.stderr

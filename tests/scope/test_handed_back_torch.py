@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("handed_back_torch_process.py")
 
 
 def tried(first, count):
-    (ended,) = forked.wait_for_all([forked.start(WORKER, [str(first), str(count)], {})])
+    ended = forked.run(WORKER, [str(first), str(count)])
     assert 0 == ended.returncode, f"seeds from {first}: {ended.stdout}{ended.stderr[-4000:]}"
     return json.loads(ended.stdout)
 

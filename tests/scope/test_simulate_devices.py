@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import forked
 import pytest
 from engines.fresh_process import run
 
@@ -38,10 +39,11 @@ except lm.EngineError as error:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_devices_are_simulated_until_the_framework_starts(engine, when):
     """A model is built on them; then as many again are well, and another number is refused with what to do."""
-    call = "import layoutmap as lm; lm.simulate_devices({})\n"
-    first = f'import os; os.environ["KERAS_BACKEND"] = "{engine}"\n'
-    first += call.format(6) if when != "after" else "import keras\n" + call.format(6)
-    done = run(first + USE, PLAIN)
+    text = "import layoutmap as lm; lm.simulate_devices(6)\n" + USE
+    settings = PLAIN | {"KERAS_BACKEND": engine}
+    done = (
+        run(text, settings) if when != "after" else forked.run(f"import keras; {text}", environment=settings)
+    )
 
     assert 0 == done.returncode, done.stderr[-3000:]
     layout, refused, *_ = done.stdout.splitlines()
@@ -66,7 +68,7 @@ if RUNNING in ("", "jax"):
     def test_a_framework_that_has_started_says_so():
         """Also where it has fewer devices."""
         text = "import jax, layoutmap as lm; jax.devices(); lm.simulate_devices(8)"
-        done = run(text, {**PLAIN, "JAX_PLATFORMS": "cpu"})
+        done = forked.run(text, environment={**PLAIN, "JAX_PLATFORMS": "cpu"})
 
         assert 1 == done.returncode
         assert (
@@ -83,7 +85,7 @@ if RUNNING in ("", "torch"):
     def test_processes_of_torch_are_no_simulation():
         """In one of several, or where there is a process group, the call is refused: each process is a device."""
         text = "import torch, layoutmap as lm; lm.simulate_devices(8)"
-        done = run(text, {**PLAIN, "RANK": "0", "WORLD_SIZE": "2"})
+        done = forked.run(text, environment={**PLAIN, "RANK": "0", "WORLD_SIZE": "2"})
 
         assert 1 == done.returncode
         assert "8 devices cannot be simulated: this program is one of 2 processes" in done.stderr

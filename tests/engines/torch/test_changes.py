@@ -7,9 +7,9 @@ import sys
 import weakref
 from pathlib import Path
 
+import forked
 import pytest
 import torch
-from engines.fresh_process import run
 from engines.several_processes import free_ports
 from torch.distributed.tensor import DTensor
 
@@ -131,7 +131,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "1
 def test_one_process_of_torchrun_is_one_device():
     """A process that a launcher has started is real, also a single one."""
     text = "import layoutmap as lm; print(lm.create_mesh('model=-1', engine='torch').size)"
-    ended = run(text, {**TORCHRUN, "MASTER_PORT": str(free_ports(1)[0])})
+    ended = forked.run(text, environment={**TORCHRUN, "MASTER_PORT": str(free_ports(1)[0])})
 
     assert ("1\n", "") == (ended.stdout, ended.stderr if ended.returncode else "")
 
@@ -162,6 +162,6 @@ print(own is DTensor.__deepcopy__, torch.distributed.is_initialized(), first, to
 
 def test_torch_is_put_back_after_a_mesh_without_the_first_rank():
     """Torch has no process groups of such a mesh; one that is made later computes."""
-    ended = run(FIRST_RANK_IS_NOT_ON_IT, {})
+    ended = forked.run(FIRST_RANK_IS_NOT_ON_IT)
 
     assert ("True False 8.0 8.0\n", 0) == (ended.stdout, ended.returncode), ended.stderr

@@ -7,11 +7,10 @@ all of them, on the same layouts.
 import json
 import os
 import re
-import subprocess
-import sys
 from datetime import date
 from pathlib import Path
 
+import forked
 import pytest
 
 from layoutmap.engines.torch.dtensor_ops.proven import PROVEN, QUIET, REDUCTIONS
@@ -27,7 +26,7 @@ SAMPLES, LAYOUTS = 1, 2
 def run(folder, which):
     """What became of each try of some entries of the database, by their names."""
     arguments = [str(folder), which, str(SAMPLES), str(LAYOUTS)]
-    done = subprocess.run([sys.executable, str(WORKER), *arguments], capture_output=True, text=True)
+    (done,) = forked.wait_for_all([forked.start(WORKER, arguments)], seconds=900)
     assert 0 == done.returncode, done.stderr[-4000:]
     return dict(map(json.loads, (Path(folder) / "outcome.jsonl").read_text().splitlines()))
 

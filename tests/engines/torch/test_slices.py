@@ -3,11 +3,10 @@
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from engines.torch.dtensors import MESH, alone, place, run_on, whole
@@ -314,6 +313,6 @@ def test_a_slice_of_a_call_is_changed_after_it():
 
 def test_a_program_that_used_dtensor_before():
     """Torch keeps some of DTensor's methods from their first call on, be it before this library is imported."""
-    done = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True)
+    done = forked.run(WORKER)
 
     assert (0, "[0.0, 0.0, 1.0, 1.0]\n") == (done.returncode, done.stdout), done.stderr

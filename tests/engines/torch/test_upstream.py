@@ -62,8 +62,7 @@ print(json.dumps(printed))
 
 def is_right(program):
     """Whether a program prints that DTensor computes what plain tensors do; not if it fails, or does not end."""
-    (ended,) = forked.wait_for_all([forked.start(program)])
-    return ended.stdout == "right: 1.0\n"
+    return forked.run(program).stdout == "right: 1.0\n"
 
 
 @pytest.mark.parametrize("name", few(PROBES, *(name for name in PROBES if name not in SLOW)))
@@ -81,7 +80,7 @@ def test_a_correction_is_needed(name):
 def test_each_correction_is_right():
     """With this package each program is right, also after the others: what it tries can come out so."""
     programs = {name: fault.corrected for name, fault in PROBES.items()}
-    (ended,) = forked.wait_for_all([forked.start(ONE_AFTER_THE_OTHER, [json.dumps(programs)])])
+    ended = forked.run(ONE_AFTER_THE_OTHER, [json.dumps(programs)])
 
     assert 0 == ended.returncode, ended.stderr[-4000:]
     assert dict.fromkeys(PROBES, "right: 1.0\n") == json.loads(ended.stdout)
