@@ -91,7 +91,7 @@ def main():
         jax.distributed.initialize(address, 2, number)
     train = {"keras": with_keras, "jit_step": with_jit_step, "torch": with_torch}[kind]
     kept = train(number, {"killed": killed, "exits": exits, "raises": raises, "staggered": None}[how])
-    time.sleep(0 if number else 8)  # longer than a process has where it must end
+    time.sleep(0 if number else 6.5)  # longer than a process has where it must end
     print("to the end", flush=True)
     del kept
 

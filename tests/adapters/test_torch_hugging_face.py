@@ -3,15 +3,15 @@
 import io
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import peft
 import pytest
 import safetensors.torch
 import torch
 import transformers
+from engines import several_processes
 from hugging_face_models import DATA, assert_alike, make_llama, make_map, on_mesh, train
 from torch.distributed.tensor import DTensor
 
@@ -236,20 +236,23 @@ def test_accelerate_trains_as_on_one_device(tmp_path, accumulation):
     assert models[0].state_dict().keys() == safetensors.torch.load_file(file).keys()
 
 
-@pytest.mark.long
 def in_two_processes(worker, *arguments):
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = [*launcher, str(Path(__file__).with_name(f"{worker}.py")), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    """What came of two processes, with the environment that torchrun sets."""
+    (port,) = several_processes.free_ports(1)
+    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    file = Path(__file__).with_name(f"{worker}.py")
+    return forked.wait_for_all(
+        [forked.start(file, [*map(str, arguments)], both | {"RANK": str(number)}) for number in range(2)]
+    )
 
 
 @pytest.mark.long
 def test_a_killed_save_leaves_nothing_to_the_next(tmp_path):
     """Its hidden folder is there until the next save to the same place, which finds nobody who writes it."""
-    assert in_two_processes("save_pretrained_process", tmp_path, "killed").returncode
+    assert all(each.returncode for each in in_two_processes("save_pretrained_process", tmp_path, "killed"))
     (left,) = tmp_path.iterdir()
     assert re.fullmatch(r"\.several\.[0-9a-f]{16}", left.name)
-    assert 2 == in_two_processes("save_pretrained_process", tmp_path, "whole").stdout.count("all is well")
+    assert_well(in_two_processes("save_pretrained_process", tmp_path, "whole"))
 
     assert not left.exists()
 
@@ -257,7 +260,9 @@ def test_a_killed_save_leaves_nothing_to_the_next(tmp_path):
 @pytest.mark.parametrize("worker", WORKERS)
 def test_two_processes(worker, tmp_path):
     """Two read what each needs of a checkpoint, write what each has of one, and refuse to train or save a part."""
-    ran = in_two_processes(worker, tmp_path, "whole")
+    assert_well(in_two_processes(worker, tmp_path, "whole"))
 
-    assert 0 == ran.returncode, ran.stderr[-4000:]
-    assert 2 == ran.stdout.count("all is well")
+
+def assert_well(ended):
+    for each in ended:
+        assert (0, True) == (each.returncode, "all is well" in each.stdout), each.stderr[-4000:]
