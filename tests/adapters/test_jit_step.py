@@ -1,7 +1,6 @@
 """Compiled steps leave everything in its layout, and compute what one device computes."""
 
 import functools
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -9,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import few, xla_settings
-from engines import several_processes
+from cases import few
 from optax_optimizers import MESH, OPTIMIZERS, laid_out, misplaced, plain_params
 
 import layoutmap as lm
@@ -380,46 +378,6 @@ def test_a_module_of_equinox_as_an_argument(layout_map):
     assert jax.tree.structure(plain) == jax.tree.structure(model)
     assert ("step", 0.5, True) == (metrics["of"], model.drop.p, model.drop.inference)
     assert [] == misplaced((eqx.filter(model, eqx.is_array), state))
-
-
-@pytest.fixture(scope="module")
-def of_processes(tmp_path_factory):
-    """What each of two processes tells."""
-    (port,) = several_processes.free_ports(1)
-    worker = Path(__file__).with_name("jit_step_process.py")
-    folder = tmp_path_factory.mktemp("processes")
-    results = several_processes.run(worker, folder, [xla_settings(4)] * 2, f"127.0.0.1:{port}")
-    return [told for told, _ in results]
-
-
-def test_processes_that_run_different_steps_are_refused(of_processes):
-    """Where what is compiled differs, both say how, in terms of the function if that is found; nowhere else."""
-    step = "refusals.<locals>.step_of.<locals>.step"
-    said = {
-        "activation": f"{step}: activation: gelu in process 0, relu in process 1\n",
-        "learning rate": "scale.<locals>.update_fn: step_size: -0.1 in process 0, -0.2 in process 1\n",
-        "line": f"{step}: update: update in process 0, other_update in process 1\n",
-        "compiled": "the lowered scaled, line ",
-        "alike": "",
-    }
-
-    for told in of_processes:
-        assert said == {name: told["refusals"][name][: len(text)] for name, text in said.items()}
-        assert "" == told["refusals"]["alike"]
-
-
-@pytest.mark.long
-def test_each_process_brings_its_rows(of_processes):
-    """Two processes, each with its rows of the batches, get the losses of one device, and move nothing."""
-    tx, losses = optax.adamw(1e-2), []
-    params = plain_params()
-    state = tx.init(params)
-    for number in range(2):
-        params, state, metrics = jax.jit(make_step(tx))(params, state, batch(number))
-        losses.append(float(metrics["loss"]))
-    for told in of_processes:
-        np.testing.assert_allclose(losses, told["losses"], rtol=1e-5)
-        assert [] == told["misplaced"]
 
 
 def test_a_mesh_of_explicit_axes_stays_one():

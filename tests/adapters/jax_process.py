@@ -1,18 +1,24 @@
-"""One of two processes of JAX, with four devices each, that train with optax; run by test_jit_step.py."""
+"""One of two processes of JAX, with four devices each; run by test_jax_processes.py."""
 
 import functools
 import json
 import sys
+import zlib
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax_models import RULES, Feedforward
 from optax_optimizers import MESH, laid_out, misplaced, plain_params
 from test_jit_step import batch, make_step
 
 import layoutmap as lm
+from layoutmap.adapters import get_adapter
 from layoutmap.core.errors import LayoutMapError
+from layoutmap.engines import get_engine
 
 
 def update(params, gradients):
@@ -60,6 +66,47 @@ def refusals(number, mesh):
     }
 
 
+def values(model):
+    """By path, gathered from all processes."""
+    adapter = get_adapter("jax")
+    return {path: adapter.read(variable) for path, variable in adapter.variables(model).items()}
+
+
+def bits(arrays):
+    return {path: zlib.crc32(np.ascontiguousarray(value).tobytes()) for path, value in arrays.items()}
+
+
+def make_plain():
+    return Feedforward(nnx.Rngs(params=1, dropout=2))
+
+
+def restored(folder):
+    """What comes back from a checkpoint, read into the layouts of a plan: no array existed before it."""
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), RULES["feedforward"], rest="replicated")
+    model = layout_map.build(make_plain, library="jax")
+    weights = nnx.state(model, nnx.Param)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "weights", nnx.to_pure_dict(weights))
+    plan = lm.plan(make_plain, layout_map, library="jax")
+    layouts = {a.variable.path: a.layout for a in plan.assignments}
+
+    def abstract(keys, leaf):
+        layout = layouts[".".join(str(key.key) for key in keys)]
+        sharding = get_engine("jax").native(layout, layout.rank)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(make_plain), nnx.Param))
+    target = jax.tree_util.tree_map_with_path(abstract, shapes)
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = checkpointer.restore(folder / "weights", target)
+    nnx.update(model, arrays)
+    back = get_adapter("jax").variables(model)
+    return {
+        "layouts": all(layouts[path] == variable.layout for path, variable in back.items()),
+        "bits": bits({path: variable.read() for path, variable in back.items()}),
+    }
+
+
 def main():
     number, folder, address = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     jax.distributed.initialize(address, 2, number)
@@ -72,6 +119,7 @@ def main():
         params, state, metrics = step(params, state, batch(at)[2 * number : 2 * number + 2])
         losses.append(float(metrics["loss"]))
     told = {"losses": losses, "misplaced": misplaced(params), "refusals": refusals(number, layout_map.mesh)}
+    told["restored"] = restored(folder)
     (folder / f"{number}.json").write_text(json.dumps(told))
     np.savez(folder / f"{number}.npz")
     jax.distributed.shutdown()
