@@ -78,12 +78,6 @@ def data(rows=4):
     return rng.normal(size=(rows, 3, 8)).astype("float32"), rng.normal(size=(rows, 3, 4)).astype("float32")
 
 
-@pytest.mark.parametrize("rows", [4, 3], ids=["divides", "does not divide"])
-def test_a_model_with_them_trains_like_one_device(rows):
-    """Outputs, gradients and steps are the plain ones, also for a batch that its mesh dim does not divide."""
-    lm.check_parity(make_model, make_map(ACTIVATIONS), data(rows), batch_dim="batch", steps=2)
-
-
 @pytest.mark.parametrize("activations", [ACTIVATIONS, {}], ids=["rules", "none"])
 def test_a_layer_outputs_what_its_rule_says(activations):
     """Under any of its paths; without a rule it puts out what comes."""
@@ -98,6 +92,12 @@ def test_a_layer_outputs_what_its_rule_says(activations):
     assert {m.path: m.rule.number for m in scope.plan.activations} == (
         {"blocks.0": 2, "blocks.0.up": 1, "blocks.1": 2, "blocks.1.up": 1, "scale": 3} if activations else {}
     )
+
+
+@pytest.mark.parametrize("rows", [4, 3], ids=["divides", "does not divide"])
+def test_a_model_with_them_trains_like_one_device(rows):
+    """Outputs, gradients and steps are the plain ones, also for a batch that its mesh dim does not divide."""
+    lm.check_parity(make_model, make_map(ACTIVATIONS), data(rows), batch_dim="batch", steps=2)
 
 
 def test_a_quantized_layer_outputs_what_its_rule_says():

@@ -1,7 +1,9 @@
-"""With `uneven=` a model with an axis that does not divide is made and trains, and the plan says what was taken."""
+"""With `uneven=` a model with an axis that does not divide is made, and the plan says what was taken.
+
+That it trains is tried on drawn models: `layoutmap.testing.laws`.
+"""
 
 import keras
-import numpy as np
 import pytest
 
 import layoutmap as lm
@@ -45,11 +47,9 @@ RULES = {
 
 @pytest.mark.parametrize("mesh", ["model=2", "model=4", "model=8"])
 def test_one_head_of_keys_on_many_devices(mesh):
-    """Without it nothing is made; with it the keys are replicated, the plan reports it, and numbers are plain."""
+    """Without it nothing is made; with it the keys are replicated, and the plan reports it."""
     strict = lm.LayoutMap(lm.create_mesh(mesh), RULES)
     layout_map = lm.LayoutMap(lm.create_mesh(mesh), RULES, uneven="shrink")
-    rng = np.random.default_rng(0)
-    batch = rng.normal(size=(4, 3, 8)).astype("float32"), rng.normal(size=(4, 3, 4)).astype("float32")
     plan = lm.plan(make_model, layout_map, strict=True)
 
     with pytest.raises(lm.PlanError, match=r"attention\.key_dense\.kernel: axis 1 cannot be split evenly"):
@@ -59,7 +59,7 @@ def test_one_head_of_keys_on_many_devices(mesh):
     }
     assert plan["attention.key_dense.kernel"].layout.is_fully_replicated()
     assert not plan["attention.query_dense.kernel"].layout.is_fully_replicated()
-    lm.check_parity(make_model, layout_map, batch, steps=2)
+    layout_map.build(make_model, strict=True)
 
 
 if keras.backend.backend() != "tensorflow":  # DTensor shards an axis over one dim only

@@ -111,20 +111,18 @@ def rewritten():
     return nn.ModuleList([first, second, third, copy.deepcopy(third)])
 
 
-# Modules of all kinds are those of `engines/torch/test_tape`, and those of drawn models.
-MODELS = {"zoo": zoo, "rewritten": rewritten}
-
-
 class TestFirstValues:
-    """What a plain program draws, whatever it does to build a model."""
+    """What a plain program draws, whatever it does to build a model.
 
-    @pytest.mark.parametrize("name", MODELS)
-    def test_they_are_those_of_the_plain_model(self, name):
-        """Initializers, copies, conversions and reads inside of a scope give the plain model's values."""
-        assert_as_plain(MODELS[name])
+    Modules of all kinds are those of `engines/torch/test_tape`, and those of drawn models.
+    """
+
+    def test_they_are_those_of_the_plain_model(self):
+        """Copies, conversions and reads inside of a scope give the plain model's values."""
+        assert_as_plain(rewritten)
 
     def test_little_is_initialized_globally_and_the_plan_names_it(self):
-        """Only what cannot be drawn in pieces is initialized globally; the plan says what and why."""
+        """Values are the plain ones; what cannot be drawn in pieces is initialized globally, as the plan says."""
         _, scope = assert_as_plain(zoo)
         whole = {a.variable.path: a.global_init for a in scope.plan.assignments if a.global_init}
 
@@ -189,11 +187,6 @@ SIZES = {
 
 def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
-
-
-def test_a_model_of_transformers_is_the_one_that_it_makes():
-    """Made from a configuration in a scope, it has the values of the plain one."""
-    assert_as_plain(llama)
 
 
 class TestTies:
@@ -427,7 +420,7 @@ class TestCopies:
         assert torch.equal(torch.ones(2), layer(torch.tensor([1.0, 1.0])))
 
     def test_the_signature_of_forward_stays(self):
-        """Tools that look at a model's arguments see those of its class."""
+        """Tools that look at the arguments of a model of transformers, which has its plain values, see its class's."""
         import inspect
 
         model, _ = assert_as_plain(llama)

@@ -7,18 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from torch_models import Perceptron
-from torch_pairs import (
-    Layers,
-    X,
-    Y,
-    assert_close,
-    assert_models_close,
-    assert_trains_as_plain,
-    pair,
-    step,
-    whole,
-)
+from torch_pairs import Layers, X, Y, assert_close, assert_models_close, assert_trains_as_plain, pair, step
 
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
@@ -56,14 +45,6 @@ class TestStateDicts:
         model.load_state_dict(other.state_dict())
 
         assert_models_close(plain, model, 0)
-
-    def test_a_laid_out_model_goes_into_a_plain_one(self):
-        """Whole values of a state dict are what a plain model takes."""
-        plain, model = pair()
-        fresh = Perceptron()
-        fresh.load_state_dict({path: whole(t) for path, t in model.state_dict().items()})
-
-        assert_models_close(plain, fresh, 0)
 
     def test_an_optimizers_state(self):
         """An optimizer's state dict goes into another optimizer, and training goes on the same."""

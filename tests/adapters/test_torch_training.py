@@ -296,7 +296,7 @@ class TestWeightsCutByTheBatch:
         }
         rules = dict(reversed(rules.items()))
         tokens, targets = map(torch.from_numpy, batch("transformer"))
-        plain, model = pair(Transformer, rules)
+        plain, model = pair(partial(Transformer, size=16, heads=4), rules)
         for each in (plain, model, copied := copy.deepcopy(model)):
             each.eval()
             token_loss(each(tokens), targets).backward()
