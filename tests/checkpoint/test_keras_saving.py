@@ -7,6 +7,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from cases import xla_settings
 from engines import several_processes
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -21,7 +22,7 @@ def test_two_processes_of_keras_go_on_where_they_have_saved(tmp_path: Path) -> N
     In other layouts, and in a plain model of each process, they are those but for rounding.
     """
     port, other = several_processes.free_ports(2)
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    flags = xla_settings(1)
     flags |= {"DTENSOR_JOBS": f"127.0.0.1:{port},127.0.0.1:{other}", "DTENSOR_JOB_NAME": "worker"}
     running = [
         forked.start(WORKER, [str(n), str(tmp_path), str(port)], flags | {"DTENSOR_CLIENT_ID": str(n)})
