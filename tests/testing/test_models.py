@@ -1,85 +1,71 @@
-"""Drawn models are models, each kind and each pair of kinds of layers comes, and what is printed runs."""
+"""A drawn case is a text that needs no framework, runs as it is printed, and shrinks; test_models_*.py has the rest."""
 
 import os
-import re
 import subprocess
 import sys
-from collections import Counter
 
-import keras
+import forked
 import pytest
-from cases import xla_settings
-from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn, smallest_with
+from cases import few, xla_settings
+from testing.drawn_kinds import smallest_with
 
 from layoutmap.testing import models
-from layoutmap.testing.models.keras.layers import KINDS
 
-PROCESSES = ("jax",)
-
-
-def test_importing_it_loads_no_framework():
-    """Keras is imported when the first case is drawn."""
-    script = "import sys; import layoutmap.testing.models; print(sorted({'keras', 'jax', 'torch'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-    assert (0, "[]\n") == (run.returncode, run.stdout)
-
-
-def test_every_kind_and_every_pair_of_kinds_is_drawn():
-    """Of 4,000 models none lacks, however many axes a layer has."""
-    drawn = [models.draw_model(seed) for seed in range(4000)]
-    kinds, pairs = counted({re.sub(r"\dD", "*D", kind) for kind in model.kinds} for model in drawn)
-
-    assert set(KINDS) < set(kinds)
-    assert [] == pairs_not_drawn(kinds, pairs)
-    assert min(Counter(model.style for model in drawn).values()) > 400
-
-
-@pytest.mark.long
-def test_every_kind_of_layout_is_drawn_for_every_kind_of_layer():
-    """Weights of several axes are replicated, and sharded over one dim, two, and two along one axis."""
-
-    def kinds_by_path(model):
-        named = model.layers if model.named else []
-        return {model.path(layer.name): re.sub(r"\dD", "*D", layer.kind) for layer in named}
-
-    assert [] == layouts_not_drawn(map(models.draw, range(800)), kinds_by_path)
+PROCESSES = ("jax", "torch")
+HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
+LIBRARIES = {"jax": ("keras", "nnx", "pytree"), "torch": ("torch",)}[HERE]
+PROGRAMS = {"keras": 5, "nnx": 44, "pytree": 12, "torch": 17}
+"""The seeds of some small models."""
+SHRUNK = {
+    "keras": ("LSTM", 2000),
+    "nnx": ("RNN", 500),
+    "pytree": ("eqx.Conv", 500),
+    "torch": ("GroupNorm", 200),
+}
+"""A kind of layer, and how many models are looked at."""
+DRAWN = """
+import sys
+from layoutmap.testing import models
+for library in {}:
+    models.draw_model(3, library).source("sgd")
+print(sorted({{"keras", "jax", "torch"}} & set(sys.modules)))
+"""
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_outputs_have_the_shapes_that_are_described(seed):
-    """So do targets, which a loss would broadcast without a word."""
-    case = models.draw(seed)
-    model, made = case.model, case.make_model()
-    if model.is_subclassed:
-        inputs = [keras.Input(each.shape, dtype="int32" if each.classes else None) for each in model.inputs]
-        outputs = made(inputs if len(inputs) > 1 else inputs[0])
-    else:
-        outputs = made.outputs
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_drawing_needs_no_framework(library):
+    """A model is a text until its case is made; Keras alone is asked for its layers."""
+    drawn = [] if library == "keras" else [library]
+    run = subprocess.run([sys.executable, "-c", DRAWN.format(drawn)], capture_output=True, text=True)
 
-    expected = [(*each.shape, each.classes) if each.classes else each.shape for each in model.outputs]
-    assert expected == [each.shape[1:] for each in keras.tree.flatten(outputs)]
+    assert (0, "[]\n") == (run.returncode, run.stdout), run.stderr
 
 
-def test_a_seed_gives_the_same_case_for_ever():
-    """Whatever was built before it."""
-    program = str(models.draw(5))
-    keras.Sequential([keras.layers.Dense(4)])
+@pytest.mark.every_case
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_seed_gives_the_same_case_for_ever(library):
+    """Whatever was drawn and built before it."""
+    program = str(models.draw(5, library))
+    models.draw(6, library).make_model()
 
-    assert program == str(models.draw(5))
+    assert program == str(models.draw(5, library))
 
 
-def test_a_case_is_a_program(tmp_path):
+@pytest.mark.parametrize("library", few(LIBRARIES, *{"keras"} & {*LIBRARIES}))
+def test_a_case_is_a_program(library):
     """It runs without this package's tests, and says whether parity holds."""
-    program = tmp_path / "case.py"
-    program.write_text(str(models.draw(5)), encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, str(program)], env=os.environ | xla_settings(8), capture_output=True, text=True
-    )
+    run = forked.run(str(models.draw(PROGRAMS[library], library)), environment=xla_settings(8))
 
     assert run.stdout.startswith("parity holds"), run.stderr
 
 
-def test_cases_shrink():
+@pytest.mark.parametrize("library", few(LIBRARIES, LIBRARIES[-1]))
+def test_cases_shrink(library):
     """What fails is found in a model of few layers."""
-    assert len(smallest_with("LSTM", "keras", 2000).layers) <= 3
+    model = smallest_with(SHRUNK[library][0], library, SHRUNK[library][1])
+    layers = {
+        "keras": lambda: model.layers,
+        "torch": lambda: [part for each in model.classes for part in each.parts],
+    }
+
+    assert len(layers.get(library, lambda: model.parts)()) <= (3 if library in layers else 4)

@@ -6,11 +6,10 @@ from collections import Counter
 import jax
 import pytest
 from cases import few
-from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn, smallest_with
+from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 
 from layoutmap.adapters.jax.training import called, inputs_of
 from layoutmap.testing import models
-from layoutmap.testing.laws import quiet
 from layoutmap.testing.models.jax.functions import FUNCTIONS
 from layoutmap.testing.models.jax.growing import WRAPPERS
 
@@ -65,30 +64,3 @@ def test_outputs_have_the_shapes_that_are_described(library, seed):
         (case.rows, *each.shape, *([each.classes] * bool(each.classes))) for each in case.model.outputs
     ]
     assert expected == [each.shape for each in jax.tree.leaves(jax.eval_shape(outputs))]
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_seed_gives_the_same_case_for_ever(library):
-    """Whatever was drawn before it."""
-    program = str(models.draw(5, library))
-    models.draw(6, library)
-
-    assert program == str(models.draw(5, library))
-
-
-@pytest.mark.parametrize(("library", "seed"), few([("nnx", 44), ("pytree", 12)], ("pytree", 12)))
-def test_a_case_is_a_program(library, seed, capsys):
-    """It runs by itself, and says whether parity holds."""
-    program = compile(str(models.draw(seed, library)), "drawn.py", "exec")
-    with quiet():
-        exec(program, {"__name__": "drawn"})
-
-    assert capsys.readouterr().out.startswith("parity holds")
-
-
-@pytest.mark.parametrize(
-    ("library", "kind"), few([("nnx", "RNN"), ("pytree", "eqx.Conv")], ("pytree", "eqx.Conv"))
-)
-def test_cases_shrink(library, kind):
-    """What fails is found in a model of few layers."""
-    assert len(smallest_with(kind, library, 500).parts) <= 4

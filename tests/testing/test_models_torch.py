@@ -1,13 +1,10 @@
 """Drawn models of torch are models, each kind and each pair of kinds of parts comes, and what is printed runs."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
-from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn, smallest_with
+from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 
 from layoutmap.adapters import get_adapter
 from layoutmap.adapters.torch.training import call, loss_of
@@ -94,37 +91,3 @@ def test_a_plain_model_is_on_a_device_of_the_meshs_type():
     else:
         with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda"):
             get_adapter("torch").on_one_device(model, "GPU")
-
-
-def test_drawing_needs_no_torch():
-    """A model is a text until its case is made."""
-    script = (
-        "import sys; from layoutmap.testing import models; models.draw_model(3, 'torch').source('sgd'); "
-        "print('torch' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-    assert (0, "False\n") == (run.returncode, run.stdout)
-
-
-def test_a_seed_gives_the_same_case_for_ever():
-    """Whatever was built before it."""
-    program = str(models.draw(5, "torch"))
-    torch.nn.Linear(4, 4)
-
-    assert program == str(models.draw(5, "torch"))
-
-
-@pytest.mark.long
-def test_a_case_is_a_program(tmp_path):
-    """It runs without this package's tests, and says whether parity holds."""
-    program = tmp_path / "case.py"
-    program.write_text(str(models.draw(17, "torch")), encoding="utf-8")
-    run = subprocess.run([sys.executable, str(program)], env=dict(os.environ), capture_output=True, text=True)
-
-    assert run.stdout.startswith("parity holds"), run.stderr
-
-
-def test_cases_shrink():
-    """What fails is found in a model of few parts."""
-    assert sum(len(each.parts) for each in smallest_with("GroupNorm", "torch", 200).classes) <= 3
