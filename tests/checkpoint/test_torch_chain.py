@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from checkpoint import chain_laws
 from checkpoint.chains import BATCH
@@ -32,6 +33,7 @@ class TestTorch(chain_laws.Laws):
         return losses
 
 
+@pytest.mark.long  # test_torch_optimizers.py loads its rows and columns on another mesh
 class TestAdafactor(TestTorch):
     """Its rows and columns are saved and loaded as shards, too."""
 
