@@ -5,8 +5,8 @@ import re
 
 import hub_models
 import keras
-import numpy as np
 import pytest
+from axis_roles import assert_right, random
 from cases import few
 
 import layoutmap as lm
@@ -20,10 +20,6 @@ pytestmark = [
     pytest.mark.every_case,
     pytest.mark.filterwarnings("ignore:Layer '.*_attention' .* was passed an input with a mask:UserWarning"),
 ]
-
-
-def random(shape):
-    return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
 LAYERS = {
@@ -55,38 +51,16 @@ def test_axes_do_what_their_roles_say(name):
     make, shape = LAYERS[name]
     layer, inputs = make(), random(shape)
     layer(inputs)
-    used = uses([layer])
-    kernel, bias = layer.kernel, layer.bias
-    kernel_roles, bias_roles = (used[id(v)].roles for v in (layer._kernel, bias))
-    value, nothing = random(kernel.shape), np.zeros(bias.shape, "float32")
+    used, variables = uses([layer]), {"kernel": layer.kernel, "bias": layer.bias}
+    roles = {"kernel": used[id(layer._kernel)].roles, "bias": used[id(layer.bias)].roles}
 
-    def output(weights, added=nothing):
-        kernel.assign(weights)
-        bias.assign(added)
-        return np.array(layer(inputs))
+    def output(**weights):
+        for key, value in weights.items():
+            variables[key].assign(value)
+        return layer(inputs)
 
-    def only(array, axis, i):
-        kept = np.zeros_like(array)
-        index = (slice(None),) * axis + (i,)
-        kept[index] = array[index]
-        return kept
-
-    whole = output(value)
-    axes_of_output = {}
-    for axis, role in enumerate(kernel_roles):
-        slices = [output(only(value, axis, i)) for i in range(kernel.shape[axis])]
-        np.testing.assert_allclose(whole, sum(slices), rtol=1e-5, atol=1e-5)
-        filled = [np.nonzero(each) for each in slices]
-        apart = [d for d in range(1, whole.ndim) if all(set(f[d]) == {i} for i, f in enumerate(filled))]
-        assert bool(apart) == role.startswith("out"), (axis, role)
-        if apart:
-            (axes_of_output[role],) = apart
-    added = random(bias.shape)
-    for axis, role in enumerate(bias_roles):
-        for i in range(bias.shape[axis] if role else 0):
-            filled = np.nonzero(output(np.zeros_like(value), only(added, axis, i)))
-            assert {i} == set(filled[axes_of_output[role]])
-    assert "" not in bias_roles
+    assert_right(roles, {key: random(each.shape) for key, each in variables.items()}, output)
+    assert "" not in roles["bias"]
 
 
 def test_tables_have_rows():

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import transformers
+from axis_roles import assert_right, random
 from test_torch_transformers import make_map
 from transformers_models import FULL, WITH_A_PLAN, WITHOUT
 
@@ -27,29 +28,17 @@ LAYERS = {
 def test_axes_do_what_their_roles_say(name):
     """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up."""
     make, shape = LAYERS[name]
-    layer, inputs = make(), torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    weight, bias = find_tensors(layer)
-    value = weight.tensor.clone()
+    layer, inputs = make(), torch.from_numpy(random(shape))
+    tensors = dict(zip(("weight", "bias"), find_tensors(layer), strict=True))
+    roles = {key: use_of(each, {}).roles for key, each in tensors.items()}
 
-    def output(weights):
-        weight.tensor.copy_(weights)
-        bias.tensor.zero_()
+    def output(**weights):
+        for key, value in weights.items():
+            tensors[key].tensor.copy_(torch.from_numpy(value))
         return layer(inputs)
 
-    whole = output(value)
-    roles = use_of(weight, {}).roles
-    for axis, role in enumerate(roles):
-        kept = [torch.zeros_like(value) for _ in range(value.shape[axis])]
-        for i, each in enumerate(kept):
-            each.select(axis, i).copy_(value.select(axis, i))
-        slices = [output(each) for each in kept]
-        torch.testing.assert_close(whole, sum(slices), rtol=1e-5, atol=1e-6)
-        filled = [torch.nonzero(each, as_tuple=True) for each in slices]
-        apart = any(
-            all({i} == set(f[d].tolist()) for i, f in enumerate(filled)) for d in range(1, whole.ndim)
-        )
-        assert apart == role.startswith("out"), (axis, role)
-    assert ("out.0",) == use_of(bias, {}).roles
+    assert_right(roles, {key: random(each.tensor.shape) for key, each in tensors.items()}, output)
+    assert ("out.0",) == roles["bias"]
 
 
 def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
