@@ -149,27 +149,6 @@ def test_compiling_with_xla_gives_the_same(jit_compile):
     np.testing.assert_allclose(train(scoped()), train(plain()), rtol=1e-5)
 
 
-def test_rows_of_an_embedding_train_like_one_device():
-    """Gradients of single rows, which DTensor cannot add to a variable, do with any optimizer."""
-
-    def make_model():
-        layers = [keras.Input((6,), dtype="int32"), L.Embedding(32, 8, name="e"), L.GlobalAveragePooling1D()]
-        model = keras.Sequential([*layers, L.Dense(8, name="d1")])
-        model.compile("sgd", LOSS)
-        return model
-
-    random = np.random.default_rng(0)
-    x, y = random.integers(0, 32, (8, 6), "int32"), random.integers(0, 8, (8,), "int32")
-    layout_map = lm.LayoutMap(lm.create_mesh(MESH), {r"e\.embeddings": ("model", None)})
-    expected = plain(make_model)
-    keras.utils.set_random_seed(1)
-    actual = layout_map.build(make_model, batch_dim="batch")
-    for _ in range(2):
-        np.testing.assert_allclose(actual.train_on_batch(x, y), expected.train_on_batch(x, y), rtol=1e-5)
-
-    assert_same_weights(expected, actual, 1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:.*what goes from layer to layer:layoutmap.core.errors.LayoutMapWarning")
 def test_rows_of_an_embedding_that_is_gathered_step_one_by_one():
     """Adam squares each occurrence of an index apart, as in plain Keras, also where weights are gathered."""

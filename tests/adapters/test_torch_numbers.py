@@ -3,18 +3,23 @@
 What modules compute is tried on drawn ones: `layoutmap.testing.laws`.
 """
 
+import itertools
+
 import pytest
 import torch
+from cases import few
 from torch import nn
 from torch_pairs import assert_close
 
 import layoutmap as lm
 
-pytestmark = [pytest.mark.every_case, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 
-COLUMNS = {r"[ab]\.weight": ("model", None)}
-ROWS = {r"a\.weight": ("model", None), r"b\.weight": (None, "model")}
-BATCH = {r"[ab]\.weight|spare": ("batch", None)}
+RULES = {
+    "columns": {r"[ab]\.weight": ("model", None)},
+    "rows": {r"a\.weight": ("model", None), r"b\.weight": (None, "model")},
+    "batch": {r"[ab]\.weight|spare": ("batch", None)},
+}
 
 
 class Two(nn.Module):
@@ -34,7 +39,7 @@ def test_a_weight_that_is_not_used():
     """A weight over the batch's dim that a forward pass does not use has no gradient, as on one device."""
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
     found = []
-    for build in (lambda make, **_: make(), lm.LayoutMap("batch=2,model=2", BATCH).build):
+    for build in (lambda make, **_: make(), lm.LayoutMap("batch=2,model=2", RULES["batch"]).build):
         torch.manual_seed(0)
         model = build(lambda: Two(torch.relu), batch_dim="batch", library="torch")
         model(x).square().sum().backward()
@@ -46,7 +51,8 @@ def test_a_weight_that_is_not_used():
             assert_close(expected, actual)
 
 
-@pytest.mark.parametrize("rules", [COLUMNS, ROWS, BATCH], ids=["columns", "rows", "batch"])
+@pytest.mark.every_case
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_muon_rounds_as_on_one_device(rules):
     """It computes in bfloat16, where sums of shards have other last digits, which its iterations multiply."""
     layout_map = lm.LayoutMap("batch=2,model=2", rules)
@@ -68,13 +74,18 @@ def test_muon_rounds_as_on_one_device(rules):
         assert_close(expected, actual, 1e-7)
 
 
-@pytest.mark.parametrize("name", ["Rprop", "SGD", "Adagrad"])
-@pytest.mark.parametrize("rules", [COLUMNS, ROWS, BATCH], ids=["columns", "rows", "batch"])
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    few(
+        itertools.product(("Rprop", "SGD", "Adagrad"), RULES),
+        *zip(("Rprop", "SGD", "Adagrad"), RULES, strict=True),
+    ),
+)
 def test_optimizers_that_dtensor_does_not_know(name, rules):
     """Rprop, and the fused forms of SGD and Adagrad, which plain DTensor refuses, step as on one device."""
     options = {} if name == "Rprop" else {"fused": True}
     x = torch.linspace(-1, 1, 48).reshape(8, 6)
-    layout_map = lm.LayoutMap("batch=2,model=2", rules)
+    layout_map = lm.LayoutMap("batch=2,model=2", RULES[rules])
     ends = []
     for build in (lambda make, **_: make(), layout_map.build):
         torch.manual_seed(2)
