@@ -208,45 +208,33 @@ def test_the_weight_of_a_wrapped_layer_has_the_same_path_on_each_backend():
     assert ("wrapped.layer.kernel", ["wrapped.kernel"]) == (kernel.path, kernel.aliases)
 
 
-@pytest.mark.parametrize(
-    ("make_layer", "shape", "paths"),
-    [
-        (
-            lambda: L.MultiHeadAttention(2, 2),
-            (1, 3, 4),
-            {
-                f"x.{part}_dense.{w}"
-                for part in ("query", "key", "value", "output")
-                for w in ("kernel", "bias")
-            },
-        ),
-        (
-            lambda: L.Bidirectional(L.LSTM(2, unroll=True)),
-            (1, 3, 4),
-            {
-                f"x.{way}_layer.cell.{w}"
-                for way in ("forward", "backward")
-                for w in ("kernel", "recurrent_kernel", "bias")
-            },
-        ),
-        (lambda: L.TimeDistributed(d()), (1, 3, 4), {"x.layer.kernel", "x.layer.bias"}),
-        (lambda: L.EinsumDense("ab,bc->ac", 4, bias_axes="c"), (1, 4), {"x.kernel", "x.bias"}),
-        (lambda: L.Conv2D(2, 3), (1, 4, 4, 3), {"x.kernel", "x.bias"}),
-        (
-            lambda: L.ReversibleEmbedding(8, 4, tie_weights=False),
-            (1, 3),
-            {"x.embeddings", "x.reverse_embeddings"},
-        ),
-    ],
-    ids=[
-        "MultiHeadAttention",
-        "Bidirectional",
-        "TimeDistributed",
-        "EinsumDense",
-        "Conv2D",
-        "ReversibleEmbedding",
-    ],
-)
+PRIVATE = {
+    "MultiHeadAttention": (
+        lambda: L.MultiHeadAttention(2, 2),
+        (1, 3, 4),
+        {f"x.{part}_dense.{w}" for part in ("query", "key", "value", "output") for w in ("kernel", "bias")},
+    ),
+    "Bidirectional": (
+        lambda: L.Bidirectional(L.LSTM(2, unroll=True)),
+        (1, 3, 4),
+        {
+            f"x.{way}_layer.cell.{w}"
+            for way in ("forward", "backward")
+            for w in ("kernel", "recurrent_kernel", "bias")
+        },
+    ),
+    "TimeDistributed": (lambda: L.TimeDistributed(d()), (1, 3, 4), {"x.layer.kernel", "x.layer.bias"}),
+    "EinsumDense": (lambda: L.EinsumDense("ab,bc->ac", 4, bias_axes="c"), (1, 4), {"x.kernel", "x.bias"}),
+    "Conv2D": (lambda: L.Conv2D(2, 3), (1, 4, 4, 3), {"x.kernel", "x.bias"}),
+    "ReversibleEmbedding": (
+        lambda: L.ReversibleEmbedding(8, 4, tie_weights=False),
+        (1, 3),
+        {"x.embeddings", "x.reverse_embeddings"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make_layer", "shape", "paths"), PRIVATE.values(), ids=PRIVATE)
 def test_private_storage_counts_under_its_public_name(make_layer, shape, paths):
     """Keras's own layers have the paths that their public attributes have."""
 
