@@ -2,12 +2,12 @@
 
 import contextlib
 import gc
-import os
 import subprocess
 import sys
 import textwrap
 import threading
 
+import forked
 import keras
 import numpy as np
 import pytest
@@ -306,19 +306,9 @@ def test_an_error_in_one_thread_leaves_the_others_alone():
     assert {"good": [False] * 4, "bad": [True] * 4} == results
 
 
-def run_python(source, **environment):
-    code = f"import layoutmap as lm\nlayout_map = lm.LayoutMap(lm.Mesh(None, 'model=2'))\n{source}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or done.stderr[-2000:]
-
-
 OPEN = """
+import layoutmap as lm
+layout_map = lm.LayoutMap(lm.Mesh(None, 'model=2'))
 try:
     with layout_map.scope():
         pass
@@ -327,11 +317,15 @@ except lm.ScopeError as error:
 """
 
 
+def said(changed):
+    """What a process prints that opens a scope with a changed Keras."""
+    (ended,) = forked.wait_for_all([forked.start(f"import keras\n{changed}\n{OPEN}")])
+    return ended.stdout.strip() or ended.stderr[-2000:]
+
+
 def test_a_keras_that_makes_global_variables():
     """KERAS_NNX_ENABLED is refused by name: in that mode each global value is first made on one device."""
-    source = "import keras\nkeras.config.is_nnx_enabled = lambda: True\n" + OPEN
-
-    assert run_python(source) == text("""
+    assert said("keras.config.is_nnx_enabled = lambda: True") == text("""
         Keras runs with KERAS_NNX_ENABLED
           why   in that mode the global value of each variable is first made on one device, which a layout map avoids
           fix   unset KERAS_NNX_ENABLED and start again
@@ -340,7 +334,9 @@ def test_a_keras_that_makes_global_variables():
 
 def test_no_model_library_is_imported():
     """A scope that cannot know which library is to come says so."""
-    assert run_python(OPEN) == text("""
+    run = subprocess.run([sys.executable, "-c", OPEN], capture_output=True, text=True)
+
+    assert (run.stdout.strip() or run.stderr[-2000:]) == text("""
         no model library is imported
           why   a scope works inside one of keras, torch, jax, and cannot know which one you will use
           fix   import it before the scope is opened, or pass library="keras"
@@ -349,9 +345,7 @@ def test_no_model_library_is_imported():
 
 def test_a_backend_without_a_port():
     """Keras on a backend that is not supported is refused by name."""
-    source = "import keras\nkeras.backend.backend = lambda: 'numpy'\n" + OPEN
-
-    assert run_python(source) == text("""
+    assert said("keras.backend.backend = lambda: 'numpy'") == text("""
         Keras runs on numpy, where layout maps do not work yet
           why   the supported backends are jax, tensorflow, torch
           fix   set KERAS_BACKEND to one of them before Keras is imported
