@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import linecache
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+import forked
 
 
 class Interrupter:
@@ -73,6 +75,5 @@ def _raise() -> None:
 
 def run_alone(file: str, *arguments: int) -> None:
     """Run a file in a process of its own: what an interrupt leaves in a framework's C++ is not for other tests."""
-    command = [sys.executable, "-W", "ignore", file, *map(str, arguments)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert 0 == run.returncode, run.stderr
+    (ended,) = forked.wait_for_all([forked.start(Path(file), [*map(str, arguments)])])
+    assert 0 == ended.returncode, ended.stderr
