@@ -2,8 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -37,7 +35,7 @@ def listed(num_processes):
 
 @pytest.fixture(scope="module")
 def alone():
-    ended = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, timeout=300)
+    ended = forked.run(WORKER)
     assert 0 == ended.returncode, ended.stderr[-4000:]
     return [json.loads(ended.stdout.splitlines()[-1])]
 
@@ -45,12 +43,8 @@ def alone():
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("told"), str(free_ports(1)[0])
-    started = [
-        subprocess.Popen([sys.executable, str(WORKER), str(n), str(folder), port], stderr=subprocess.PIPE)
-        for n in range(4)
-    ]
-    errors = [each.communicate(timeout=600)[1] for each in started]
-    assert [0] * 4 == [each.returncode for each in started], errors[0][-4000:]
+    ended = forked.wait_for_all([forked.start(WORKER, [str(n), str(folder), port]) for n in range(4)])
+    assert [0] * 4 == [each.returncode for each in ended], ended[0].stderr[-4000:]
     return [json.loads((folder / f"{n}.json").read_text()) for n in range(4)]
 
 
