@@ -5,7 +5,6 @@ import pytest
 
 from layoutmap.engines.tensorflow.selfcheck import FAULTS
 from layoutmap.testing.faults import FAULTS as KNOWN
-from layoutmap.testing.faults import printed
 
 PROCESSES = ("tensorflow",)
 pytestmark = pytest.mark.every_case
@@ -39,6 +38,7 @@ on_one_device = lm.DVariable(tf.zeros(8), layout=lm.Layout(["x"], lm.Mesh(None, 
 ENGINE_FIRST = "import layoutmap.engines.tensorflow.engine\n"
 VARIABLE_FIRST = "import layoutmap as lm\nlm.DVariable(0, layout=lm.Layout([], lm.Mesh(None, 'x=4')))\n"
 
+UNSET: dict[str, str | None] = {COMBINING: None, ALL_TO_ALL: None}
 BOTH_OFF = {COMBINING: "0", ALL_TO_ALL: "0"}
 WRONG = {
     "DTensor is used first": (FIRST_USE + REFUSAL, {}, COMBINING, "0"),
@@ -58,10 +58,9 @@ RIGHT = {
 def outputs():
     """What each of the texts prints."""
     jobs = {**WRONG, **RIGHT}
-    unset: dict[str, str | None] = {COMBINING: None, ALL_TO_ALL: None}
     ran = forked.wait_for_all(
         [
-            forked.start(forked.EIGHT_DEVICES + text, environment=unset | settings)
+            forked.start(forked.EIGHT_DEVICES + text, environment=UNSET | settings)
             for text, settings, *_ in jobs.values()
         ]
     )
@@ -73,7 +72,10 @@ def outputs():
 @pytest.mark.parametrize("fault", KNOWN["tensorflow"](), ids=lambda fault: fault.title)
 def test_tensorflow_computes_wrongly_unless_it_is_set_right(fault):
     """In TensorFlow 2.21 a step leaves a variable at 0 that must become 8, and a relayout mixes up blocks."""
-    assert [0.0, 1.0] == [printed(program)[0] for program in (fault.alone, fault.corrected)]
+    running = [forked.start(program, environment=UNSET) for program in (fault.alone, fault.corrected)]
+    said = [each.stdout for each in forked.wait_for_all(running)]
+
+    assert ["right: 0.0\n", "right: 1.0\n"] == said
 
 
 @pytest.mark.parametrize("case", WRONG)
