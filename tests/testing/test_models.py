@@ -20,7 +20,7 @@ SHRUNK = {
     "keras": ("LSTM", 2000),
     "nnx": ("RNN", 500),
     "pytree": ("eqx.Conv", 500),
-    "torch": ("GroupNorm", 200),
+    "torch": ("LayerNorm", 200),
 }
 """A kind of layer, and how many models are looked at."""
 DRAWN = """

@@ -1,5 +1,6 @@
 """Drawn models are computed in bfloat16 and in TF32, too, and a wrong number among coarse ones is found."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -47,30 +48,37 @@ def without_warnings():
         yield
 
 
+@functools.cache
+def trial_in(library, precision):
+    """A small model, and comparisons of it, made once for the tests below."""
+    return Trial(models.draw(SMALL[library], library).in_precision(precision))
+
+
+@pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
+def test_a_factor_of_two_is_found(library, precision):
+    """The largest gradient times two, which differs by 1, is beyond rounding; what rounding does is not."""
+    trial = trial_in(library, precision)
+    rows = [row for row in trial.rows if row.stage != "weights"]
+    twice = ParityRow("gradient", "of a weight", 1.0, 1e-5)
+
+    assert any(not row.agrees for row in rows)
+    assert [twice] == trial.beyond_rounding([*rows, twice])
+
+
 @pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
 def test_a_model_is_computed_in_its_precision(library, precision):
     """Outputs are of bfloat16, and weights are, unless it is mixed; gradients are like weights."""
-    trial = Trial(models.draw(SMALL[library], library).in_precision(precision))
-    outputs = trial.adapter.forward(trial.plain(), trial.case.batch)
+    trial = trial_in(library, precision)
+    plain, sharded = trial.pair
+    outputs = trial.adapter.forward(plain, trial.case.batch)
     while isinstance(outputs, list | tuple):
         outputs = outputs[0]
     own = "float32" if precision == "mixed_bfloat16" else "bfloat16"
 
     assert ml_dtypes.bfloat16 == outputs.dtype
     assert {own} == {a.variable.dtype for a in trial.plan.assignments if a.variable.is_trained}
-    gradients = trial.adapter.gradients(trial.pair[1], trial.case.batch)[1].values()
+    gradients = trial.adapter.gradients(sharded, trial.case.batch)[1].values()
     assert {own} == {each.dtype.name for each in gradients if each is not None}
-
-
-@pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
-def test_a_factor_of_two_is_found(library, precision):
-    """The largest gradient times two, which differs by 1, is beyond rounding; what rounding does is not."""
-    trial = Trial(models.draw(SMALL[library], library).in_precision(precision))
-    rows = [row for row in trial.rows if row.stage != "weights"]
-    twice = ParityRow("gradient", "of a weight", 1.0, 1e-5)
-
-    assert any(not row.agrees for row in rows)
-    assert [twice] == trial.beyond_rounding([*rows, twice])
 
 
 @pytest.mark.long
