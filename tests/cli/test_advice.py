@@ -47,7 +47,7 @@ class Block(keras.layers.Layer):
 
 
 def make():
-    return keras.Sequential([keras.Input((LENGTH, WIDTH)), *(Block(name=f"block_{n}") for n in range(3))])
+    return keras.Sequential([keras.Input((LENGTH, WIDTH)), *(Block(name=f"block_{n}") for n in range(2))])
 
 
 @pytest.fixture
