@@ -14,7 +14,6 @@ from engines.fresh_process import run
 PROCESSES = ("jax", "tensorflow", "torch")
 pytestmark = pytest.mark.every_case
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
-ENGINES = [RUNNING] if RUNNING in PROCESSES else [*PROCESSES]
 PLAIN = {
     **dict.fromkeys(("KERAS_BACKEND", "XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")),
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -36,7 +35,7 @@ except lm.EngineError as error:
 
 
 @pytest.mark.parametrize("when", ["before it is imported", "after"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [RUNNING or "jax"])
 def test_devices_are_simulated_until_the_framework_starts(engine, when):
     """A model is built on them; then as many again are well, and another number is refused with what to do."""
     text = "import layoutmap as lm; lm.simulate_devices(6)\n" + USE
@@ -80,7 +79,7 @@ if RUNNING in ("", "jax"):
         )
 
 
-if RUNNING in ("", "torch"):
+if RUNNING == "torch":
 
     def test_processes_of_torch_are_no_simulation():
         """In one of several, or where there is a process group, the call is refused: each process is a device."""
