@@ -93,7 +93,7 @@ def counted(name):
 
 def taken(name):
     """The same step on simulated devices, as torch's own debug mode counts it."""
-    model = lm.build(Stack, layout_map(name), batch_dim="data", gather="own")
+    model = lm.build(Stack, layout_map(name), batch_dim="data", gather="own", library="torch")
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.ones(Shape.shape)
 
