@@ -194,6 +194,7 @@ class Scaled(torch.nn.Module):
         super().__init__()
         self.inner = torch.nn.Linear(8, 8)
         self.kind, self.scale, self.calls, self.kept = kind, 2.0, 0, []
+        self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x, sizes=None):
         y = self.inner(x) * self.scale
@@ -202,6 +203,8 @@ class Scaled(torch.nn.Module):
         if self.kind == "counts its calls":
             self.calls += 1
             y = y * self.calls
+        if self.kind == "assigns a buffer":
+            self.mean = torch.lerp(self.mean, y.detach().mean(0), 0.5)
         if self.kind == "keeps a tensor":
             self.kept.append(y)
         if self.kind == "reads a tensor of its file":
@@ -211,6 +214,52 @@ class Scaled(torch.nn.Module):
         if self.kind == "takes an object":
             y = y * sizes.pop()
         return y
+
+
+class Viewed(torch.nn.Module):
+    """A layer between views of what another one returns: one axis of two that are sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y.flatten(0, 1)).unflatten(0, y.shape[:2])
+
+
+class Experts(torch.nn.Module):
+    """Weights beside a layer, all sharded over the batch's dim."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.router = torch.nn.Parameter(torch.randn(4, 8, 8) * 0.3), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return torch.einsum("...d,edf,...e->...f", x, self.up, self.router(x).softmax(-1))
+
+
+PARTS = {
+    "parts: one is given a view": (Viewed, {}, {"first": ("batch", "model", None)}),
+    "parts: one gathers inside of another": (
+        lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), Experts()),
+        {r".*up$": (None, "model", "batch"), r".*weight$": ("batch", None)},
+        {},
+    ),
+}
+
+
+def in_parts(make, rules, activations):
+    """A model whose parts are compiled, each by itself."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"), rules, activations=activations)
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    model = layout_map.build(make, batch_dim="batch")
+    for part in model.children():
+        part.compile(backend="aot_eager")
+    x = torch.linspace(-1, 1, 8 * 4 * 8).reshape(8, 4, 8)
+    return differences(plain, model, model, lambda called: called(x).square().mean())
 
 
 def scaled(kind):
@@ -230,8 +279,9 @@ def scaled(kind):
             for number, sizes in enumerate(given):
                 each.scale = 1.0 + number // 2
                 results.append(each(torch.linspace(-1, 1, 64).reshape(8, 8), sizes))
-            results.append(torch.tensor([float(each.calls), len(each.kept)]))
-    right = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[:4], results[4:], strict=True))
+            mean = torch.from_numpy(get_engine("torch").to_numpy(each.mean))
+            results += [torch.tensor([float(each.calls), len(each.kept)]), mean]
+    right = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(results[:5], results[5:], strict=True))
     said = [str(each.message) for each in caught if "cannot be compiled" in str(each.message)]
     return {"right": right, "said": said}
 
@@ -272,6 +322,8 @@ def find(case):
         return by_tiles(case.removeprefix("by tiles, "))
     if case == "one graph":
         return one_graph()
+    if case in PARTS:
+        return in_parts(*PARTS[case])
     if case in numbers.CASES:
         return numbers.compared(numbers.CASES[case])
     if case in numbers.REFUSED:

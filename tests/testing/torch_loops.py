@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -266,6 +267,15 @@ def in_the_backward_pass(model, batch):
     return found
 
 
+def compiled(model, batch):
+    """In layouts as graphs: all of it, or each part; the plain model runs as it is."""
+    if any(isinstance(each, DTensor) for each in model.parameters()):
+        parts = [model] if len(list(model.parameters())) % 2 else model.children()
+        for part in parts:
+            part.compile(backend="aot_eager")
+    return steps(model, batch, sgd(model))
+
+
 LOOPS = (
     accumulated,
     clipped,
@@ -288,6 +298,8 @@ LOOPS = (
     with_hooks,
     in_the_backward_pass,
 )
+IN_PROCESSES = (*LOOPS, compiled)
+"""A graph is for one device."""
 
 
 def numbers(loop, model, batch):
@@ -337,7 +349,7 @@ def differences(seed, loops=LOOPS, there=None):
 def main(*seeds):
     warnings.simplefilter("ignore")
     there = Devices(int(os.environ["WORLD_SIZE"]), simulated=False, mesh="")
-    print(json.dumps([each for seed in seeds for each in differences(int(seed), there=there)]))
+    print(json.dumps([each for seed in seeds for each in differences(int(seed), IN_PROCESSES, there)]))
 
 
 if __name__ == "__main__":

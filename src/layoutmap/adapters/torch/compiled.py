@@ -25,6 +25,7 @@ from layoutmap.adapters.torch.dynamo import (
     call_compiled,
     has_dynamic_shapes,
     makes_one_graph,
+    needs_values,
     nonstrict_trace,
 )
 from layoutmap.adapters.torch.fsdp_units import Gathering
@@ -167,9 +168,12 @@ class _Graph:
             if not call.why_not:
                 with temporarily(here, "call", call), without_function_modes():
                     return self._function(call.tensors)
-        except Exception:
+        except Exception as error:
             if not call.why_not:
-                raise
+                operator = needs_values(error)
+                if not operator:
+                    raise
+                call.why_not = f"recording its gradient failed: {operator}"
         return []
 
     def _refuse(self, call: _Call) -> None:
@@ -279,7 +283,7 @@ class _Call:
         try:
             with _unchanged(self._structure), self._holding(tensors) as given, _OnlyRecorded():
                 found = self._computed(given)
-                name = changed(self._structure, Structure(self._module))
+                name = self._assigned(given) or changed(self._structure, Structure(self._module))
         except Exception as error:
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             self.why_not = f"recording it failed: {first_line}"
@@ -293,17 +297,21 @@ class _Call:
     def _holding(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
         """While open, on the mesh, the modules hold tensors in the place of their own, which come by id."""
         given = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
-        held = [(members, name, members[name]) for members, name in self._structure.places]
         context = self._forward.context
         try:
-            for members, name, tensor in held:
+            for members, name, tensor in self._structure.places:
                 members[name] = given[id(tensor)]
             with without_function_modes(), recording(), running(context), summing_up(self._is_odd):
                 yield given
         finally:
-            for members, name, tensor in held:
+            for members, name, tensor in self._structure.places:
                 if members.get(name) is given[id(tensor)]:
                     members[name] = tensor
+
+    def _assigned(self, given: Mapping[int, torch.Tensor]) -> str:
+        """The name of a tensor that the module holds in the place of one it was given; empty if it holds these."""
+        places = self._structure.places
+        return next((name for members, name, old in places if members.get(name) is not given[id(old)]), "")
 
     def _computed(self, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = map_tensors(lambda tensor: given[id(tensor)], self._args)

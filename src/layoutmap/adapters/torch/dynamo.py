@@ -15,6 +15,7 @@ with Needed("torch"):
     from torch._dynamo import nonstrict_trace as nonstrict_trace
     from torch._dynamo.convert_frame import ConvertFrameAssert
     from torch._dynamo.eval_frame import make_set_enable_dynamic, skip_code
+    from torch._subclasses.fake_tensor import DataDependentOutputException
 
 R = TypeVar("R")
 
@@ -57,3 +58,9 @@ def makes_one_graph(compiler: object) -> bool:
 def has_dynamic_shapes() -> bool:
     """Whether what is compiled now is compiled for all shapes (`dynamic=True`)."""
     return not dynamo_config.assume_static_by_default
+
+
+def needs_values(error: Exception) -> str:
+    """The operator whose result a backend needed the values of, to record a gradient; empty: it failed otherwise."""
+    inner = getattr(error, "inner_exception", None)
+    return str(inner) if isinstance(inner, DataDependentOutputException) else ""

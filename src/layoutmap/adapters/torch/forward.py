@@ -111,12 +111,32 @@ class Forward:
         """
         compiler = by_options(options)
         for each in self._gathering() or [self]:
-            each.compiled = Compiled(each, compiler, self._graphs)
+            each.compiled = Compiled(each, compiler, self._graphs, each._gathered_at_once())
 
     def _gathering(self) -> list[Forward]:
-        """The modules in this one that gather their weights when the model is called."""
-        gathers = ((each, each.gather) for each in self._inside())
-        return [each for each, gather in gathers if gather and gather.is_part and not gather.is_outermost]
+        """The modules in this one that gather their weights when the model is called, without those in one of them."""
+        found: list[Forward] = []
+        inner: set[Forward] = set()
+        for each in self._inside():  # a module comes before those in it
+            if each._frees and each not in inner:
+                found.append(each)
+                inner.update(each._inside())
+        return found
+
+    @property
+    def _frees(self) -> bool:
+        return self.gather is not None and self.gather.is_part and not self.gather.is_outermost
+
+    def _gathered_at_once(self) -> Gathering | None:
+        """The weights of this module and of those in it, gathered before its graph; `None`: it gathers all itself."""
+        inside = [each for each in self._inside() if each is self or each._frees]
+        gathers = [each.gather for each in inside if each.gather is not None]
+        if inside == [self] or not gathers:
+            return None
+        first = gathers[0]
+        order, is_kept = (Order(), False) if first.is_outermost else (first.order, first.is_kept)
+        weights = [weight for each in gathers for weight in each.weights]
+        return Gathering(weights, order, first.policy, is_kept, first.is_outermost)
 
     def _inside(self) -> list[Forward]:
         return [each for module in self._the_module().modules() if (each := forward_of(module))]
@@ -129,12 +149,9 @@ class Forward:
             made, blocks = as_called(compiler), self._gathering()
             compiled: dict[Forward, Compiled] = {}
             if made.is_strict and blocks not in ([], [self]):  # one graph, so all weights at once
-                gathers = [each.gather for each in inside if each.gather is not None]
-                weights = [weight for each in gathers for weight in each.weights]
-                gather = Gathering(weights, Order(), gathers[0].policy, is_outermost=True)
-                compiled[self] = Compiled(self, made, self._graphs, gather)
-            else:
-                compiled |= {each: Compiled(each, made, self._graphs) for each in blocks or [self]}
+                blocks = [self]
+            for each in blocks or [self]:
+                compiled[each] = Compiled(each, made, self._graphs, each._gathered_at_once())
             self._as_called[key] = compiled
         return self._as_called[key]
 

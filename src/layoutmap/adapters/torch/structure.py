@@ -42,7 +42,7 @@ class Structure:
         parts: Hashable; equal for modules that compute the same, given the same tensors.
         kept: What `parts` names by its id.
         tensors: The tensors, each once.
-        places: Where tensors are: the dict, and the name in it.
+        places: Where tensors are: the dict, the name in it, and the tensor.
         members: All dicts of attributes.
     """
 
@@ -50,7 +50,7 @@ class Structure:
         self.parts: list[object] = []
         self.kept: list[object] = []
         self.tensors: list[torch.Tensor] = []
-        self.places: list[tuple[dict[str, torch.Tensor], str]] = []
+        self.places: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
         self.members: list[dict[str, Any]] = []
         self._module_numbers: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
@@ -67,7 +67,7 @@ class Structure:
                 if members is vars(module) and name in OF_TORCH:
                     continue
                 if isinstance(value, torch.Tensor):
-                    self.places.append((members, name))
+                    self.places.append((members, name, value))
                     self.parts += (name, self.number(value))
                 else:
                     self.parts += (name, self.frozen(value))

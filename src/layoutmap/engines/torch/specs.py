@@ -89,6 +89,12 @@ def is_of_view(spec: DTensorSpec) -> bool:
     )
 
 
+def make_of_view(spec: Any, order: object) -> None:
+    """Have the strided shards of a spec be those that views make; `order` is its `shard_order`."""
+    spec.shard_order = order
+    setattr(spec, _MEANING, False)
+
+
 def placed_over(spec: DTensorSpec, mesh_dim: int, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
     """A spec with another placement for one mesh dim, of another element type."""
     placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]

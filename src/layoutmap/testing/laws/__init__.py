@@ -33,6 +33,7 @@ _FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in
     planning.an_impossible_rule_is_refused,
     planning.the_exit_code_is_the_verdict,
     training.first_values_are_those_of_the_plain_model,
+    training.it_predicts_and_evaluates_as_on_one_device,
     training.it_trains_as_on_one_device,
     training.it_computes_the_same_without_a_compiler,
     planning.the_plan_is_what_is_built,

@@ -11,8 +11,8 @@ import numpy as np
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.scope.inspecting import inspect
-from layoutmap.scope.parity import compared, compared_variables
-from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotTried, Trial
+from layoutmap.scope.parity import compared, compared_numbers, compared_variables
+from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotTried, Trial, leaves
 from layoutmap.testing.models.cases import EPSILONS
 from layoutmap.testing.products import tf32
 
@@ -22,6 +22,28 @@ def first_values_are_those_of_the_plain_model(trial: Trial) -> Iterator[str]:
     for row in compared_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
         if not row.agrees:
             yield str(row)
+
+
+def it_predicts_and_evaluates_as_on_one_device(trial: Trial) -> Iterator[str]:
+    """`predict` and `evaluate`, the last of whose batches has fewer rows, return the numbers of one device.
+
+    One case in three is tried.
+    """
+    if trial.case.library != "keras" or trial.group.several:  # processes pass them rows of their own
+        raise NotTried("its library has no predict, or several processes compute")
+    if not trial.choices.one_in(3):
+        raise NotTried("one case in three is tried")
+    batch, size = trial.case.batch, trial.case.rows * 2 // 3
+    found: list[dict[str, Any]] = []
+    for model in trial.pair:
+        outputs = leaves(model.predict(batch[0], batch_size=size, verbose=0))
+        logs = model.evaluate(*batch, batch_size=size, verbose=0, return_dict=True)
+        # Plain Keras on TensorFlow averages the loss of one of several outputs over batches, not over rows.
+        found.append(
+            {f"output {number}": each for number, each in enumerate(outputs)} | {"loss": logs["loss"]}
+        )
+    rows = compared_numbers("forward", found[0], found[1], TOLERANCE)
+    yield from map(str, trial.beyond_rounding(list(rows)))
 
 
 def it_trains_as_on_one_device(trial: Trial) -> Iterator[str]:

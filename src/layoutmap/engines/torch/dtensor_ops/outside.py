@@ -8,6 +8,7 @@ tensor[index] = value    torch changes a copy where the axis is sharded
 tensor.numpy(), tolist() torch refuses them of all that is no plain tensor
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
 tensor.data_ptr()        torch gives 0, and by `__dlpack__` any memory: a kernel would read and write what is there
+torch.compile            torch fails for results that are sharded as views are
 torch.optim.Muon         multiplies shards in bfloat16, whose sums are rounded in another order, and gathers often
 FlopCounterMode          torch counts an operator of DTensors as one of global tensors, and others as a device's
 """
@@ -36,7 +37,7 @@ from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_p
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed_in, summed_placements
-from layoutmap.engines.torch.specs import local_of, set_pieces, spec_of
+from layoutmap.engines.torch.specs import local_of, make_of_view, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, hide, memory_of
 
@@ -147,6 +148,17 @@ _SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
 
 
 @plainly
+def _of_pieces(own: Function, pieces: object, known: Args, *form: object) -> object:
+    """The tensor of which a compiled graph has the pieces; torch takes the strided shards of a view for an order."""
+    try:
+        return own(pieces, known, *form)
+    except ValueError:
+        placements, meta, order, requires_grad = known
+        tensor = own(pieces, (placements, meta, None, requires_grad), *form)
+        make_of_view(spec_of(tensor), order)
+        return tensor
+
+
 def _counted(
     own: Function, mode: object, op: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
@@ -201,6 +213,7 @@ _CHANGES = (
         ),
     ),
     _method("__setitem__", _assign_part),
+    Attribute(DTensor, "__tensor_unflatten__", lambda own: staticmethod(functools.partial(_of_pieces, own))),
     _method("__deepcopy__", _copied),
     _method("data_ptr", _refuse_address),
     _method("__dlpack__", _refuse_address),
