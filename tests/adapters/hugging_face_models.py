@@ -22,6 +22,12 @@ def make_llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 
 
+def tied():
+    """The configuration of a model whose head is its table."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
+
+
 def make_map(mesh="batch=2,model=2"):
     return lm.LayoutMap(mesh, RULES, rest="replicated")
 

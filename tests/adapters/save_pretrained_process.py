@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from hugging_face_models import make_llama, make_map
+from hugging_face_models import make_llama, make_map, tied
 
 import layoutmap as lm
 from layoutmap.core.errors import CheckpointError
@@ -24,12 +24,9 @@ def assert_saved(folder, make=make_llama):
     assert not list(folder.parent.glob(".*")), "something hidden was left"
 
 
-def tied():
+def make_tied():
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True
-    )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    return transformers.LlamaForCausalLM(tied()).to(torch.bfloat16)
 
 
 def mixture():
@@ -62,9 +59,9 @@ def main(folder):
     assert {"model.safetensors"} == {name for name in names if "safetensors" in name}
     assert_saved(folder / "several")
 
-    small = make_map("model=2").build(tied, library="torch")
+    small = make_map("model=2").build(make_tied, library="torch")
     small.save_pretrained(folder / "tied")
-    assert_saved(folder / "tied", tied)
+    assert_saved(folder / "tied", make_tied)
 
     # transformers stores each expert, which the model has in one tensor: gathered, as in one process.
     experts = make_map("model=2").build(mixture, library="torch")

@@ -138,12 +138,11 @@ def test_fit_takes_a_dataset(kind):
     np.testing.assert_allclose(train(scoped()), train(plain()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
-def test_compiling_with_xla_gives_the_same(jit_compile):
-    """`jit_compile` changes no number."""
+def test_compiling_with_xla_gives_the_same():
+    """`jit_compile=True` changes no number; `False` is a case of test_keras_training.py."""
 
     def train(model):
-        model.compile("sgd", LOSS, jit_compile=jit_compile)
+        model.compile("sgd", LOSS, jit_compile=True)
         return [model.train_on_batch(*batch("sequential")) for _ in range(3)]
 
     np.testing.assert_allclose(train(scoped()), train(plain()), rtol=1e-5)

@@ -135,3 +135,29 @@ class TestActivations:
         F.mse_loss(model(X), Y).backward()
 
         assert [("batch", "unsharded")] == [layout and layout.sharding_specs for layout in seen]
+
+    def test_of_several_outputs_those_of_the_layouts_rank_are_laid_out(self):
+        """The others stay as they come."""
+
+        class Pair(nn.Linear):
+            def forward(self, x):
+                y = super().forward(x)
+                return y, y.sum(-1)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.pair = Pair(8, 8)
+
+            def forward(self, x):
+                y, total = self.pair(x)
+                return y + total[:, None]
+
+        layout_map = make_map({r".*weight": ("model", None), r".*bias": ("model",)})
+        layout_map.activations["pair"] = ("batch", None)
+        model = layout_map.build(lambda: seeded(Model), batch_dim="batch", library="torch")
+        seen = []
+        model.pair.register_forward_hook(lambda _, __, out: seen.append(lm.dtensor.fetch_layout(out[0])))
+
+        assert_close(seeded(Model)(torch.ones(4, 8)), model(torch.ones(4, 8)))
+        assert [("batch", "unsharded")] == [layout.sharding_specs for layout in seen]

@@ -57,7 +57,7 @@ REASONS_LONG = {
     "takes an object": "an argument is a set",
 }
 VIEWED = "parts: one is given a view"
-NUMBERS = ("mse_loss ('batch',)", "drawn: dropout")
+NUMBERS = ("mse_loss ('batch',)",)
 PARTS = (
     4  # of models, and of what DTensor alone gets wrong: each is four processes, which take longer to begin
 )

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 from engines import several_processes
-from hugging_face_models import DATA, assert_alike, make_llama, make_map, on_mesh, train
+from hugging_face_models import DATA, assert_alike, make_llama, make_map, on_mesh, tied, train
 from torch.distributed.tensor import DTensor
 
 import layoutmap as lm
@@ -116,12 +116,6 @@ def test_what_is_saved_is_all_of_the_model(tmp_path):
     for found in (safetensors.torch.load_file(tmp_path / "file.safetensors"), torch.load(file)):
         assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in found.items())
     assert_alike(pickle.loads(pickle.dumps(model)), plain, 0)
-
-
-def tied():
-    return transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True
-    )
 
 
 def test_adapters_are_saved_and_loaded_on_another_mesh(tmp_path):
