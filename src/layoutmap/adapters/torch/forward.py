@@ -203,7 +203,8 @@ class Forward:
             self._compare()
             self.context.begin()
         if torch.is_grad_enabled():
-            self._watch = self._watch or self._first_watch()
+            if self._watch is None or not self._watch.is_of(self._the_module()):
+                self._watch = self._new_watch()
             self._watch.look()
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         with self._checked(args, kwargs), running(self.context):
@@ -244,8 +245,8 @@ class Forward:
             check_program(f"{type(module).__name__}.forward", parts, self.context.gather)
             self._compared.add(mode)
 
-    def _first_watch(self) -> Watch:
-        """The watch of a model that begins to train, after a look at what else it trains: adapters, for example."""
+    def _new_watch(self) -> Watch:
+        """The watch of a model that begins to train, or has other parts, after a look at adapters and the like."""
         module, context = self._the_module(), self.context
         if context.across:
             others = ((n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor))

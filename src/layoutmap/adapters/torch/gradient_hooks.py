@@ -26,11 +26,16 @@ class Watch:
     """Sees to the gradients of the parameters of one module and of those below it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._modules = [id(each) for each in module.modules()]
         self._held = [
             (members_of_module(each)[0], name, weakref.ref(each))
             for each in module.modules()
             for name, _ in each.named_parameters(recurse=False, remove_duplicate=False)
         ]
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether the module has the parts that it had, and no others, as adapters are."""
+        return self._modules == [id(each) for each in module.modules()]
 
     @plainly
     def look(self) -> None:
