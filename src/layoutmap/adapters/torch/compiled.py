@@ -25,8 +25,8 @@ from layoutmap.adapters.torch.dynamo import (
     call_compiled,
     has_dynamic_shapes,
     makes_one_graph,
-    needs_values,
     nonstrict_trace,
+    unforeseen,
 )
 from layoutmap.adapters.torch.fsdp_units import Gathering
 from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
@@ -170,7 +170,7 @@ class _Graph:
                     return self._function(call.tensors)
         except Exception as error:
             if not call.why_not:
-                operator = needs_values(error)
+                operator = unforeseen(error)
                 if not operator:
                     raise
                 call.why_not = f"recording its gradient failed: {operator}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from layoutmap.engines.tested import Needed
+from layoutmap.engines.torch.deferred_init import UNFORESEEN
 from layoutmap.engines.torch.operators import Function
 
 with Needed("torch"):
@@ -15,7 +16,6 @@ with Needed("torch"):
     from torch._dynamo import nonstrict_trace as nonstrict_trace
     from torch._dynamo.convert_frame import ConvertFrameAssert
     from torch._dynamo.eval_frame import make_set_enable_dynamic, skip_code
-    from torch._subclasses.fake_tensor import DataDependentOutputException
 
 R = TypeVar("R")
 
@@ -60,7 +60,7 @@ def has_dynamic_shapes() -> bool:
     return not dynamo_config.assume_static_by_default
 
 
-def needs_values(error: Exception) -> str:
-    """The operator whose result a backend needed the values of, to record a gradient; empty: it failed otherwise."""
+def unforeseen(error: Exception) -> str:
+    """The operator that a backend could not record a gradient for, without values; empty: it failed otherwise."""
     inner = getattr(error, "inner_exception", None)
-    return str(inner) if isinstance(inner, DataDependentOutputException) else ""
+    return str(inner) if isinstance(inner, UNFORESEEN) else ""

@@ -111,25 +111,26 @@ class Forward:
         """
         compiler = by_options(options)
         for each in self._gathering() or [self]:
-            each.compiled = Compiled(each, compiler, self._graphs, each._gathered_at_once())
+            each.compiled = Compiled(each, compiler, self._graphs, each.gathered_at_once())
 
     def _gathering(self) -> list[Forward]:
         """The modules in this one that gather their weights when the model is called, without those in one of them."""
         found: list[Forward] = []
         inner: set[Forward] = set()
-        for each in self._inside():  # a module comes before those in it
-            if each._frees and each not in inner:
+        for each in self.inside():  # a module comes before those in it
+            if each.frees and each not in inner:
                 found.append(each)
-                inner.update(each._inside())
+                inner.update(each.inside())
         return found
 
     @property
-    def _frees(self) -> bool:
+    def frees(self) -> bool:
+        """Whether the module gathers its weights when the model is called, and frees them."""
         return self.gather is not None and self.gather.is_part and not self.gather.is_outermost
 
-    def _gathered_at_once(self) -> Gathering | None:
+    def gathered_at_once(self) -> Gathering | None:
         """The weights of this module and of those in it, gathered before its graph; `None`: it gathers all itself."""
-        inside = [each for each in self._inside() if each is self or each._frees]
+        inside = [each for each in self.inside() if each is self or each.frees]
         gathers = [each.gather for each in inside if each.gather is not None]
         if inside == [self] or not gathers:
             return None
@@ -138,12 +139,13 @@ class Forward:
         weights = [weight for each in gathers for weight in each.weights]
         return Gathering(weights, order, first.policy, is_kept, first.is_outermost)
 
-    def _inside(self) -> list[Forward]:
+    def inside(self) -> list[Forward]:
+        """The forwards of the module and of those in it, a module before those in it."""
         return [each for module in self._the_module().modules() if (each := forward_of(module))]
 
     def _compiled_by(self, compiler: object) -> Mapping[Forward, Compiled]:
         """The compiled modules where `torch.compile(module)`, or a function that it has compiled, calls the module."""
-        inside = self._inside()
+        inside = self.inside()
         key = (compiler, *inside)
         if key not in self._as_called:
             made, blocks = as_called(compiler), self._gathering()
@@ -151,7 +153,7 @@ class Forward:
             if made.is_strict and blocks not in ([], [self]):  # one graph, so all weights at once
                 blocks = [self]
             for each in blocks or [self]:
-                compiled[each] = Compiled(each, made, self._graphs, each._gathered_at_once())
+                compiled[each] = Compiled(each, made, self._graphs, each.gathered_at_once())
             self._as_called[key] = compiled
         return self._as_called[key]
 
@@ -241,7 +243,7 @@ class Forward:
         module = self._the_module()
         mode = module.training, torch.is_grad_enabled()  # a program may branch on either
         if mode not in self._compared:
-            parts = program_of(module, (each._before for each in self._inside()))
+            parts = program_of(module, (each._before for each in self.inside()))
             check_program(f"{type(module).__name__}.forward", parts, self.context.gather)
             self._compared.add(mode)
 

@@ -8,6 +8,7 @@ readers, runs  elements from the first to the last, some at a time, in the order
 streams, tiles random numbers in pieces: of torch's one stream (`jump` moves ahead in it), or by tiles
 """
 
+from layoutmap.engines.torch.deferred_init.fake_tensors import UNFORESEEN as UNFORESEEN
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor as FakeTensor
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode as FakeTensorMode
 from layoutmap.engines.torch.deferred_init.streams import free_room as free_room
