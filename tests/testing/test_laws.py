@@ -21,8 +21,7 @@ HERE = [
     name for name, each in SUBJECTS.items() if each.engine == os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")
 ]
 TOGETHER = [name for name in HERE if SUBJECTS[name].num_processes > 1]
-# Of 25 cases in bfloat16 two of flax.nnx differ by more than the law allows, and are not explained: seeds 20261150008
-# and 20261150021. `make fuzz`, `make test-all` and tests/testing/test_precisions.py try these laws.
+# `make fuzz`, `make test-all` and tests/testing/test_precisions.py try those in other precisions.
 IN_FLOAT32 = [law for law in LAWS if not law.startswith("it trains in ")]
 PARTS, OF_PART = 8, 15
 FOUND = {

@@ -13,10 +13,11 @@ from testing.faulty import with_fault
 
 from layoutmap.scope.parity import ParityRow
 from layoutmap.testing import models
-from layoutmap.testing.laws.training import it_trains_in
+from layoutmap.testing.laws.training import it_trains_as_on_one_device, it_trains_in
 from layoutmap.testing.laws.trial import NotTried, Trial, quiet
 from layoutmap.testing.products import ALLOW_TF32
 from layoutmap.testing.subjects import SUBJECTS
+from layoutmap.testing.trying import case_of
 
 PROCESSES = ("jax", "tensorflow", "torch")
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
@@ -33,12 +34,12 @@ IN_BFLOAT16 = [
 TRAINS = """
 import layoutmap as lm
 from layoutmap.testing import models
-from layoutmap.testing.laws.training import it_trains_as_on_one_device
+from layoutmap.testing.laws.training import it_trains_as_on_one_device, it_trains_as_on_one_device
 from layoutmap.testing.laws.trial import Trial, quiet
 
 lm.simulate_devices(8, "torch")
 with quiet():
-    print(list(it_trains_as_on_one_device(Trial(models.draw(134, "torch").in_precision("bfloat16")))))
+    print(list(it_trains_as_on_one_device(Trial(models.draw(122, "torch").in_precision("bfloat16")))))
 """
 
 
@@ -82,6 +83,19 @@ def test_a_model_is_computed_in_its_precision(library, precision):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(HERE != "jax", reason="its model is one of flax.nnx")
+def test_a_model_that_diverges_is_no_fault():
+    """Its weights go to 1e15 in three steps, and one rounding moves them as far as layouts do.
+
+    Compared with itself it leaves out the elements that the pair does: by its own gradients all would be only rounding.
+    """
+    trial = Trial(case_of("nnx", 20261402021).in_precision("bfloat16"))
+
+    assert any(not row.agrees for row in trial.rows)
+    assert [] == list(it_trains_as_on_one_device(trial))
+
+
+@pytest.mark.long
 @pytest.mark.skipif(HERE != "torch", reason="where the fault is put in, in the engine of torch")
 def test_a_fault_is_found_in_bfloat16(tmp_path):
     """A bias that two devices add, each all of it, is beyond rounding in bfloat16; without the fault nothing is."""
@@ -92,7 +106,7 @@ def test_a_fault_is_found_in_bfloat16(tmp_path):
         done = subprocess.run([sys.executable, "-c", TRAINS], env=environment, capture_output=True, text=True)
 
         assert is_right == (done.stdout == "[]\n"), done.stdout + done.stderr
-        assert is_right or "forward   output 0: differs by" in done.stdout
+        assert is_right or "forward   output 1: differs by" in done.stdout
 
 
 def test_what_is_not_tried():

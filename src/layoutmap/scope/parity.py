@@ -200,7 +200,14 @@ def plain_beside(adapter: Training, make_model: Callable[[], Any], layout_map: L
 
 
 def compared(
-    adapter: Training, plain: Any, sharded: Any, batch: Any, *, steps: int = 3, tolerance: float = 1e-5
+    adapter: Training,
+    plain: Any,
+    sharded: Any,
+    batch: Any,
+    *,
+    steps: int = 3,
+    tolerance: float = 1e-5,
+    left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> ParityReport:
     """Return all comparisons of two models that exist, which take the steps.
 
@@ -211,11 +218,14 @@ def compared(
         batch: The batch of each step.
         steps: How many optimizer steps to compare.
         tolerance: The largest relative difference that counts as equal.
+        left_out: The elements that steps are not compared in, as `only_rounding` of another report; `None`: those whose
+            gradients are only rounding here.
     """
     losses: list[tuple[float, float]] = []
     missing: list[str] = []
-    rounding: dict[str, npt.NDArray[np.bool_]] = {}
-    rows = tuple(_compare(adapter, plain, sharded, batch, steps, tolerance, losses, missing, rounding))
+    rounding = {**(left_out or {})}
+    options = steps, tolerance, left_out is None
+    rows = tuple(_compare(adapter, plain, sharded, batch, *options, losses, missing, rounding))
     return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
@@ -243,6 +253,7 @@ def _compare(  # why: decisions/0008
     batch: object,
     steps: int,
     tolerance: float,
+    looks_for_rounding: bool,
     losses: list[tuple[float, float]],
     missing: list[str],
     rounding: dict[str, npt.NDArray[np.bool_]],
@@ -271,7 +282,8 @@ def _compare(  # why: decisions/0008
         error = _difference(gradient, actual, least=largest)
         factor = None if error <= tolerance else _factor(gradient, actual, tolerance)
         yield ParityRow("gradient", path, error, tolerance, factor=factor)
-        rounding[path] = _only_rounding(gradient, actual, largest)
+        if looks_for_rounding:
+            rounding[path] = _only_rounding(gradient, actual, largest)
     for step in range(1, steps + 1):
         logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, batch)
         if "loss" in logs and "loss" in other_logs:

@@ -28,7 +28,6 @@ _COARSE_ROUNDINGS = 8
 """So many in other precisions, in which 30 are more than a factor of two."""
 DIVERGES = 1e3
 """A loss from which the next step may be infinite without a fault: some models diverge, at one rate for all."""
-_BEFORE_STEPS = ("forward", "loss", "gradient")
 _SEED = 0
 TOLERANCE = 1e-5
 """The largest relative difference that counts as equal without a look at rounding."""
@@ -47,6 +46,7 @@ class Trial:
 
     def __init__(self, case: Case):
         self.case = case
+        self._left_out: Mapping[str, Any] | None = None
         self.adapter: Adapter = capable(get_adapter(case.library), Adapter, "a law")
 
     @cached_property
@@ -98,7 +98,7 @@ class Trial:
     @cached_property
     def rows(self) -> Sequence[ParityRow]:
         """Comparisons of the pair: outputs, gradients, three steps, and one with fewer rows."""
-        return tuple(self._compared(*self.pair))
+        return tuple(self._compared(*self.pair, is_pair=True))
 
     @cached_property
     def is_finite(self) -> bool:
@@ -113,21 +113,14 @@ class Trial:
         """Return comparisons that differ by more than the plain model does when its weights are rounded."""
         wrong = [row for row in rows if not row.agrees]
         worst = {row.stage: EPSILONS[self.case.precision] for row in wrong}
+        allowed = ROUNDINGS if self.case.precision == "float32" else _COARSE_ROUNDINGS
         for rounded in (self._from_float32, self._rounded, self._again):  # each needs models of its own
             if not wrong:
                 break
             for row in rounded():
                 worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
-            wrong = [row for row in wrong if not row.error <= self._allowed(row.stage, worst)]
+            wrong = [row for row in wrong if not row.error <= allowed * worst[row.stage]]
         return wrong
-
-    def _allowed(self, stage: str, worst: Mapping[str, float]) -> float:
-        """How much a stage may differ, by how much stages of plain models do."""
-        if self.case.precision == "float32":
-            return ROUNDINGS * worst[stage]
-        # A maximum of few digits has ties, where gradients jump: steps differ as much as a rounding moves gradients.
-        jump = 0.0 if stage in _BEFORE_STEPS else worst.get("gradient", 0.0)
-        return max(_COARSE_ROUNDINGS * worst[stage], jump)
 
     def _again(self) -> Iterator[ParityRow]:
         """Comparisons of two plain models: some devices add in any order."""
@@ -167,19 +160,23 @@ class Trial:
         self.adapter.complete(model, self.case.batch)
         return model
 
-    def _compared(self, plain: object, sharded: object) -> Iterator[ParityRow]:
+    def _compared(self, plain: object, other: object, *, is_pair: bool = False) -> Iterator[ParityRow]:
+        """Comparisons; those of two plain models leave out what that of the pair has left out, and no more."""
         batch, adapter = self.case.batch, self.adapter
-        report = compared(adapter, plain, sharded, batch, tolerance=TOLERANCE)
+        left_out = None if is_pair else self._left_out
+        report = compared(adapter, plain, other, batch, tolerance=TOLERANCE, left_out=left_out)
+        if is_pair:
+            self._left_out = report.only_rounding
         yield from (row for row in report.rows if row.stage != "weights")
         if any(row.stage != "weights" and not row.agrees for row in report.rows):
             return
         stage, fewer = "fewer rows", first_rows(batch, self.case.rows * 2 // 3)
-        expected, actual = self._run(plain, fewer), self._run(sharded, fewer)
+        expected, actual = self._run(plain, fewer), self._run(other, fewer)
         # Some diverge, at one rate for all.
         if all(np.isfinite(number).all() for number in expected.values()):
             yield from compared_numbers(stage, expected, actual, TOLERANCE)
             if all(np.all(np.abs(number) < DIVERGES) for number in expected.values()):
-                yield from compared_variables(adapter, stage, plain, sharded, TOLERANCE, report.only_rounding)
+                yield from compared_variables(adapter, stage, plain, other, TOLERANCE, report.only_rounding)
 
     def _run(self, model: Any, batch: object) -> dict[str, float]:
         """A step with other rows than before; of Keras `fit`, whose last batch is smaller, too."""
