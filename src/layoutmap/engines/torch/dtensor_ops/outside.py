@@ -144,10 +144,6 @@ def _orthogonal(own: Callable[..., torch.Tensor], gradient: torch.Tensor, *optio
     return like(own(full_tensor(gradient), *options), gradient)
 
 
-_SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
-
-
-@plainly
 def _of_pieces(own: Function, pieces: object, known: Args, *form: object) -> object:
     """The tensor of which a compiled graph has the pieces; torch takes the strided shards of a view for an order."""
     try:
@@ -159,6 +155,10 @@ def _of_pieces(own: Function, pieces: object, known: Args, *form: object) -> obj
         return tensor
 
 
+_SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
+
+
+@plainly
 def _counted(
     own: Function, mode: object, op: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
