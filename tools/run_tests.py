@@ -257,6 +257,10 @@ def main(arguments: list[str]) -> int:
         codes = [worker.pytest.returncode for worker in queue.ended if worker.process == process]
         if died := [code for code in codes if code not in (0, 1, NOTHING_RAN)]:
             broken.append(f"{process}: pytest ended with {died[0]}")
+        elif 1 in codes and not counts["failed"]:
+            broken.append(
+                f"{process}: pytest ended with 1, and none of its tests failed; see {RESULTS.name}/"
+            )
         elif not counts["passed"] + counts["failed"] and not for_pytest:
             broken.append(f"{process}: it has files and ran nothing")
         print(
