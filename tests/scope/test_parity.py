@@ -10,7 +10,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.engines import get_engine
-from layoutmap.scope.parity import ParityReport, ParityRow
+from layoutmap.scope.parity import ParityReport, ParityRow, compared
 
 PROCESSES = ("jax",)
 L = keras.layers
@@ -222,6 +222,23 @@ class PartsTakenForWhole(L.Dense):
             check_vma=False,
         )
         return parts(inputs, self.kernel.value) + self.bias
+
+
+def test_elements_are_left_out_whatever_layers_are_called():
+    """Those of one comparison, in another one of the same model: layers without names have numbers in each build."""
+
+    def made():
+        model = keras.Sequential([keras.Input((8,)), L.Dense(8)])
+        model.compile("sgd", "mse")
+        return model
+
+    adapter, batch = get_adapter("keras"), numbers()
+    found = compared(adapter, made(), made(), batch, steps=1).only_rounding
+    everywhere = {path: np.ones(mask.shape, bool) for path, mask in found.items()}
+    report = compared(adapter, made(), made(), batch, steps=1, left_out=everywhere)
+    counts = [row.left_out for row in report.rows if row.stage == "step 1" and row.name.endswith("kernel")]
+
+    assert [64] == counts
 
 
 def test_a_wrong_layout_of_an_activation_is_found():

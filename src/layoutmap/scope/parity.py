@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, cast
@@ -218,14 +218,15 @@ def compared(
         batch: The batch of each step.
         steps: How many optimizer steps to compare.
         tolerance: The largest relative difference that counts as equal.
-        left_out: The elements that steps are not compared in, as `only_rounding` of another report; `None`: those whose
-            gradients are only rounding here.
+        left_out: The elements that steps are not compared in, as `only_rounding` of another report of the same model;
+            `None`: those whose gradients are only rounding here.
     """
     losses: list[tuple[float, float]] = []
     missing: list[str] = []
-    rounding = {**(left_out or {})}
-    options = steps, tolerance, left_out is None
-    rows = tuple(_compare(adapter, plain, sharded, batch, *options, losses, missing, rounding))
+    rounding: dict[str, npt.NDArray[np.bool_]] = {}
+    # By their order: layers without names are called otherwise in each build.
+    known = None if left_out is None else list(left_out.values())
+    rows = tuple(_compare(adapter, plain, sharded, batch, steps, tolerance, known, losses, missing, rounding))
     return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
@@ -253,7 +254,7 @@ def _compare(  # why: decisions/0008
     batch: object,
     steps: int,
     tolerance: float,
-    looks_for_rounding: bool,
+    left_out: Sequence[npt.NDArray[np.bool_]] | None,
     losses: list[tuple[float, float]],
     missing: list[str],
     rounding: dict[str, npt.NDArray[np.bool_]],
@@ -278,12 +279,12 @@ def _compare(  # why: decisions/0008
             f"gradients of {some}, since the model's train_step passes them to no optimizer of the model"
         )
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
-    for path, gradient, actual in found:
+    for number, (path, gradient, actual) in enumerate(found):
         error = _difference(gradient, actual, least=largest)
         factor = None if error <= tolerance else _factor(gradient, actual, tolerance)
         yield ParityRow("gradient", path, error, tolerance, factor=factor)
-        if looks_for_rounding:
-            rounding[path] = _only_rounding(gradient, actual, largest)
+        only_rounding = _only_rounding(gradient, actual, largest) if left_out is None else left_out[number]
+        rounding[path] = only_rounding
     for step in range(1, steps + 1):
         logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, batch)
         if "loss" in logs and "loss" in other_logs:
