@@ -201,6 +201,15 @@ def test_inside_of_a_loop():
     assert is_right(loop, operands, mesh, [P("z", "x"), P("z", ("y", "x"))], P("z"))
 
 
+@pytest.mark.parametrize("seed", few((79, 216, 248), 79))
+def test_a_function_that_is_called_in_several_layouts(seed):
+    """So are the results of each call of a function that JAX lowers once: each has layouts of its own."""
+    correct()
+    _, *case = drawn_calls(seed)  # the second one ended the process
+
+    assert is_right(*case)
+
+
 def test_layouts_that_xla_propagates_otherwise():
     """So is the gradient of a kernel in groups, of which XLA finds other layouts than Shardy's passes by themselves."""
     correct()
@@ -410,6 +419,18 @@ def drawn_scatter(seed):
     return f"{how} of {number} in {spec}", function, operands, mesh, [P(), P()], P(), one
 
 
+def drawn_calls(seed):
+    """The same, of two calls of one function, each in layouts of its own."""
+    name, function, operands, mesh, specs, result_spec = drawn_gather(seed)
+    rng, function = random.Random(seed), jax.jit(function)
+    of_other = [spec_of(rng, range(each.ndim), each.shape, mesh, {}) for each in operands]
+
+    def called(*operands):
+        return function(*operands[:2]), function(*operands[2:])
+
+    return f"calls: {name}", called, 2 * list(operands), mesh, [*specs, *of_other], result_spec
+
+
 def put(how, rows, layout, updates, indices):
     """A table at whose rows something is put that is computed in a layout."""
     if layout is not None:
@@ -457,6 +478,7 @@ KINDS = {
     "convolutions": drawn_convolution,
     "gathers": drawn_gather,
     "scatters": drawn_scatter,
+    "calls": drawn_calls,
 }
 
 

@@ -93,6 +93,11 @@ def keep_apart(module: _ir.Module, name: str) -> None:
             if products and _OF_A_GRID.search(str(module)):
                 raise _refused(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
             return
+        has_several_dims = any(sum(n > 1 for n in dims.values()) > 1 for dims in _meshes(module).values())
+        if not products or not has_several_dims:
+            return
+        _unshare(module)
+        products = _products(module)
         apart: set[tuple[int, int]] = set()
         replicated: set[tuple[int, int]] = set()
         while True:  # changing the layouts of one product can change those of others
@@ -114,6 +119,23 @@ def keep_apart(module: _ir.Module, name: str) -> None:
             apart |= found
         if layouts:
             _pin(module, layouts)
+
+
+def _unshare(module: _ir.Module) -> None:
+    """Give each call a function of its own: JAX lowers a function once, whose products have a layout for each call."""
+    table, called = _ir.SymbolTable(module.operation), set[str]()
+
+    def visit(function: _ir.Operation) -> None:
+        for call in operations(function, "func.call"):
+            name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+            if name in called:
+                copy = table[name].operation.clone(ip=_ir.InsertionPoint(module.body))
+                name = table.insert(copy).value
+                call.attributes["callee"] = _ir.FlatSymbolRefAttr.get(name)
+            called.add(name)
+            visit(table[name].operation)
+
+    visit(table["main"].operation)
 
 
 def _put_barrier_behind(result: Any) -> None:
@@ -205,30 +227,25 @@ def _propagated(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set
     """The layouts of a program's products, by number, and which products XLA could compute wrongly.
 
     Returns:
-        The layouts of the values of each product, `None` for replicated, unless all are, or callers of its function
-        have it in several; of each product that could be wrong its number, and that of the value to change.
+        The layouts of the values of each product, `None` for replicated, unless all are; of each product that could be
+        wrong its number, and that of the value to change.
     """
-    products = _products(module)
-    if not products or not any(sum(n > 1 for n in dims.values()) > 1 for dims in _meshes(module).values()):
-        return {}, set()
     copy = module.operation.clone()
     kind = _ir.IntegerType.get_signless(64)
     for number, op in enumerate(_products(copy)):
         op.attributes[_NUMBER] = _ir.IntegerAttr.get(kind, number)
     propagate(copy)
     meshes = _meshes(copy)
-    layouts: dict[int, set[tuple[_Sharding, ...]]] = {}
+    layouts: dict[int, Sequence[_Sharding]] = {}
     found: set[tuple[int, int]] = set()
     for op in _products(copy):
         number = op.attributes[_NUMBER].value
         # Inside of `shard_map` each device computes for itself: a constraint there is an error.
-        found_layouts = () if _is_in_shard_map(op) else tuple(map(_layout, _values(op)))
-        layouts.setdefault(number, set()).add(found_layouts)
+        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_layout, _values(op)))
         to_change = _KINDS.get(op.name, _Product).of(op, meshes).to_change()
         if to_change is not None:
             found.add((number, to_change))
-    alike = {number: each.pop() for number, each in layouts.items() if len(each) == 1}
-    return {number: each for number, each in alike.items() if any(each)}, found
+    return {number: each for number, each in layouts.items() if any(each)}, found
 
 
 def _is_in_shard_map(op: _ir.OpView) -> bool:
