@@ -1,6 +1,6 @@
 """Rules written of layouts: few, and each for just the variables it says."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layoutmap.core.paths import path_shape
@@ -13,6 +13,10 @@ PATHS = st.lists(
     min_size=1,
     max_size=5,
 )
+NUMBERED = st.builds(
+    "b.{}.{}_{}.w".format, st.integers(0, 1), st.sampled_from(["up", "down"]), st.integers(0, 1)
+)
+"""Paths few enough that groups have some of the numbers in two places, and not all."""
 SPECS = st.sampled_from([("model",), (None,), (("data", "model"),)])
 
 
@@ -20,11 +24,20 @@ SPECS = st.sampled_from([("model",), (None,), (("data", "model"),)])
 def layouts(draw):
     """Groups of paths, each with specs: one group of paths that differ in numbers may have several."""
     found = {}
-    for path in draw(st.lists(PATHS.map(".".join), min_size=1, max_size=12, unique=True)):
+    paths = st.one_of(st.lists(PATHS.map(".".join), min_size=1, max_size=12, unique=True), st.sets(NUMBERED))
+    for path in draw(paths):
         found.setdefault((path_shape(path), draw(SPECS)), []).append(path)
     return {tuple(paths): specs for (_, specs), paths in found.items()}
 
 
+def in_turns(name):
+    return tuple(f"b.{block}.{name}_{number}.w" for block, number in ((1, 0), (0, 1))), ("model",)
+
+
+OTHERS = [f"b.{block}.{name}_{number}.w" for block, number in ((0, 0), (1, 1)) for name in ("up", "down")]
+
+
+@example(dict(map(in_turns, ("up", "down"))), OTHERS)
 @given(layouts(), st.lists(PATHS.map(".".join), max_size=4))
 def test_rules_give_just_these_layouts(found, others):
     """Each path gets the specs of its group from the rules, and paths that are none of them get nothing."""

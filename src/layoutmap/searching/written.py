@@ -106,11 +106,24 @@ def _merged(patterns: Iterable[tuple[str, ...]]) -> list[str]:
 
 def _choice(parts: Sequence[str]) -> str:
     """One regex for parts of paths, with what they begin and end with before and behind the choice."""
-    words = [_WORD.findall(part) for part in parts]
+    words = [_words(part) for part in parts]
     first = _common(words)
     last = _common([each[first:][::-1] for each in words])
     begin, end = "".join(words[0][:first]), "".join(words[0][len(words[0]) - last :])
     return begin + _one_of(["".join(each[first : len(each) - last]) for each in words]) + end
+
+
+def _words(regex: str) -> list[str]:
+    """The words of a regex; a choice in it, with all that it holds, is part of one."""
+    words, begun = list[str](), 0
+    for word in _WORD.findall(regex):
+        if begun:
+            words[-1] += word
+        else:
+            words.append(word)
+        if not word.startswith("\\"):
+            begun += word.count("(") - word.count(")")
+    return words
 
 
 def _common(words: Sequence[Sequence[str]]) -> int:
