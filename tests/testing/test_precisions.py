@@ -1,4 +1,4 @@
-"""Drawn models are computed in bfloat16 and in TF32, too, and a wrong number among coarse ones is found."""
+"""Drawn models are computed in bfloat16 and TF32 or quantized, too; a wrong number among coarse ones is found."""
 
 import functools
 import os
@@ -30,6 +30,9 @@ IN_BFLOAT16 = [
     for precision in ("bfloat16", "mixed_bfloat16")
     if (library, precision) != ("nnx", "mixed_bfloat16")
 ]
+QUANTIZED = {"jax": "int8", "torch": "int8", "tensorflow": "int4"}[HERE]
+"""A precision of quantized models of Keras: DTensor of TensorFlow takes no products of int8."""
+TWICE = ParityRow("gradient", "of a weight", 1.0, 1e-5)
 
 TRAINS = """
 import layoutmap as lm
@@ -60,10 +63,9 @@ def test_a_factor_of_two_is_found(library, precision):
     """The largest gradient times two, which differs by 1, is beyond rounding; what rounding does is not."""
     trial = trial_in(library, precision)
     rows = [row for row in trial.rows if row.stage != "weights"]
-    twice = ParityRow("gradient", "of a weight", 1.0, 1e-5)
 
     assert any(not row.agrees for row in rows)
-    assert [twice] == trial.beyond_rounding([*rows, twice])
+    assert [TWICE] == trial.beyond_rounding([*rows, TWICE])
 
 
 @pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
@@ -80,6 +82,15 @@ def test_a_model_is_computed_in_its_precision(library, precision):
     assert {own} == {a.variable.dtype for a in trial.plan.assignments if a.variable.is_trained}
     gradients = trial.adapter.gradients(sharded, trial.case.batch)[1].values()
     assert {own} == {each.dtype.name for each in gradients if each is not None}
+
+
+@pytest.mark.long
+def test_a_quantized_model_has_kernels_of_int8():
+    """A model of Keras is quantized once it is built, and its kernels are planned so; int4 ones are packed in pairs."""
+    trial = trial_in("keras", QUANTIZED)
+
+    assert "int8" in {a.variable.dtype for a in trial.plan.assignments}
+    assert [TWICE] == trial.beyond_rounding([*trial.rows, TWICE])
 
 
 @pytest.mark.long
@@ -110,7 +121,7 @@ def test_a_fault_is_found_in_bfloat16(tmp_path):
 
 
 def test_what_is_not_tried():
-    """One case in three is tried in each precision, and none in TF32 where devices have none, which is said."""
+    """Each case is tried in one precision, and none in TF32 where devices have none, which is said."""
     library = sorted(LIBRARIES)[0]
     said = Counter()
     for seed in range(12):
@@ -118,7 +129,7 @@ def test_what_is_not_tried():
             list(it_trains_in("TF32", Trial(models.draw(seed, library))))
         said[str(caught.value)] += 1
 
-    assert {"one case in three is tried", "no TF32 on these devices"} == said.keys()
+    assert {"another precision is tried on this case", "no TF32 on these devices"} == said.keys()
 
 
 def test_a_program_says_its_precision():

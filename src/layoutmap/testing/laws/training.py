@@ -13,7 +13,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.parity import compared, compared_numbers, compared_variables
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotTried, Trial, leaves
-from layoutmap.testing.models.cases import EPSILONS
 from layoutmap.testing.products import tf32
 
 
@@ -74,19 +73,19 @@ def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
 def it_trains_in(precision: str, trial: Trial) -> Iterator[str]:  # why: decisions/0143
     """First values, outputs, gradients and steps of SGD are those of one device, but for rounding, in a precision.
 
-    One case in three is tried in each precision other than float32.
+    Each case is tried in one precision other than float32: in TF32, or in one that models of its kind are drawn in.
     """
-    if precision != trial.choices.one_of(*(each for each in EPSILONS if each != "float32")):
-        raise NotTried("one case in three is tried")
+    if precision != trial.choices.one_of("TF32", *trial.case.model.precisions):
+        raise NotTried("another precision is tried on this case")
     other = Trial(trial.case.in_precision(precision))
     with ExitStack() as stack:
         if precision == "TF32":
             in_tf32 = tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
             if trial.case.devices.simulated or not stack.enter_context(in_tf32):
                 raise NotTried("no TF32 on these devices")
-        elif precision not in trial.case.model.precisions:
-            raise NotTried("no models of its library are drawn in it")
         try:
+            if other.plan.errors:
+                raise NotTried(f"the plan refuses it: {other.plan.errors[0]}")
             yield from first_values_are_those_of_the_plain_model(other)
             yield from it_trains_as_on_one_device(other)
         except NotTried:

@@ -6,7 +6,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from layoutmap.scope.group import Group
 from layoutmap.scope.parity import ParityRow, compared, compared_numbers, compared_variables, plain_beside
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import build
-from layoutmap.testing.models.cases import EPSILONS, Case
+from layoutmap.testing.models.cases import EPSILONS, QUANTIZED, Case
 from layoutmap.testing.models.choices import Choices
 
 ROUNDINGS = 30
@@ -134,10 +134,9 @@ class Trial:
 
     def _from_float32(self) -> Iterator[ParityRow]:
         """Comparisons of the plain model with one of the same weights in float32: frameworks add up in either."""
-        if self.case.precision != "float32":
+        if self.case.precision not in ("float32", *QUANTIZED):  # which have other weights
             exact = self._with_weights(Trial(self.case.in_precision("float32")).plain())
-            with suppress(TypeError):  # as of a scan, which takes no float32 weights beside the batch
-                yield from self._compared(exact, self.plain())
+            yield from self._compared(exact, self.plain())
 
     def _with_weights(self, model: object, factor: Callable[[Any], object] = lambda _: 1) -> object:
         """Give a plain model, which is returned, the weights of the plain one, each multiplied by a factor."""

@@ -36,11 +36,13 @@ def cast(values):
 
 
 """
-_IN_BFLOAT16 = f"""{CAST}def train_with(model, train_with=train_with, **options):
-    return train_with(cast(model), **options)
+_IN_BFLOAT16 = f"""{CAST}def called(model, *inputs, **named):
+    return model(*inputs, **named)
 
 
-batch = cast(batch)
+def train_with(model, forward=called, train_with=train_with, **options):
+    of_bfloat16 = lambda model, *inputs, **named: forward(model, *cast(inputs), **cast(named))
+    return train_with(cast(model), forward=of_bfloat16, **options)
 """
 
 

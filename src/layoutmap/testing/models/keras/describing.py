@@ -37,6 +37,13 @@ def make_model(make=make_model):
     finally:
         keras.config.set_dtype_policy("float32")
 """
+_QUANTIZED = """
+
+def make_model(make=make_model):
+    model = make()
+    {built}model.quantize({mode!r})
+    return model
+"""
 _MERGING = ("Add", "Multiply", "Concatenate")  # called with a list
 _INDENT = "    "
 
@@ -146,9 +153,13 @@ L = keras.layers
 
     @property
     def precisions(self) -> Mapping[str, str]:
-        """Lines by which it has a dtype policy, by policy; backends make no orthogonal matrices of bfloat16."""
+        """Lines by which it has a dtype policy, or is quantized; backends make no orthogonal matrices of bfloat16."""
         own = [] if re.search("RNN|LSTM|GRU", str(self.kinds)) else ["bfloat16"]
-        return {policy: _IN_POLICY.format(policy=policy) for policy in (*own, "mixed_bfloat16")}
+        lines = {policy: _IN_POLICY.format(policy=policy) for policy in (*own, "mixed_bfloat16")}
+        if re.search("Dense|Embedding|Attention", str(self.kinds)):
+            built = f"model({self.planned_with})\n    " if self.is_subclassed else ""
+            lines |= {mode: _QUANTIZED.format(built=built, mode=mode) for mode in ("int8", "int4")}
+        return lines
 
     @property
     def is_subclassed(self) -> bool:
@@ -186,8 +197,7 @@ L = keras.layers
             parts = [_input(self.inputs[0]), *(self._made(layer) for layer in self.layers)]
             lines = ["model = keras.Sequential([", *(f"{_INDENT}{part}," for part in parts), "])"]
         if self.lora and self.is_subclassed:
-            inputs = one_or_list([_input(each) for each in self.inputs])
-            lines += [f"model({inputs})", f"{self._attribute('model', self.lora)}.enable_lora(2)"]
+            lines += [f"model({self.planned_with})", f"{self._attribute('model', self.lora)}.enable_lora(2)"]
         elif self.lora:
             lines.append(f"model.get_layer({self.lora!r}).enable_lora(2)")
         losses = one_or_list([_loss(output) for output in self.outputs])
