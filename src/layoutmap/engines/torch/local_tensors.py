@@ -45,7 +45,7 @@ check_names(
     (_of_collectives, "_get_default_group"),
     (LocalTensor, "_local_tensors _ranks"),
     (LocalIntNode, "_local_ints"),
-    (StridedShard, "_to_replicate_tensor"),
+    (StridedShard, "_to_replicate_tensor local_shard_size_and_offset"),
     (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
     (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
 )
@@ -142,6 +142,7 @@ def simulated(
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
         Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # else one for all threads
         Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
+        Attribute(StridedShard, "local_shard_size_and_offset", _remembered),
         Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gathered_by_size, type(mode))),
         Attribute(local_tensors, "_for_each_rank_run_func", _for_ranks_of_arguments),
         Attribute(DTensor, "__reduce_ex__", pickled),
@@ -175,6 +176,24 @@ def _for_ranks_of_arguments(for_ranks: Function) -> Function:
         return for_ranks(func, ranks, args, kwargs, **options)
 
     return for_common_ranks
+
+
+def _remembered(find: Function) -> Function:
+    """The function that finds the size of a strided shard for each rank, of a range of all elements, each time."""
+    known: dict[tuple[object, ...], object] = {}
+
+    @functools.wraps(find)
+    def found(placement: Placement, *args: object, **named: object) -> object:
+        nodes = [getattr(each, "node", None) for each in args]
+        if named or not all(node is None or isinstance(node, LocalIntNode) for node in nodes):
+            return find(placement, *args, **named)  # also of sizes while torch compiles for any
+        ranks = [isinstance(node, LocalIntNode) and (*node._local_ints.items(),) for node in nodes]
+        key = (placement, *ranks, *(each for each, node in zip(args, nodes, strict=True) if node is None))
+        if key not in known:
+            known[key] = find(placement, *args)
+        return known[key]
+
+    return found
 
 
 def _gathered_by_size(

@@ -13,6 +13,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.scope.inspecting import inspect
 from layoutmap.scope.parity import compared, compared_numbers, compared_variables
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotTried, Trial, leaves
+from layoutmap.testing.models.cases import QUANTIZED
 from layoutmap.testing.products import tf32
 
 
@@ -73,9 +74,11 @@ def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
 def it_trains_in(precision: str, trial: Trial) -> Iterator[str]:  # why: decisions/0143
     """First values, outputs, gradients and steps of SGD are those of one device, but for rounding, in a precision.
 
-    Each case is tried in one precision other than float32: in TF32, or in one that models of its kind are drawn in.
+    Each case is tried in one precision other than float32: in TF32, or in one that models of its kind are drawn in;
+    quantized less often, as that takes longest.
     """
-    if precision != trial.choices.one_of("TF32", *trial.case.model.precisions):
+    weights = {each: 1 if each in QUANTIZED else 3 for each in ("TF32", *trial.case.model.precisions)}
+    if precision != trial.choices.weighted(weights):
         raise NotTried("another precision is tried on this case")
     other = Trial(trial.case.in_precision(precision))
     with ExitStack() as stack:

@@ -7,11 +7,15 @@
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch.operators import (
@@ -38,13 +42,14 @@ with Needed("torch"):
 
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"  # asked about operators that are not known yet
 _TAIL = "_dispatch_fast_path_python_tail"  # makes what operators return that change tensors
+_SEARCH = "find_min_cost_path"  # of collectives between two layouts
 _RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on arguments that it redistributes
 
 check_names(
     "torch",
     (_DISPATCHER, f"{_PROPAGATE} {_TAIL} {_RESULTS} _custom_op_handlers sharding_propagator"),
     (_DISPATCHER.sharding_propagator, "op_strategy_funcs propagate_op_sharding"),
-    (_Planner, "get_next_state"),
+    (_Planner, f"{_SEARCH} get_next_state"),
     (torch._C, "_clear_DTensor_sharding_propagator_cache _dispatch_has_kernel_for_dispatch_key"),
 )
 
@@ -131,7 +136,7 @@ class OperatorsGuarded:
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
             handler = functools.partial(_answered, self._answer, _HANDLERS_OF_DTENSOR[op])
             _DISPATCHER._custom_op_handlers[op] = handler
-        setattr(_Planner, "get_next_state", _next_layouts)  # noqa: B010
+        setattr(_Planner, _SEARCH, _cheapest_way)
         _forget_answers()  # which DTensor has given by itself
 
     def remove(self) -> None:
@@ -141,7 +146,7 @@ class OperatorsGuarded:
         for name, code in _OF_TORCH.items():
             getattr(_Dispatcher, name).__code__ = code
         _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
-        setattr(_Planner, "get_next_state", _NEXT_LAYOUTS)  # noqa: B010
+        setattr(_Planner, _SEARCH, _OWN_SEARCH)
         _forget_answers()
 
 
@@ -151,20 +156,45 @@ def _forget_answers() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-_NEXT_LAYOUTS = _Planner.get_next_state
+_OWN_SEARCH: Function = getattr(_Planner, _SEARCH)
+_SEARCHES = threading.RLock()
 
 
-def _next_layouts(planner: _Planner, placements: tuple[Placement, ...], order: Any) -> object:
-    """The layouts that are one collective away from one, and what each costs, counted once for each kind of tensor.
+def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
+    """The layouts on the cheapest way to a layout; a search goes on from where the last one from this source ended.
 
-    `DTensor` searches the cheapest way from each tensor to each layout that an operator could take it in, and counted
-    these anew in every search: the first step of a small model on three mesh dims took a minute.
+    `DTensor` searches a way from each tensor to each layout that an operator could take it in, and began anew for each:
+    the first step of a small model on three mesh dims took a minute.
     """
-    wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    known, key = vars(planner).setdefault("layoutmap_known", {}), (placements, order, *wanted)  # pyright: ignore[reportUnknownVariableType]
-    if key not in known:  # a search asks for the same states again and again
-        known[key] = _NEXT_LAYOUTS(planner, placements, order)
-    return known[key]
+    if not all(type(size) is int for size in planner.dtensor_meta.shape):  # while torch compiles for any size
+        return _OWN_SEARCH(planner, source, target)
+    wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]
+    with _SEARCHES:
+        found: dict[Any, Any] = vars(planner).setdefault("layoutmap_found", {})
+        ways, search = found.setdefault((source, *wanted), ({}, _ways(planner, source)))
+        while target not in ways:
+            layout, way = next(search, (None, ()))
+            if not way:  # there is none, which is an error of torch's
+                return _OWN_SEARCH(planner, source, target)
+            ways[layout] = way
+        return list(ways[target])
+
+
+def _ways(planner: Any, source: Any) -> Iterator[tuple[object, Sequence[object]]]:
+    """Layouts and the cheapest ways to them, in the order of what these cost, as torch's own search finds them."""
+    numbers = itertools.count()
+    begun: list[tuple[float, int, Any, Sequence[Any]]] = [(0.0, next(numbers), source, (source,))]
+    passed = set[object]()
+    while begun:
+        cost, _, layout, way = heapq.heappop(begun)
+        if layout in passed:
+            continue
+        passed.add(layout)
+        yield layout, way
+        steps = planner.get_next_state(layout.placements, layout.tensor_dim_to_mesh_dim)
+        for other, step in steps.items():
+            if other not in passed:
+                heapq.heappush(begun, (cost + step, next(numbers), other, (*way, other)))
 
 
 _HANDLERS_OF_DTENSOR = dict(_DISPATCHER._custom_op_handlers)

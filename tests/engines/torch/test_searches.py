@@ -1,0 +1,92 @@
+"""What is remembered of torch's searches is what torch finds: ways between layouts, sizes of strided shards."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines.torch.dtensor_ops import dispatch
+from layoutmap.engines.torch.engine import engine
+from layoutmap.engines.torch.modes import plainly
+
+PROCESSES = ("torch",)
+MESH = Mesh(None, "a=2,b=2,c=2")
+State = DTensorRedistributePlanner.DistState
+
+
+def drawn_states(rng, number):
+    """Layouts of a tensor with two axes, some of them in strided shards, or waiting to be summed up."""
+    kinds = [Replicate(), Shard(0), Shard(1), Partial(), _StridedShard(0, split_factor=7)]
+    for _ in range(number):
+        placements, order = tuple(rng.choice(kinds) for _ in range(3)), {}
+        for dim, placement in enumerate(placements):
+            if isinstance(placement, Shard | _StridedShard):
+                order.setdefault(placement.dim, []).append(dim)
+        for dims in order.values():
+            rng.shuffle(dims)
+        yield State(placements, DTensorRedistributePlanner._dict_to_ShardOrder(order))
+
+
+@plainly  # as below DTensor's dispatcher
+def ways(search, planner, sources, targets):
+    """The way that a search finds from each source to each target; `None`: there is none."""
+    found = {}
+    for pair in itertools.product(sources, targets):
+        try:
+            found[pair] = list(search(planner, *pair))
+        except AssertionError as error:
+            if "No path found" not in str(error):
+                raise
+            found[pair] = None
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_ways_are_those_of_torch(seed):
+    """A search that goes on from where the last one ended finds the way that one from the beginning does."""
+    rng = random.Random(seed)
+    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    sources, targets = (list(drawn_states(rng, number)) for number in (5, 20))
+    with engine().run_on(MESH):
+        found = []
+        for search in (dispatch._OWN_SEARCH, DTensorRedistributePlanner.find_min_cost_path):
+            planner = plainly(DTensorRedistributePlanner)(
+                native, TensorMeta(torch.Size((42, 16)), (16, 1), torch.float32)
+            )
+            planner.strided_shard_placements_in_target.add(_StridedShard(0, split_factor=7))
+            planner.partial_reduce_ops_in_target.add("sum")
+            found.append(ways(search, planner, sources, targets))
+
+    assert found[0] == found[1]
+    assert sum(way is not None for way in found[0].values()) > 50
+
+
+@plainly
+def counted(mesh, size, factor):
+    """The size of a strided shard over the second mesh dim, which may be one for each rank."""
+    strided = _StridedShard(0, split_factor=factor)
+    return strided.local_shard_size_and_offset(size, 2, mesh._sym_get_coordinate(1))[0]
+
+
+def test_the_sizes_of_strided_shards_are_those_of_torch():
+    """Each simulated rank has as many elements as torch counts for it alone, the second time too."""
+    native, _ = engine().native(Layout.replicated(MESH, 0), 0)
+    expected = {
+        (size, factor, rank): _StridedShard(0, split_factor=factor).local_shard_size_and_offset(
+            size, 2, rank
+        )[0]
+        for size, factor, rank in itertools.product((5, 7, 42), (2, 7), (0, 1))
+    }
+    with engine().run_on(MESH):
+        for _, (size, factor) in itertools.product(range(2), itertools.product((5, 7, 42), (2, 7))):
+            of_each = counted(native, size, factor)
+            for device in range(8):
+                actual = of_each.node._local_ints[device] if isinstance(of_each, torch.SymInt) else of_each
+                assert expected[size, factor, device // 2 % 2] == actual
