@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -158,6 +158,7 @@ def _forget_answers() -> None:
 
 _OWN_SEARCH: Function = getattr(_Planner, _SEARCH)
 _SEARCHES = threading.RLock()
+_Way = tuple[Any, ...]
 
 
 def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
@@ -168,9 +169,11 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
     """
     if not all(type(size) is int for size in planner.dtensor_meta.shape):  # while torch compiles for any size
         return _OWN_SEARCH(planner, source, target)
-    wanted = [frozenset(each) for each in vars(planner).values() if type(each) is set]
+    state: dict[str, Any] = planner.__dict__
+    wanted = [frozenset(each) for each in state.values() if type(each) is set]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     with _SEARCHES:
-        found: dict[Any, Any] = vars(planner).setdefault("layoutmap_found", {})
+        found: dict[Any, tuple[dict[Any, _Way], Iterator[tuple[Any, _Way]]]]
+        found = state.setdefault("layoutmap_found", {})
         ways, search = found.setdefault((source, *wanted), ({}, _ways(planner, source)))
         while target not in ways:
             layout, way = next(search, (None, ()))
@@ -180,10 +183,10 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
         return list(ways[target])
 
 
-def _ways(planner: Any, source: Any) -> Iterator[tuple[object, Sequence[object]]]:
+def _ways(planner: Any, source: Any) -> Iterator[tuple[Any, _Way]]:
     """Layouts and the cheapest ways to them, in the order of what these cost, as torch's own search finds them."""
     numbers = itertools.count()
-    begun: list[tuple[float, int, Any, Sequence[Any]]] = [(0.0, next(numbers), source, (source,))]
+    begun: list[tuple[float, int, Any, _Way]] = [(0.0, next(numbers), source, (source,))]
     passed = set[object]()
     while begun:
         cost, _, layout, way = heapq.heappop(begun)
