@@ -30,8 +30,8 @@ FOUND = {
     "torch": [8000029, 20261125708],
     # A table's rows were read from other devices: fewer tokens than rows, and outputs sharded over another dim.
     "keras-jax": [20261126046],
-    # A grouped convolution, on a mesh of one dim, before a reshape.
-    "nnx": [20261127045],
+    # A grouped convolution, on a mesh of one dim, before a reshape. A Fourier transform in column-major order.
+    "nnx": [20261127045, 20261128057],
     # The gradient of the largest along a sharded axis, a scatter, was refused: a barrier behind it was not enough.
     "pytree": [20261230086],
     # A layer's assignment to its own weight, which the call had gathered, was lost.

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -248,9 +249,14 @@ def _one_summed(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Arra
 def _fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
     """A Fourier transform: XLA can share out one whose shards have as many elements as there are shards, or a multiple.
 
-    It gathers the operands of all other kinds, and of all with fewer than three axes, itself.
+    It gathers the operands of all other kinds, and of all with fewer than three axes, itself. On CPUs it can ask for
+    another order of the axes in memory than its own kernel takes.
     """
-    of_parts = functools.partial(lax.fft_p.bind, fft_type=fft_type, **params)
+
+    def of_parts(value: jax.Array) -> jax.Array:
+        result = lax.fft_p.bind(value, fft_type=fft_type, **params)
+        return with_layout_constraint(result, Layout(tuple(range(result.ndim))))
+
     is_shared_out = fft_type == lax.FftType.FFT and value.ndim > 2
     if not is_shared_out or _is_even(value.shape[-1], 2):
         return of_parts(value)
