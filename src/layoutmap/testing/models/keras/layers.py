@@ -28,6 +28,9 @@ _OF_KERNELS = {
     (("kernel_constraint", "max_norm"),): 1,
 }
 _MOST_ELEMENTS = 4096
+_MOST_STEPS = (
+    64  # of a recurrent layer: PyTorch computes each, one operation at a time, on all simulated devices
+)
 
 
 def layer_for(
@@ -43,8 +46,10 @@ def layer_for(
     """
     fits = {
         kind: weight + 20 * (kind in favourites)
-        for kind, (ranks, weight, _) in KINDS.items()
-        if len(shape) in ranks and (attention or kind not in ATTENTION)
+        for kind, (ranks, weight, make) in KINDS.items()
+        if len(shape) in ranks
+        and (attention or kind not in ATTENTION)
+        and (make not in (_recurrent, _bidirectional) or shape[0] <= _MOST_STEPS)
     }
     while True:
         kind = choices.weighted(fits)
