@@ -17,17 +17,12 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices, Map, Shape, draw_map
 from layoutmap.testing.products import ALLOW_TF32
 
-EPSILONS = {
-    "float32": 2**-23,
-    "bfloat16": 2**-7,
-    "mixed_bfloat16": 2**-7,
-    "TF32": 2**-10,
-    **(QUANTIZED := {"int8": 2**-7, "int4": 2**-7}),
-}
+QUANTIZED = {"int8": 2**-7, "int4": 2**-7}
+"""The precisions in which built models are quantized; most calls round inputs, too, to steps as wide as bfloat16's."""
+EPSILONS = {"float32": 2**-23, "bfloat16": 2**-7, "mixed_bfloat16": 2**-7, "TF32": 2**-10} | QUANTIZED
 """The precisions in which a model is computed, and the distance of 1 to the next number in each.
 
-In `bfloat16` weights are of it, too; in `mixed_bfloat16` and `TF32` they are of float32. In `int8` the built model is
-quantized: kernels are of int8, and each call rounds their inputs to it.
+In `bfloat16` weights are of it, too; in `mixed_bfloat16` and `TF32` they are of float32.
 """
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _PREAMBLE = """\

@@ -28,9 +28,8 @@ _OF_KERNELS = {
     (("kernel_constraint", "max_norm"),): 1,
 }
 _MOST_ELEMENTS = 4096
-_MOST_STEPS = (
-    64  # of a recurrent layer: PyTorch computes each, one operation at a time, on all simulated devices
-)
+_MOST_STEPS = 64
+"""Of a recurrent layer: PyTorch computes each one operation at a time, on all simulated devices."""
 
 
 def layer_for(
