@@ -495,9 +495,10 @@ def main():
         print("layout of the result, outcome: number", flush=True)
         environment = os.environ | {"XLA_FLAGS": XLA, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         for only in ("XLA", "here"):
-            subprocess.run(
-                [sys.executable, __file__, *sys.argv[1:], "--only", only], env=environment, check=True
-            )
+            command = [sys.executable, __file__, *sys.argv[1:], "--only", only]
+            ended = subprocess.run(command, env=environment, check=only == "here")
+            if ended.returncode:  # by a check of XLA's, as of some gathers
+                print(f"{only}: the process ended with {ended.returncode}", flush=True)
         return
     if asked.only == "here":
         correct()

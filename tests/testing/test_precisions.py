@@ -37,7 +37,7 @@ TWICE = ParityRow("gradient", "of a weight", 1.0, 1e-5)
 TRAINS = """
 import layoutmap as lm
 from layoutmap.testing import models
-from layoutmap.testing.laws.training import it_trains_as_on_one_device, it_trains_as_on_one_device
+from layoutmap.testing.laws.training import it_trains_as_on_one_device
 from layoutmap.testing.laws.trial import Trial, quiet
 
 lm.simulate_devices(8, "torch")
