@@ -218,6 +218,19 @@ def test_a_model_on_one_device_has_a_plan_of_one():
     assert (lm.Mesh(["CPU:0"], "device=1"), ()) == (plan.mesh, plan.problems)
 
 
+def test_an_array_on_the_one_device_of_a_mesh_is_replicated():
+    """What optimizers make on the only device of a mesh, outside of it, is where it belongs."""
+    layout_map = lm.LayoutMap("data=1", rest="replicated")
+    model = layout_map.build(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), library="jax")
+    model.bias.set_raw_value(jax.device_put(jnp.zeros(16), jax.devices()[0]))
+    plan = lm.inspect(model)
+
+    assert ("(unsharded,)", []) == (
+        layouts(plan)["bias"],
+        [each for each in problems(plan) if "note" not in each],
+    )
+
+
 def test_several_meshes_are_said_each_with_its_part():
     """A mesh at a fixed place of the largest counts as a part of it; another one is named with its layouts."""
     devices = np.array(jax.devices())

@@ -84,7 +84,7 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
     places = [_as_on(mesh, place, engine) for place in places]
     check_dim("batch_dim", batch_dim, mesh, "the batch is sharded over it")
     held = [
-        Held(each.variable, each.array, place, _on(mesh, place, len(each.variable.shape)))
+        Held(each.variable, each.array, place, _on(mesh, place, len(each.variable.shape), engine))
         for each, place in zip(stored, places, strict=True)
     ]
     assignments = [
@@ -135,15 +135,14 @@ def _largest_mesh(places: Sequence[Place]) -> Mesh:
     return Mesh(devices, {"device": len(devices or "1")})
 
 
-def _on(mesh: Mesh, place: Place, rank: int) -> Layout | None:
+def _on(mesh: Mesh, place: Place, rank: int, engine: Engine) -> Layout | None:
     """The layout on the mesh of a plan; `None`: it has none there."""
     if isinstance(place, Layout):
         if place.mesh == mesh:
             return place
         return Layout(place.sharding_specs, mesh) if _is_part(place.mesh, mesh) else None
-    if place.is_copied or place.devices == mesh.devices:
-        return Layout.replicated(mesh, rank)
-    return None
+    on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
+    return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
 
 
 def _is_part(part: Mesh, mesh: Mesh) -> bool:

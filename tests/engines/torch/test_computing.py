@@ -1,6 +1,7 @@
 """Functions of DTensors give what they give on plain tensors, in value and gradient."""
 
 import contextlib
+import itertools
 import threading
 
 import numpy as np
@@ -245,6 +246,26 @@ def test_mistakes_raise_what_torch_raises():
         pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(8x6 and 5x4\)"),
     ):
         x @ torch.ones(5, 4)
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+def test_transposed_operands_in_two_layouts():
+    """The axes of a result whose operands DTensor redistributes can be joined, as on one device, and written to."""
+    a, b = torch.randn(2, 4, 8, 4, generator=torch.Generator().manual_seed(0))
+    placed = (None, None, None), ("batch", None, None), (None, None, "batch"), (None, "model", "batch")
+
+    def joined(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = (one.mT * other.mT).mT
+        return product, product.reshape(4, -1)
+
+    expected, view = joined(a, b)
+    view.mul_(2)
+    for one, other in itertools.product(placed, placed):
+        with run_on():
+            product, view = joined(place(a, *one), place(b, *other))
+            view.mul_(2)
+            assert torch.equal(expected, whole(product)), (one, other)
+            assert torch.equal(expected.reshape(4, -1), whole(view)), (one, other)
 
 
 def test_memory_that_is_not_there():

@@ -315,24 +315,24 @@ def _redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTenso
         local = local.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
     else:
         moved = tensor.redistribute(spec.mesh, placements)  # what is rare in a step is left to DTensor
-        return _as_held(local_of(moved), spec_of(moved))
-    return _as_held(local, placed_as(spec, placements, local.dtype))
+        return dtensor(local_of(moved), spec_of(moved))
+    return dtensor(local, placed_as(spec, placements, local.dtype))
 
 
-def _as_held(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of shards whose axes have the order in memory that they have on one device.
+def as_said(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The shards of a DTensor, copied if their axes lie in memory in another order than it says, or with gaps.
 
-    A gather leaves them in the order of the shape, and DTensor goes by that of one device: it then makes views that
-    fail. Where strides have gaps, as those of a slice, there is no such memory.
+    What DTensor redistributes comes in the order of the shape. It says the strides of one device of it, though, from
+    which autograd tells what can be viewed.
     """
     strides = meta_of(spec).stride
-    order = sorted(
-        range(len(strides)), key=lambda axis: -strides[axis]
-    )  # major to minor; of equals the first
-    if order != list(range(len(order))) and not is_of_view(spec) and has_no_gaps(spec.shape, strides):
-        back = sorted(range(len(order)), key=order.__getitem__)
-        local = local.permute(order).contiguous().permute(back)
-    return dtensor(local, spec)
+    if local.is_contiguous():  # any view of it can be made
+        return local
+    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+    permuted = local.permute(order)
+    if permuted.is_contiguous() or not has_no_gaps(spec.shape, strides):
+        return local
+    return permuted.contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def has_no_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> bool:

@@ -28,6 +28,7 @@ from layoutmap.engines.torch.operators import (
     only_views,
     written_arguments,
 )
+from layoutmap.engines.torch.placing import as_said
 from layoutmap.engines.torch.specs import DTensorSpec, local_of, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -212,9 +213,15 @@ _INSTEAD: dict[str, Function] = {
 
 def _results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
     """The local tensors that an operator returns."""
+    if not only_views(op):
+        return _OWN[_RESULTS](_DISPATCHER, op, args, info)
+    schema = info.output_sharding.redistribute_schema
+    spec = spec_of(args[0]) if schema is None else schema.args_schema[0]
+    if op is torch.ops.aten.view.default:
+        info.local_args = (as_said(info.local_args[0], spec), *info.local_args[1:])
     results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
-    if only_views(op) and (schema := info.output_sharding.redistribute_schema) is not None:
-        moved(args[0], info.local_args[0], schema.args_schema[0])
+    if info.local_args[0] is not local_of(args[0]):
+        moved(args[0], info.local_args[0], spec)
     return results
 
 
