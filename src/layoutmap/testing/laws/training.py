@@ -126,9 +126,8 @@ def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
         if path in before and not _is_same(before[path], trial.adapter.read(variable)):
             yield f"{path}: has another value after a step that failed"
     expected, logs = (trial.adapter.train_step(model, trial.case.batch) for model in trial.pair)
-    is_stable = all(
-        np.all(np.abs(each) < DIVERGES) for each in expected.values()
-    )  # some diverge, on any device
+    # Some diverge, on any device.
+    is_stable = all(np.all(np.abs(each) < DIVERGES) for each in expected.values())
     if is_stable and not all(np.isfinite(each).all() for each in logs.values()):
         yield f"the next step is not finite: {logs}"
 

@@ -142,7 +142,7 @@ def _transposed(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
 
 def _pooling(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     options, places = _windows(choices, shape[:-1], dilated=False)
-    # Keras on PyTorch cannot average over more places than there are along an axis of three.
+    # Keras on PyTorch cannot average in 3D over more places than there are.
     size = tuple(map(min, options.pop("kernel_size"), shape))
     return {"pool_size": size, **options}, (*places, shape[-1])
 
