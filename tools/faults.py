@@ -48,9 +48,9 @@ class Fault:
 FAULTS = (
     Fault(
         "a shard begins one element late",
-        "core/blocks.py",
-        "ends = tuple((i * n, (i + 1) * n) for i, n in zip(offsets, sizes, strict=True))",
-        "ends = tuple((i * n + min(i, 1), (i + 1) * n + min(i, 1)) for i, n in zip(offsets, sizes, strict=True))",
+        "core/layout.py",
+        "slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True)",
+        "slice(min(i, 1) + i * n, (i + 1) * n + min(i, 1)) for i, n in zip(offset, shape, strict=True)",
         "torch",
     ),
     Fault(

@@ -57,14 +57,10 @@ def held_shards(
         >>> list(held_shards(layout, (6,), range(4)).values())
         [((slice(0, 3, None),), [0, 2]), ((slice(3, 6, None),), [1, 3])]
     """
-    sizes = layout.shard_shape(shape)
     found: dict[Ends, tuple[Index, list[int]]] = {}
     for device in devices:
-        offsets = layout.shard_offset(device)
-        ends = tuple((i * n, (i + 1) * n) for i, n in zip(offsets, sizes, strict=True))
-        if ends not in found:
-            found[ends] = tuple(slice(*both) for both in ends), []
-        found[ends][1].append(device)
+        index = layout.shard_slices(shape, device)
+        found.setdefault(ends_of(index), (index, []))[1].append(device)
     return found
 
 

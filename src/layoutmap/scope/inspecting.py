@@ -141,6 +141,7 @@ def _on(mesh: Mesh, place: Place, rank: int, engine: Engine) -> Layout | None:
         if place.mesh == mesh:
             return place
         return Layout(place.sharding_specs, mesh) if _is_part(place.mesh, mesh) else None
+    # A mesh of a plan names no devices until it is bound.
     on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
     return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
 

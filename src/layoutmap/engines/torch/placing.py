@@ -319,8 +319,8 @@ def _redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTenso
     return dtensor(local, placed_as(spec, placements, local.dtype))
 
 
-def as_said(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The shards of a DTensor, copied if their axes lie in memory in another order than it says, or with gaps.
+def viewable(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The shards of a DTensor, copied if memory is in another order than its strides say, so that views would fail.
 
     What DTensor redistributes comes in the order of the shape. It says the strides of one device of it, though, from
     which autograd tells what can be viewed.

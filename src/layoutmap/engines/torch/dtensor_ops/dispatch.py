@@ -28,7 +28,7 @@ from layoutmap.engines.torch.operators import (
     only_views,
     written_arguments,
 )
-from layoutmap.engines.torch.placing import as_said
+from layoutmap.engines.torch.placing import viewable
 from layoutmap.engines.torch.specs import DTensorSpec, local_of, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -218,7 +218,7 @@ def _results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
     schema = info.output_sharding.redistribute_schema
     spec = spec_of(args[0]) if schema is None else schema.args_schema[0]
     if op is torch.ops.aten.view.default:
-        info.local_args = (as_said(info.local_args[0], spec), *info.local_args[1:])
+        info.local_args = (viewable(info.local_args[0], spec), *info.local_args[1:])
     results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
     if info.local_args[0] is not local_of(args[0]):
         moved(args[0], info.local_args[0], spec)
