@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from keras.src.backend.torch import core as keras_core
 from keras_models import assert_held, batch, compiled
 from quiet import OF_ARRAYS, OF_MAPS
 from torch.distributed.tensor import DTensor
@@ -284,3 +285,12 @@ def test_modules_of_torch_are_refused():
     assert [said] == [p.what for p in lm.plan(make_model, layout_map).problems if p.kind == "unsupported"]
     with pytest.raises(lm.PlanError, match=said):
         layout_map.build(make_model)
+
+
+def test_devices_that_are_simulated_beside_a_gpu(monkeypatch):
+    """Where the machine has a GPU, Keras makes tensors there: not for a model on simulated devices, nor beside it."""
+    monkeypatch.setattr(keras_core, "DEFAULT_DEVICE", "cuda")  # without one, torch raises
+    layout_map = lm.LayoutMap(lm.create_mesh(MESH), MLP_RULES)
+    batch = X, np.zeros(8, "int32")
+
+    assert lm.check_parity(mlp, layout_map, batch, batch_dim="batch").agrees

@@ -22,10 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.layout import Layout
+from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.dtensor_ops.mode import computing
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.modes import function_modes
+from layoutmap.engines.torch.placing import placed_in
+from layoutmap.engines.torch.specs import local_of
 
 PROCESSES = ("torch",)
 
@@ -246,6 +249,36 @@ def test_mistakes_raise_what_torch_raises():
         pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(8x6 and 5x4\)"),
     ):
         x @ torch.ones(5, 4)
+
+
+LAID_IN_MEMORY = {
+    "redistributed": lambda x, y: placed_in(x.mT, y.placements).mT.flatten(0, 1),
+    "a result of what was redistributed": lambda x, y: (
+        placed_in(x.movedim(0, 1), y.placements).exp().movedim(1, 0)[1]
+    ),
+    "operands": lambda x, y: torch.maximum(x.mT, y.mT).mT.flatten(1),
+    "a slice": lambda x, y: placed_in(x.mT, y.placements)[1].mT.flatten(),
+    "slices": lambda x, y: placed_in(x.movedim(0, 1), y.placements).unbind(1)[2].flatten(),
+    "three operands": lambda x, y: torch.addcmul(x.permute(2, 0, 1), y.permute(2, 0, 1), x.permute(2, 0, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+@pytest.mark.parametrize("name", LAID_IN_MEMORY)
+def test_shards_lie_in_memory_as_on_one_device(name):
+    """The axes of shards have the order in memory that they have on one device, by whose strides views are made."""
+    a, b = torch.randn(2, 4, 8, 4, generator=torch.Generator().manual_seed(0))
+    placed = (None, None, None), ("batch", None, None), (None, None, "batch"), (None, "model", "batch")
+    layouts = list(itertools.product(placed, placed))
+    for _ in range(2):  # DTensor remembers, and asks no second time
+        for one, other in layouts:
+            with run_on():
+                found = LAID_IN_MEMORY[name](place(a, *one), place(b, *other))
+                expected = LAID_IN_MEMORY[name](place(a, None, None, None), place(b, *layouts[0][1]))
+            with simulation.on_mesh(found.device_mesh):
+                order = sorted(range(found.ndim), key=lambda axis: -found.stride(axis))
+                assert simulation.plain(local_of(found)).permute(order).is_contiguous(), (one, other)
+            assert torch.equal(whole(expected), whole(found)), (one, other)
 
 
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")

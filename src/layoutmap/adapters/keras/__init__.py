@@ -61,6 +61,8 @@ class KerasAdapter(Adapter):
         """A session for one scope."""
         backend = backend_of(backend_name())
         check_keras(backend.private_names())
+        if not context.plan_only:
+            backend.compute_on(context.policy.mesh)
         return Session(context, backend)
 
     @contextmanager

@@ -21,6 +21,7 @@ from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
@@ -142,6 +143,10 @@ class Backend(ABC):  # why: decisions/0043
     def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return classes or modules of Keras, and the private names of theirs that this backend uses."""
         return ()
+
+    def compute_on(self, mesh: Mesh) -> None:
+        """Have Keras make tensors on devices of the type of a mesh from now on, its own and those of plain models."""
+        return
 
     @abstractmethod
     def outside(self) -> AbstractContextManager[object]:

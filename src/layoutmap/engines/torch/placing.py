@@ -315,20 +315,21 @@ def _redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTenso
         local = local.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
     else:
         moved = tensor.redistribute(spec.mesh, placements)  # what is rare in a step is left to DTensor
-        return dtensor(local_of(moved), spec_of(moved))
-    return dtensor(local, placed_as(spec, placements, local.dtype))
+        return dtensor(in_order(local_of(moved), spec_of(moved)), spec_of(moved))
+    spec = placed_as(spec, placements, local.dtype)
+    return dtensor(in_order(local, spec), spec)
 
 
-def viewable(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The shards of a DTensor, copied if memory is in another order than its strides say, so that views would fail.
+def in_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The shards of a DTensor with their axes in the order in memory that they have on one device; copied if need be.
 
-    What DTensor redistributes comes in the order of the shape. It says the strides of one device of it, though, from
-    which autograd tells what can be viewed.
+    Redistributing leaves them in the order of the shape. DTensor goes by the strides of one device, from which autograd
+    tells what can be viewed: such views of shards in another order fail.
     """
     strides = meta_of(spec).stride
-    if local.is_contiguous():  # any view of it can be made
+    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])  # of equals the first
+    if local.is_contiguous() and order == list(range(len(order))):  # usually
         return local
-    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
     permuted = local.permute(order)
     if permuted.is_contiguous() or not has_no_gaps(spec.shape, strides):
         return local

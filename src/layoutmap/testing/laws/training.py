@@ -116,8 +116,10 @@ def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
         raise NotTried("its plain model takes inputs of other shapes")
     if not all(map(_is_same, alone, map(trial.adapter.read, trial.adapter.variables(plain).values()))):
         raise NotTried("its plain model changes its state before it raises")
-    for model in trial.pair:
-        trial.adapter.train_step(model, trial.case.batch)
+    # Keras on JAX gives weights and their averages one memory at the end of `fit`, and in the next step away, twice.
+    if _raises(trial.adapter.train_step, plain, trial.case.batch):
+        raise NotTried("its plain model takes no other step")
+    trial.adapter.train_step(sharded, trial.case.batch)
     variables = trial.adapter.variables(sharded)
     before = {path: trial.adapter.read(variable) for path, variable in variables.items()}
     if not _raises(trial.adapter.train_step, sharded, batch):

@@ -27,10 +27,12 @@ from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.quantizing import weights_off_mesh
 from layoutmap.adapters.keras.training import has_own_step, make_for_training, recording
 from layoutmap.adapters.keras.wraps import CALLS, session_of
+from layoutmap.core.mesh import Mesh
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.devices import torch_type
 from layoutmap.engines.torch.gather import Gradients
 
 _to_numpy = get_engine("torch").to_numpy
@@ -64,6 +66,12 @@ class TorchBackend(Backend):  # why: decisions/0018
     def private_names(self) -> Names:
         """Return what `torch_private` lists, where it belongs to a class or module."""
         return NAMES
+
+    def compute_on(self, mesh: Mesh) -> None:
+        """Change Keras's default device, which is a GPU where the machine has one, for a mesh of CPUs, too."""
+        kind = torch_type(str(get_engine("torch").bind(mesh).device_type))
+        if torch.device(keras_core.DEFAULT_DEVICE).type != kind:
+            keras_core.DEFAULT_DEVICE = kind
 
     @contextmanager
     def outside(self) -> Generator[None]:

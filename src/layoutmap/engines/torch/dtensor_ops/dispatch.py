@@ -28,7 +28,7 @@ from layoutmap.engines.torch.operators import (
     only_views,
     written_arguments,
 )
-from layoutmap.engines.torch.placing import viewable
+from layoutmap.engines.torch.placing import in_order
 from layoutmap.engines.torch.specs import DTensorSpec, local_of, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -48,7 +48,10 @@ _RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on argu
 
 check_names(
     "torch",
-    (_DISPATCHER, f"{_PROPAGATE} {_TAIL} {_RESULTS} _custom_op_handlers sharding_propagator"),
+    (
+        _DISPATCHER,
+        f"{_PROPAGATE} {_TAIL} {_RESULTS} redistribute_local_args _custom_op_handlers sharding_propagator",
+    ),
     (_DISPATCHER.sharding_propagator, "op_strategy_funcs propagate_op_sharding"),
     (_Planner, f"{_SEARCH} get_next_state"),
     (torch._C, "_clear_DTensor_sharding_propagator_cache _dispatch_has_kernel_for_dispatch_key"),
@@ -124,6 +127,7 @@ class OperatorsGuarded:
             _PROPAGATE: propagate,
             "layoutmap_tail": functools.partial(_tail, changed),
             "layoutmap_results": functools.partial(_results, moved),
+            "redistribute_local_args": _redistribute,
         }
 
     def install(self) -> None:
@@ -213,16 +217,20 @@ _INSTEAD: dict[str, Function] = {
 
 def _results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
     """The local tensors that an operator returns."""
-    if not only_views(op):
-        return _OWN[_RESULTS](_DISPATCHER, op, args, info)
-    schema = info.output_sharding.redistribute_schema
-    spec = spec_of(args[0]) if schema is None else schema.args_schema[0]
-    if op is torch.ops.aten.view.default:
-        info.local_args = (viewable(info.local_args[0], spec), *info.local_args[1:])
     results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
-    if info.local_args[0] is not local_of(args[0]):
-        moved(args[0], info.local_args[0], spec)
+    if only_views(op) and (schema := info.output_sharding.redistribute_schema) is not None:
+        moved(args[0], info.local_args[0], schema.args_schema[0])
     return results
+
+
+def _redistribute(info: Any, schema: Any, *options: object) -> None:
+    """Redistribute the arguments of an operator, as `DTensor` does, and keep the order of their axes in memory."""
+    _Dispatcher.redistribute_local_args(info, schema, *options)
+    specs = zip(info.flat_args_schema, tree_leaves(schema.args_schema), strict=False)
+    for place, (held, wanted) in enumerate(specs):
+        if isinstance(held, DTensorSpec) and held != wanted:
+            before, after = info.local_args[:place], info.local_args[place + 1 :]
+            info.local_args = (*before, in_order(info.local_args[place], wanted), *after)
 
 
 def _tail(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object) -> object:

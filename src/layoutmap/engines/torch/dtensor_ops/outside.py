@@ -123,17 +123,22 @@ def _formatted(own: Callable[..., str], tensor: DTensor, spec: str) -> str:
 
 
 def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
-    """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of; `copy.deepcopy` does, too."""
+    """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of."""
     asking = sys._getframe(level_of_user({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
-    if is_guarded(tensor.device_mesh) and asking.f_globals.get("__name__") != "torch._tensor":
-        raise EngineError(
-            f"{asking.f_code.co_qualname}: the address of a tensor on a mesh",
-            facts={"shape": tuple(tensor.shape), "layout": str(tensor.placements)},
-            why="each device has its shards in memory of their own, and nobody knows what the kernel does with them",
-            fix="make the kernel an operator by torch.library.custom_op or triton_op, which is computed on gathered "
-            "tensors, backwards too; or give it tensor.full_tensor()",
-        )
-    return own(tensor, *args, **kwargs)
+    asked_in = asking.f_globals.get("__name__")
+    # `copy.deepcopy` reads nothing there.
+    if not is_guarded(tensor.device_mesh) or asked_in == "torch._tensor":
+        return own(tensor, *args, **kwargs)
+    # On a GPU the weights of a recurrent layer are joined in one memory, unless two of them have one address.
+    if asked_in == "torch.nn.modules.rnn":
+        return 0
+    raise EngineError(
+        f"{asking.f_code.co_qualname}: the address of a tensor on a mesh",
+        facts={"shape": tuple(tensor.shape), "layout": str(tensor.placements)},
+        why="each device has its shards in memory of their own, and nobody knows what the kernel does with them",
+        fix="make the kernel an operator by torch.library.custom_op or triton_op, which is computed on gathered "
+        "tensors, backwards too; or give it tensor.full_tensor()",
+    )
 
 
 @plainly
