@@ -259,6 +259,7 @@ LAID_IN_MEMORY = {
     "operands": lambda x, y: torch.maximum(x.mT, y.mT).mT.flatten(1),
     "a slice": lambda x, y: placed_in(x.mT, y.placements)[1].mT.flatten(),
     "slices": lambda x, y: placed_in(x.movedim(0, 1), y.placements).unbind(1)[2].flatten(),
+    "arguments after a shape": lambda x, y: torch.layer_norm(x.mT, (4, 8), y.mT[1], y.mT[2]),
     "three operands": lambda x, y: torch.addcmul(x.permute(2, 0, 1), y.permute(2, 0, 1), x.permute(2, 0, 1)),
 }
 
