@@ -69,6 +69,15 @@ def test_a_factor_of_two_is_found(library, precision):
     assert [TWICE] == trial.beyond_rounding([*rows, TWICE])
 
 
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_a_plain_model_that_rounds_otherwise_is_a_reference(library):
+    """The plain model differs from itself in float64, or without a compiler, by rounding, in all that is compared."""
+    rows = list(Trial(models.draw(SMALL[library], library))._otherwise())
+
+    assert {"forward", "loss", "gradient", "step 3"} <= {row.stage for row in rows}
+    assert max(row.error for row in rows) < 1e-5
+
+
 def test_rounding_is_allowed_for_after_steps_that_it_changes(monkeypatch):
     """Plain models that rounding drives apart in the first steps are compared in those with fewer rows, too."""
     monkeypatch.setattr(trial, "TOLERANCE", 0.0)  # any difference counts

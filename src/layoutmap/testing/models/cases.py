@@ -66,6 +66,11 @@ class Drawn(Protocol):
         """Lines at the end of a program by which its model is computed in another precision, by precision."""
         ...
 
+    @property
+    def in_float64(self) -> str:
+        """Lines at the end of a program by which its model is computed in float64; empty: there are none."""
+        ...
+
     def source(self, optimizer: str) -> str:
         """The program that defines `make_model`, a function of no arguments that returns the model, ready to train.
 
@@ -89,7 +94,7 @@ class Case:
         optimizer: The expression that makes the optimizer.
         rows: How many rows the batch has.
         devices: Those that it is for.
-        precision: One of `EPSILONS`.
+        precision: One of `EPSILONS`, or float64.
     """
 
     model: Drawn
@@ -164,10 +169,11 @@ class Case:
     @cached_property
     def source(self) -> str:
         """The lines of the program that define `make_model`, `layout_map` and `batch`."""
+        precisions = {**self.model.precisions, "float64": self.model.in_float64}
         return (
             f"{self.model.source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
             f"rng = np.random.default_rng(0)\nbatch = {self.model.data(self.rows)}\n"
-            f"{self.model.precisions.get(self.precision, '')}"
+            f"{precisions.get(self.precision, '')}"
         )
 
     @cached_property

@@ -145,6 +145,7 @@ class Model:  # why: decisions/0142
     }
 
     precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
+    in_float64: ClassVar[str] = ""  # JAX would compute other models so, too
 
     inputs: tuple[Value, ...]
     parts: tuple[Line, ...]

@@ -162,6 +162,11 @@ L = keras.layers
         return lines
 
     @property
+    def in_float64(self) -> str:
+        """Lines by which it has the dtype policy of float64."""
+        return _IN_POLICY.format(policy="float64")
+
+    @property
     def is_subclassed(self) -> bool:
         """Whether it is an instance of a class of its own, which has no weights before it is called."""
         return self.style in ("subclassed", "listed")

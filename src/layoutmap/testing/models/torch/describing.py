@@ -30,6 +30,22 @@ def make_model(make=make_model):
 
 loss = autocast(loss)
 """
+_IN_FLOAT64 = """
+
+def double(value):
+    if isinstance(value, tuple | list):
+        return type(value)(map(double, value))
+    return value.double() if value.is_floating_point() else value
+
+
+def make_model(make=make_model):
+    model = make()
+    model.double().register_forward_pre_hook(lambda _, inputs: double(inputs))
+    return model
+
+
+loss = lambda outputs, targets, loss=loss: loss(double(outputs), double(targets))
+"""
 _CAST = "lambda _, inputs: tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)"
 _SGD = "partial(torch.optim.SGD, lr=0.05, momentum=0.9)"
 
@@ -202,6 +218,7 @@ from layoutmap.adapters.torch import train_with
         "bfloat16": _IN_BFLOAT16.replace("CHANGED", f"model.bfloat16().register_forward_pre_hook({_CAST})"),
         "mixed_bfloat16": _IN_BFLOAT16.replace("CHANGED", "model.forward = autocast(model.forward)"),
     }
+    in_float64: ClassVar[str] = _IN_FLOAT64
     planned_with: ClassVar[str] = ""
 
     is_sequential: bool
