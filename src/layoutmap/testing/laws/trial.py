@@ -167,7 +167,7 @@ class Trial:
         else:
             exact = Trial(replace(self.case, precision="float64"))
             adapter, other = self.adapter, self._with_weights(exact.plain(), plain)
-        with suppress(Exception):  # of a model that takes no step so: what is wrong stays so
+        with suppress(Exception):  # some models take no step so, and what is wrong of them stays wrong
             batch, left_out = self.case.batch, self._left_out
             yield from compared(adapter, plain, other, batch, tolerance=TOLERANCE, left_out=left_out).rows
 
