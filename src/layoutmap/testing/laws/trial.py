@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -148,9 +148,8 @@ class Trial:
         """Comparisons of the plain model with one of the same weights in float32: frameworks add up in either."""
         if self.case.precision not in ("float32", *QUANTIZED):  # which have other weights
             plain = self.plain()
-            yield from self._compared(
-                self._with_weights(Trial(self.case.in_precision("float32")).plain(), plain), plain
-            )
+            wider = self._with_weights(Trial(self.case.in_precision("float32")).plain(), plain)
+            yield from self._compared(wider, plain)
 
     def _otherwise(self) -> Iterator[ParityRow]:
         """Comparisons of the plain model with one that rounds otherwise: sums may cancel in float32.
@@ -160,14 +159,15 @@ class Trial:
         """
         if self.case.precision != "float32":
             return
-        plain = self.plain()
-        if self.adapter.engine_name == "jax":
-            other = self.plain()
-            adapter: Any = _Uncompiled(self.adapter, other)
-        else:
-            exact = Trial(replace(self.case, precision="float64"))
-            adapter, other = self.adapter, self._with_weights(exact.plain(), plain)
-        with suppress(Exception):  # some models take no step so, and what is wrong of them stays wrong
+        plain, adapter = self.plain(), self.adapter
+        with suppress(
+            Exception
+        ):  # some models are not made so, or take no step: what is wrong of them stays wrong
+            if adapter.engine_name == "jax":
+                other = self.plain()
+                adapter = cast("Adapter", _Uncompiled(adapter, other))
+            else:
+                other = self._with_weights(Trial(replace(self.case, precision="float64")).plain(), plain)
             batch, left_out = self.case.batch, self._left_out
             yield from compared(adapter, plain, other, batch, tolerance=TOLERANCE, left_out=left_out).rows
 

@@ -227,7 +227,7 @@ def _redistribute(info: Any, schema: Any, *options: object) -> None:
     """Redistribute the arguments of an operator, as `DTensor` does, and keep the order of their axes in memory."""
     _Dispatcher.redistribute_local_args(info, schema, *options)
     found = schema.args_schema if info.args_tree_spec is None else tree_leaves(schema.args_schema)
-    for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):
+    for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):  # some get more
         if isinstance(held, DTensorSpec) and held != wanted:
             before, after = info.local_args[:place], info.local_args[place + 1 :]
             info.local_args = (*before, in_order(info.local_args[place], wanted), *after)
