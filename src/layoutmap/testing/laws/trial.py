@@ -160,9 +160,8 @@ class Trial:
         if self.case.precision != "float32":
             return
         plain, adapter = self.plain(), self.adapter
-        with suppress(
-            Exception
-        ):  # some models are not made so, or take no step: what is wrong of them stays wrong
+        # Some models are not made so, or take no step: what is wrong of them stays wrong.
+        with suppress(Exception):
             if adapter.engine_name == "jax":
                 other = self.plain()
                 adapter = cast("Adapter", _Uncompiled(adapter, other))
