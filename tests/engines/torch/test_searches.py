@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
@@ -12,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import dispatch
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.modes import plainly
@@ -90,3 +92,33 @@ def test_the_sizes_of_strided_shards_are_those_of_torch():
             for device in range(8):
                 actual = of_each.node._local_ints[device] if isinstance(of_each, torch.SymInt) else of_each
                 assert expected[size, factor, device // 2 % 2] == actual
+
+
+def pieces_like(kind):
+    """Tensors of four ranks that differ in nothing, or in sizes, strides or where they begin in their memory."""
+    whole = torch.arange(60.0)
+    return {
+        "nothing": [whole[:12].clone().view(3, 4).T for _ in range(4)],
+        "sizes": [whole[: 4 * rows].clone().view(rows, 4) for rows in (3, 3, 2, 0)],
+        "strides": [whole[: 3 * columns].clone().view(3, columns)[:, :2] for columns in (2, 3, 4, 5)],
+        "offsets": [whole.clone()[begin : begin + 6].view(2, 3) for begin in (0, 0, 6, 12)],
+    }[kind]
+
+
+@plainly
+@pytest.mark.parametrize("kind", ["nothing", "sizes", "strides", "offsets"])
+def test_sizes_that_are_read_off_are_those_of_torch(kind, monkeypatch):
+    """A simulated tensor has each rank's size, strides and offset; no simulation is entered where all have the same."""
+    simulation.start()
+    pieces, entered, enter = pieces_like(kind), [], LocalTensorMode.__enter__
+    local = LocalTensor(dict(enumerate(pieces)))
+    monkeypatch.setattr(LocalTensorMode, "__enter__", lambda mode: [entered.append(kind), enter(mode)][1])
+    found = [local.size(), local.stride(), [local.storage_offset()]]
+
+    for rank, piece in enumerate(pieces):
+        of_rank = [
+            [each.node._local_ints[rank] if isinstance(each, torch.SymInt) else each for each in sizes]
+            for sizes in found
+        ]
+        assert of_rank == [[*piece.size()], [*piece.stride()], [piece.storage_offset()]]
+    assert bool(entered) == (kind != "nothing")

@@ -39,11 +39,12 @@ with Needed("torch"):
 
 check_names(
     "torch",
+    (torch, "_disable_dynamo"),
     (DeviceMesh, "_rank_map"),
     (local_tensors, "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func"),
     (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
     (_of_collectives, "_get_default_group"),
-    (LocalTensor, "_local_tensors _ranks"),
+    (LocalTensor, "_local_tensors _ranks __torch_dispatch__"),
     (LocalIntNode, "_local_ints"),
     (StridedShard, "_to_replicate_tensor local_shard_size_and_offset"),
     (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
@@ -145,6 +146,7 @@ def simulated(
         Attribute(StridedShard, "local_shard_size_and_offset", _remembered),
         Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gathered_by_size, type(mode))),
         Attribute(local_tensors, "_for_each_rank_run_func", _for_ranks_of_arguments),
+        Attribute(LocalTensor, "__torch_dispatch__", _read_off),
         Attribute(DTensor, "__reduce_ex__", pickled),
     )
 
@@ -176,6 +178,31 @@ def _for_ranks_of_arguments(for_ranks: Function) -> Function:
         return for_ranks(func, ranks, args, kwargs, **options)
 
     return for_common_ranks
+
+
+_READ: dict[object, Callable[[torch.Tensor], object]] = {
+    torch.ops.aten.sym_size.default: torch.Tensor.size,
+    torch.ops.aten.sym_stride.default: torch.Tensor.stride,
+    torch.ops.aten.sym_storage_offset.default: torch.Tensor.storage_offset,
+}
+
+
+def _read_off(dispatch: Any) -> object:
+    """How a `LocalTensor` computes outside of a simulation: what all ranks have the same is read off their tensors.
+
+    Each view asks for all three, and torch enters a simulation to answer: a fourth of the time of a step of Keras.
+    """
+
+    def computed(
+        cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        if read := _READ.get(func):
+            first, *others = map(read, pieces_by_rank(args[0]).values())
+            if all(each == first for each in others):
+                return first
+        return dispatch.__func__(cls, func, types, args, kwargs)
+
+    return classmethod(torch._disable_dynamo(computed))
 
 
 def _remembered(find: Function) -> Function:
