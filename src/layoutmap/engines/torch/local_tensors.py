@@ -188,9 +188,9 @@ _READ: dict[object, Callable[[torch.Tensor], object]] = {
 
 
 def _read_off(dispatch: Any) -> object:
-    """How a `LocalTensor` computes outside of a simulation: what all ranks have the same is read off their tensors.
+    """How a `LocalTensor` computes outside of a simulation: a size that all ranks share is read off the first.
 
-    Each view asks for all three, and torch enters a simulation to answer: a fourth of the time of a step of Keras.
+    Torch asks for all three at each view, and would enter a simulation and run for every rank to answer.
     """
 
     def computed(
