@@ -70,28 +70,33 @@ def test_the_ways_are_those_of_torch(seed):
     assert sum(way is not None for way in found[0].values()) > 50
 
 
+def shard_of(factor):
+    return _StridedShard(0, split_factor=factor) if factor else Shard(0)
+
+
 @plainly
 def counted(mesh, size, factor):
-    """The size of a strided shard over the second mesh dim, which may be one for each rank."""
-    strided = _StridedShard(0, split_factor=factor)
-    return strided.local_shard_size_and_offset(size, 2, mesh._sym_get_coordinate(1))[0]
+    """The size and offset of a shard over the second mesh dim, of which either may differ between ranks."""
+    return shard_of(factor).local_shard_size_and_offset(size, 2, mesh._sym_get_coordinate(1))
 
 
-def test_the_sizes_of_strided_shards_are_those_of_torch():
+@pytest.mark.parametrize("factor", [None, 2, 7])
+def test_the_sizes_of_shards_are_those_of_torch(factor):
     """Each simulated rank has as many elements as torch counts for it alone, the second time too."""
     native, _ = engine().native(Layout.replicated(MESH, 0), 0)
     expected = {
-        (size, factor, rank): _StridedShard(0, split_factor=factor).local_shard_size_and_offset(
-            size, 2, rank
-        )[0]
-        for size, factor, rank in itertools.product((5, 7, 42), (2, 7), (0, 1))
+        (size, rank): shard_of(factor).local_shard_size_and_offset(size, 2, rank)
+        for size, rank in itertools.product((5, 7, 42), (0, 1))
     }
     with engine().run_on(MESH):
-        for _, (size, factor) in itertools.product(range(2), itertools.product((5, 7, 42), (2, 7))):
-            of_each = counted(native, size, factor)
+        for _, size in itertools.product(range(2), (5, 7, 42)):
+            of_ranks = counted(native, size, factor)
             for device in range(8):
-                actual = of_each.node._local_ints[device] if isinstance(of_each, torch.SymInt) else of_each
-                assert expected[size, factor, device // 2 % 2] == actual
+                actual = tuple(
+                    each.node._local_ints[device] if isinstance(each, torch.SymInt) else each
+                    for each in of_ranks
+                )
+                assert expected[size, device // 2 % 2] == actual
 
 
 def pieces_like(kind):

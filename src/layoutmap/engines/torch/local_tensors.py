@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
@@ -46,6 +46,7 @@ check_names(
     (_of_collectives, "_get_default_group"),
     (LocalTensor, "_local_tensors _ranks __torch_dispatch__"),
     (LocalIntNode, "_local_ints"),
+    (Shard, "local_shard_size_and_offset"),
     (StridedShard, "_to_replicate_tensor local_shard_size_and_offset"),
     (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
     (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
@@ -143,6 +144,7 @@ def simulated(
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
         Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # else one for all threads
         Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
+        Attribute(Shard, "local_shard_size_and_offset", _remembered),
         Attribute(StridedShard, "local_shard_size_and_offset", _remembered),
         Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gathered_by_size, type(mode))),
         Attribute(local_tensors, "_for_each_rank_run_func", _for_ranks_of_arguments),
@@ -205,22 +207,27 @@ def _read_off(dispatch: Any) -> object:
     return classmethod(torch._disable_dynamo(computed))
 
 
-def _remembered(find: Function) -> Function:
-    """The function that finds the size of a strided shard for each rank, of a range of all elements, each time."""
+def _remembered(find: Any) -> object:
+    """The function that finds the size of a shard for each rank, one after the other, each time that it is asked."""
     known: dict[tuple[object, ...], object] = {}
+    is_static = isinstance(find, staticmethod)
+    own = cast(Function, find.__func__ if is_static else find)  # pyright: ignore[reportUnknownMemberType]
 
-    @functools.wraps(find)
-    def found(placement: Placement, *args: object, **named: object) -> object:
-        nodes = [getattr(each, "node", None) for each in args]
-        if named or not all(node is None or isinstance(node, LocalIntNode) for node in nodes):
-            return find(placement, *args, **named)  # also of sizes while torch compiles for any
-        ranks = [isinstance(node, LocalIntNode) and (*node._local_ints.items(),) for node in nodes]
-        key = (placement, *ranks, *(each for each, node in zip(args, nodes, strict=True) if node is None))
+    @functools.wraps(own)
+    def found(*args: object, **named: object) -> object:
+        nodes = [getattr(each, "node", each) for each in args]
+        if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
+            return own(*args, **named)  # also of sizes while torch compiles for any
+        ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
+        of_ranks = [
+            (*node._local_ints.items(),) if isinstance(node, LocalIntNode) else node for node in nodes
+        ]
+        key = (ranks, *of_ranks)
         if key not in known:
-            known[key] = find(placement, *args)
+            known[key] = own(*args)
         return known[key]
 
-    return found
+    return staticmethod(found) if is_static else found
 
 
 def _gathered_by_size(

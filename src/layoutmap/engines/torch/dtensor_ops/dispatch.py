@@ -179,7 +179,8 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
     with _SEARCHES:
         found: dict[Any, tuple[dict[Any, _Way], Iterator[tuple[Any, _Way]]]]
         found = state.setdefault("layoutmap_found", {})
-        ways, search = found.setdefault((source, *wanted), ({}, _ways(planner, source)))
+        steps = state.setdefault("layoutmap_steps", {}).setdefault((*wanted,), {})
+        ways, search = found.setdefault((source, *wanted), ({}, _ways(planner, source, steps)))
         while target not in ways:
             layout, way = next(search, (None, ()))
             if not way:  # there is none, which is an error of torch's
@@ -188,8 +189,11 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
         return list(ways[target])
 
 
-def _ways(planner: Any, source: Any) -> Iterator[tuple[Any, _Way]]:
-    """Layouts and the cheapest ways to them, in the order of what these cost, as torch's own search finds them."""
+def _ways(planner: Any, source: Any, steps: dict[Any, dict[Any, float]]) -> Iterator[tuple[Any, _Way]]:
+    """Layouts and the cheapest ways to them, in the order of what these cost, as torch's own search finds them.
+
+    The steps from each layout, which others have found, are the same wherever a way began.
+    """
     numbers = itertools.count()
     begun: list[tuple[float, int, Any, _Way]] = [(0.0, next(numbers), source, (source,))]
     passed = set[object]()
@@ -199,8 +203,9 @@ def _ways(planner: Any, source: Any) -> Iterator[tuple[Any, _Way]]:
             continue
         passed.add(layout)
         yield layout, way
-        steps = planner.get_next_state(layout.placements, layout.tensor_dim_to_mesh_dim)
-        for other, step in steps.items():
+        if layout not in steps:
+            steps[layout] = planner.get_next_state(layout.placements, layout.tensor_dim_to_mesh_dim)
+        for other, step in steps[layout].items():
             if other not in passed:
                 heapq.heappush(begun, (cost + step, next(numbers), other, (*way, other)))
 
