@@ -196,7 +196,7 @@ def _read_off(dispatch: Any) -> object:
     """
 
     def computed(
-        cls: type, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        cls: Any, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if read := _READ.get(func):
             first, *others = map(read, pieces_by_rank(args[0]).values())
@@ -204,7 +204,9 @@ def _read_off(dispatch: Any) -> object:
                 return first
         return dispatch.__func__(cls, func, types, args, kwargs)
 
-    return classmethod(torch._disable_dynamo(computed))
+    # Not traced by torch.compile, as torch's own is not.
+    apart: Any = torch._disable_dynamo(computed)  # pyright: ignore[reportPrivateImportUsage]
+    return cast(object, classmethod(apart))
 
 
 def _remembered(find: Any) -> object:
