@@ -221,10 +221,10 @@ def _remembered(find: Any) -> object:
         if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
             return own(*args, **named)  # also of sizes while torch compiles for any
         ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
-        of_ranks = [
-            (*node._local_ints.items(),) if isinstance(node, LocalIntNode) else node for node in nodes
-        ]
-        key = (ranks, *of_ranks)
+        key = (
+            ranks,
+            *((*each._local_ints.items(),) if isinstance(each, LocalIntNode) else each for each in nodes),
+        )
         if key not in known:
             known[key] = own(*args)
         return known[key]

@@ -71,9 +71,8 @@ class TorchBackend(Backend):  # why: decisions/0018
         """Change Keras's default device, which is a GPU where the machine has one, for a mesh of CPUs, too."""
         kind = torch_type(str(get_engine("torch").bind(mesh).device_type))
         if torch.device(keras_core.DEFAULT_DEVICE).type != kind:
-            keras_core.DEFAULT_DEVICE = (
-                kind  # for good: models live after their scope, and Keras makes their inputs
-            )
+            # For good: models live after their scope, and Keras makes their inputs.
+            keras_core.DEFAULT_DEVICE = kind
 
     @contextmanager
     def outside(self) -> Generator[None]:

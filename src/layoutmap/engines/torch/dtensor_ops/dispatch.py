@@ -192,7 +192,7 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
 def _ways(planner: Any, source: Any, steps: dict[Any, dict[Any, float]]) -> Iterator[tuple[Any, _Way]]:
     """Layouts and the cheapest ways to them, in the order of what these cost, as torch's own search finds them.
 
-    The steps from each layout, which others have found, are the same wherever a way began.
+    Steps from a layout are the same wherever a way began: all searches with the same `steps` fill and read them.
     """
     numbers = itertools.count()
     begun: list[tuple[float, int, Any, _Way]] = [(0.0, next(numbers), source, (source,))]
