@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 
+import numpy as np
 import pytest
 
 import layoutmap as lm
@@ -511,6 +513,24 @@ def test_the_command_itself(folder):
     )
     assert 0 == made.returncode, made.stderr
     assert "layoutmap plan" == json.loads((folder / "plan.json").read_text())["format"]
+
+
+def test_a_copy_that_was_not_installed_saves_and_tells_its_version(tmp_path, monkeypatch, capsys):
+    """As build systems and bundlers put packages where a program finds them, without the files of an installer."""
+    find = metadata.distribution
+
+    def distribution(name):
+        if name == "layoutmap":
+            raise metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    lm.save({"weight": np.ones(4, "float32")}, tmp_path)
+    assert 0 == main(["checkpoint", "describe", str(tmp_path)])
+    assert f"layoutmap {lm.__version__}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert f"layoutmap {lm.__version__}\n" == capsys.readouterr().out
 
 
 def test_a_process_of_a_job_is_told_how_to_join_the_others(monkeypatch, capsys):

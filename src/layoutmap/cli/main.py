@@ -17,9 +17,9 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, NoReturn
 
+import layoutmap
 from layoutmap.cli import interrupts
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
 from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         "--version",
         action="version",
         help="print the version and exit",
-        version=f"layoutmap {version('layoutmap')}",
+        version=f"layoutmap {layoutmap.__version__}",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

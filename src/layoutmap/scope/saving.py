@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+import layoutmap
 from layoutmap.adapters import Keeping, adapter_of_model, capable
 from layoutmap.adapters.data_states import state_of
 from layoutmap.adapters.protocol import Stored
@@ -140,7 +141,7 @@ def begin_save(
         after()
         facts: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "writer": _writer(),
+            "writer": f"layoutmap {layoutmap.__version__}",
             "library": adapter.name,
             "engine": engine.name,
             "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
@@ -303,9 +304,3 @@ def _checksum(engine: Engine, array: object) -> int:
     from layoutmap.core.checksums import checksum
 
     return checksum(engine.to_numpy(array))
-
-
-def _writer() -> str:
-    from importlib.metadata import version
-
-    return f"layoutmap {version('layoutmap')}"
