@@ -42,7 +42,7 @@ from layoutmap.engines.torch.local_tensors import (
     ranks_of_local,
     simulated,
 )
-from layoutmap.engines.torch.modes import dispatch_modes
+from layoutmap.engines.torch.modes import dispatch_modes, plainly
 from layoutmap.engines.torch.operators import COLLECTIVES, Function
 from layoutmap.engines.torch.specs import clear_sharding_caches, local_of
 from layoutmap.engines.torch.trees import tree_leaves
@@ -73,6 +73,7 @@ class _Simulation(SimulationMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@plainly  # torch computes them with a lock held, and a mode that asked for them in turn would wait for ever
 def _coordinate(of_all: Function, mesh: DeviceMesh) -> object:
     """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
     ranks = frozenset(ranks_around(mesh))
