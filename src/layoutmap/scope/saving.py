@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-import layoutmap
 from layoutmap.adapters import Keeping, adapter_of_model, capable
 from layoutmap.adapters.data_states import state_of
 from layoutmap.adapters.protocol import Stored
@@ -141,7 +141,7 @@ def begin_save(
         after()
         facts: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "writer": f"layoutmap {layoutmap.__version__}",
+            "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",  # imports go down
             "library": adapter.name,
             "engine": engine.name,
             "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
