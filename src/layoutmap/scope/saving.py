@@ -141,7 +141,7 @@ def begin_save(
         after()
         facts: dict[str, Any] = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",  # imports go down
+            "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",  # it imports this file
             "library": adapter.name,
             "engine": engine.name,
             "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),

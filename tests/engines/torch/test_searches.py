@@ -58,7 +58,7 @@ def test_the_ways_are_those_of_torch(seed):
     rng = random.Random(seed)
     native, _ = engine().native(Layout.replicated(MESH, 0), 0)
     sources, targets = (list(drawn_states(rng, number)) for number in (5, 40))
-    # Torch's own search then has a step from shards to parts of a sum; ours goes over whole tensors, which costs more.
+    # From 2.14 on torch's search has a step from shards to parts of a sum; ours makes whole tensors and costs more.
     if not is_before("torch", "2.14"):
         targets = [state for state in targets if not any(each.is_partial() for each in state.placements)]
     targets = targets[:20]
