@@ -35,8 +35,8 @@ def count(folder, number, seed):
 
     import layoutmap as lm
     from layoutmap.cost.cost import Cost
+    from layoutmap.cost.jax import lowered
     from layoutmap.cost.machines import machine_for
-    from layoutmap.engines.jax.cost import lowered
 
     drawn_step_models.MESHES = ((1, 1),)
     folder.mkdir(parents=True, exist_ok=True)

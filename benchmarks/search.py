@@ -67,8 +67,8 @@ def child(name):
     """One row, in this process."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     import layoutmap as lm
+    from layoutmap.cost import layout_map_search as module
     from layoutmap.rules import zoo
-    from layoutmap.scope import search as module
 
     machine, batch, memory = CASES[name]
     model, inputs = zoo.model(name), inputs_of(name, batch)
@@ -122,7 +122,7 @@ def drawn(number, seed):
     import warnings
 
     import layoutmap as lm
-    from layoutmap.scope import search as module
+    from layoutmap.cost import layout_map_search as module
     from layoutmap.testing import models
 
     warnings.simplefilter("ignore")

@@ -261,8 +261,8 @@ def sized(target, number, seed):
 def beside_xla(target, pairs, about):
     """Count steps by the partitioner and by XLA's compiler, and print the quotients of both and the whole step."""
     import layoutmap as lm
-    from layoutmap.engines.jax.cost.counting import flops_of
-    from layoutmap.engines.jax.cost.partitioned import read
+    from layoutmap.cost.jax.counting import flops_of
+    from layoutmap.cost.jax.partitioned import read
 
     found, without, exact = {"estimate": [], "compiled": []}, {}, 0
     for name, maker, layout_map, options in pairs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layoutmap.engines.jax.cost.targets import is_at_hand
+from layoutmap.cost.jax.targets import is_at_hand
 from layoutmap.testing.subjects import QUICK_XLA
 
 EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))

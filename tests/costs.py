@@ -2,6 +2,7 @@
 
 import layoutmap as lm
 from layoutmap.core.variables import Use, VariableSpec
+from layoutmap.cost.cost import Cost
 from layoutmap.cost.machines import machine_for
 from layoutmap.cost.table import Collective, StepCost
 from layoutmap.scope.plan import make_plan
@@ -42,4 +43,4 @@ def plan(rules=None, found=None, mesh=MESH, on="h100:64", **changes):
     """The plan of the model, with its cost."""
     rules = rules or {r".*up\.kernel": ("data", "model"), "tokens": ("model", None)}
     made = make_plan(weights(), lm.LayoutMap(mesh, rules))
-    return made.with_cost(step(found, mesh, **changes), machine_for(on, mesh))
+    return made.with_cost(Cost(step(found, mesh, **changes), machine_for(on, mesh)))

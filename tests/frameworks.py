@@ -28,7 +28,7 @@ FRAMEWORKS = {  # package -> the test process that loads it
 PROCESSES = ("core", *dict.fromkeys(FRAMEWORKS.values()))
 # Folders and files of the source that need no framework; engines and adapters have one each, and all others join a
 # map with an engine, which their doctests do with JAX.
-PURE = ("core", "cost", "rules", "plan", "report", "checkpoint", "searching")
+PURE = ("core", "cost", "rules", "plan", "report", "checkpoint")
 
 
 class ProcessError(Exception):
@@ -66,8 +66,12 @@ def _process_of_source(parts: tuple[str, ...]) -> str | None:
     """The process of a module; `None` for one that joins a map with any engine."""
     if not parts:
         return None
-    if parts == ("rules", "zoo"):  # its models are those of libraries
-        return None
+    if parts == ("rules", "zoo") or parts[:2] in (("cost", "lower_step"), ("cost", "layout_map_search")):
+        return None  # their models are those of libraries
+    if parts[:2] == ("cost", "jax"):
+        return "jax"
+    if parts == ("cost", "torch_step"):
+        return "torch"
     if parts[0] in PURE or (
         parts[0] in ("engines", "adapters") and parts[1:] in ((), ("protocol",), ("__init__",))
     ):

@@ -58,7 +58,7 @@ STATE = {
     "engines.jax.corrections._devices": "for how many devices this thread lowers a form",
     "adapters.torch.pretrained._files": "the files that this thread writes, while transformers saves a model",
     "engines.jax.corrections._inside": "whether this thread lowers one of our forms: JAX's own rules hold in it",
-    "engines.jax.cost.attention._calls": "the step that is traced on this thread, whose calls of attention are named",
+    "cost.jax.attention._calls": "the step that is traced on this thread, whose calls of attention are named",
     "engines.jax.shardy.check": "whether jaxlib has Shardy's passes, asked once",
     "rules.zoo.models": "the list of published models, read once",
     "cost.machines.known_devices": "the devices of machines.yaml, read once",

@@ -217,7 +217,7 @@ FAULTS = (
     ),
     Fault(
         "an array of a model that exists counts as replicated",
-        "scope/inspecting.py",
+        "inspecting/inspect.py",
         "        if place.mesh == mesh:\n            return place\n",
         "        if place.mesh == mesh:\n            return Layout.replicated(mesh, rank)\n",
         "nnx",

@@ -3,8 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# First of all, for Ctrl-C while the rest is imported.
-from layoutmap.cli import interrupts as _interrupts  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from layoutmap.core.errors import (
     CheckpointError,
     EngineError,
@@ -31,17 +29,17 @@ from layoutmap.scope.scope import apply, build, layout_map_scope, plan, scope
 if TYPE_CHECKING:
     from layoutmap import dtensor
     from layoutmap.adapters.jax.steps import jit_step
+    from layoutmap.cost.layout_map_search import SearchResult, search
+    from layoutmap.cost.lower_step import lower_step, step_cost
     from layoutmap.cost.table import StepCost
-    from layoutmap.scope.cost import lower_step, step_cost
-    from layoutmap.scope.describing import Checkpoint, describe
-    from layoutmap.scope.exporting import export
-    from layoutmap.scope.guarding import Guard, guard
-    from layoutmap.scope.inspecting import inspect
-    from layoutmap.scope.loading import load
-    from layoutmap.scope.manager import CheckpointManager
-    from layoutmap.scope.parity import ParityReport, check_parity
-    from layoutmap.scope.saving import save
-    from layoutmap.scope.search import SearchResult, search
+    from layoutmap.inspecting.guard import Guard, guard
+    from layoutmap.inspecting.inspect import inspect
+    from layoutmap.inspecting.parity import ParityReport, check_parity
+    from layoutmap.saving.describe import Checkpoint, describe
+    from layoutmap.saving.export import export
+    from layoutmap.saving.load import load
+    from layoutmap.saving.manager import CheckpointManager
+    from layoutmap.saving.save import save
 
     DVariable: Any  # a class of an engine; even for types, nothing here needs its framework
 
@@ -97,24 +95,24 @@ __all__ = [  # why: decisions/0124
 ]
 
 _LATE = {
-    "CheckpointManager": "layoutmap.scope.manager",
+    "CheckpointManager": "layoutmap.saving.manager",
     "DVariable": "layoutmap.engines.tensorflow.variable",
-    "Checkpoint": "layoutmap.scope.describing",
-    "ParityReport": "layoutmap.scope.parity",
-    "check_parity": "layoutmap.scope.parity",
-    "describe": "layoutmap.scope.describing",
-    "export": "layoutmap.scope.exporting",
-    "Guard": "layoutmap.scope.guarding",
-    "guard": "layoutmap.scope.guarding",
-    "inspect": "layoutmap.scope.inspecting",
+    "Checkpoint": "layoutmap.saving.describe",
+    "ParityReport": "layoutmap.inspecting.parity",
+    "check_parity": "layoutmap.inspecting.parity",
+    "describe": "layoutmap.saving.describe",
+    "export": "layoutmap.saving.export",
+    "Guard": "layoutmap.inspecting.guard",
+    "guard": "layoutmap.inspecting.guard",
+    "inspect": "layoutmap.inspecting.inspect",
     "jit_step": "layoutmap.adapters.jax.steps",
     "StepCost": "layoutmap.cost.table",
-    "load": "layoutmap.scope.loading",
-    "lower_step": "layoutmap.scope.cost",
-    "step_cost": "layoutmap.scope.cost",
-    "save": "layoutmap.scope.saving",
-    "SearchResult": "layoutmap.scope.search",
-    "search": "layoutmap.scope.search",
+    "load": "layoutmap.saving.load",
+    "lower_step": "layoutmap.cost.lower_step",
+    "step_cost": "layoutmap.cost.lower_step",
+    "save": "layoutmap.saving.save",
+    "SearchResult": "layoutmap.cost.layout_map_search",
+    "search": "layoutmap.cost.layout_map_search",
 }
 """Names whose modules load numpy or a framework, which takes long: they are imported when first asked for."""
 

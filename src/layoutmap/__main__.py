@@ -2,7 +2,7 @@
 
 import sys
 
-from layoutmap.cli.main import main
+from layoutmap.cli.command import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -7,11 +7,11 @@ import keras
 import pytest
 
 import layoutmap as lm
+from layoutmap.cost.search.experts import experts, fitting_preset
+from layoutmap.cost.search.options import grids, specs_in
+from layoutmap.cost.search.space import Model, Space
 from layoutmap.plan.planner import make_table
 from layoutmap.rules import zoo
-from layoutmap.searching.experts import experts, fitting_preset
-from layoutmap.searching.options import grids, specs_in
-from layoutmap.searching.space import Model, Space
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.blocks import block_of
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import Kind
-from layoutmap.scope.describing import Checkpoint
+from layoutmap.saving.describe import Checkpoint
 
 MESH = lm.Mesh(None, "batch=2,model=4")
 VALUES = {

@@ -18,7 +18,7 @@ from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Kind
-from layoutmap.scope.describing import describe
+from layoutmap.saving.describe import describe
 
 PROCESSES = ("core",)
 

@@ -20,7 +20,7 @@ from layoutmap.core.errors import CheckpointError
 
 PROCESSES = ("jax",)
 
-FILES = ("checkpoint/step_writer.py", "scope/saving.py", "scope/manager.py")
+FILES = ("checkpoint/step_writer.py", "saving/save.py", "saving/manager.py")
 
 
 class Block(nnx.Module):

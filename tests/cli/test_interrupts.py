@@ -30,7 +30,7 @@ PLAN = {
     "activations": [],
 }
 # What pip writes for a console script.
-SCRIPT = "import sys\nfrom layoutmap.cli.main import main\nsys.exit(main())\n"
+SCRIPT = "import sys\nfrom layoutmap.cli.command import run\nsys.exit(run())\n"
 COMMANDS = {
     "plan": ("plan", "net:make", "--rules", "rules.yaml"),
     "lint": ("lint", "net:make", "--rules", "rules.yaml"),
@@ -41,7 +41,9 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "describe", "nothing"),
     "search": ("search", "net:make", "--on", "h100:8", "--inputs", "float32[8,16]", "--tries", "20"),
 }
-HEEDED = "layoutmap.cli.interrupts"  # from here on it can be one line; before, it is Python that starts
+HEEDED = (
+    "layoutmap.cli.output"  # imported after the handler is installed; before, Python and `layoutmap` start
+)
 
 
 def lines_of(err: str) -> list[str]:

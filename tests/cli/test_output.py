@@ -245,7 +245,7 @@ def test_ctrl_c_is_one_line(folder):
     (folder / "slow.py").write_text("import sys, time\nprint('now', flush=True)\ntime.sleep(100)\n")
     # A shell's background jobs ignore Ctrl-C, and so would what they start.
     heeding = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    heeding += "from layoutmap.cli.main import main; sys.exit(main())"
+    heeding += "from layoutmap.cli.command import run; sys.exit(run())"
     with subprocess.Popen(
         [sys.executable, "-c", heeding, "plan", "slow:make", "--mesh", "x=2"],
         stdout=subprocess.PIPE,

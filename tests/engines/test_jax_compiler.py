@@ -14,13 +14,13 @@ import pytest
 from cases import compiled_for_gpus
 
 from layoutmap.core.errors import EngineError
+from layoutmap.cost.jax import compiled, compiler
+from layoutmap.cost.jax.compiled import compile_modules
+from layoutmap.cost.jax.compiler_process import NO_DEVICES
+from layoutmap.cost.jax.hlo import Compiled, collectives
+from layoutmap.cost.jax.targets import TARGETS
 from layoutmap.cost.machines import known_devices
 from layoutmap.cost.verified import TooLargeError
-from layoutmap.engines.jax.cost import compiled, compiler
-from layoutmap.engines.jax.cost.compiled import compile_modules
-from layoutmap.engines.jax.cost.hlo import Compiled, collectives
-from layoutmap.engines.jax.cost.processes import NO_DEVICES
-from layoutmap.engines.jax.cost.targets import TARGETS
 
 MODULE = b"module @step { func.func public @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> } }"
 NO_MEMORY = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm."
@@ -208,7 +208,7 @@ def test_what_is_printed_before_code_is_made_is_what_xla_says_of_the_whole(targe
 def test_the_compiler_ends_with_the_process_that_started_it():
     """Where that is killed, which no code can see, too."""
     program = textwrap.dedent("""
-        from layoutmap.engines.jax.cost.compiled import compile_modules
+        from layoutmap.cost.jax.compiled import compile_modules
         kind = "tensor<64x64xf32>"
         product = f"contracting_dims = [1] x [0] : ({kind}, {kind}) -> {kind}"
         lines = [f"%v{n + 1} = stablehlo.dot_general %v{n}, %v{n}, {product}" for n in range(100_000)]  # minutes

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 
 import layoutmap as lm
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.jax.cost.compiled import compile_modules
-from layoutmap.engines.jax.cost.targets import target_named
+from layoutmap.cost.jax.compiled import compile_modules
+from layoutmap.cost.jax.targets import target_named
 from layoutmap.engines.jax.devices import named_sharding
 
 PROCESSES = ("jax",)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.cost.advice import Advice
+from layoutmap.plan.advice import Advice
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 

@@ -10,7 +10,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.engines import get_engine
-from layoutmap.scope.parity import ParityReport, ParityRow, compared
+from layoutmap.inspecting.parity import ParityReport, ParityRow, compared
 
 PROCESSES = ("jax",)
 L = keras.layers

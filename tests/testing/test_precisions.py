@@ -11,7 +11,7 @@ import ml_dtypes
 import pytest
 from testing.faulty import with_fault
 
-from layoutmap.scope.parity import ParityRow
+from layoutmap.inspecting.parity import ParityRow
 from layoutmap.testing import models
 from layoutmap.testing.laws import trial
 from layoutmap.testing.laws.training import it_trains_as_on_one_device, it_trains_in

@@ -423,7 +423,7 @@ def test_a_slow_collective_is_found(run_together, tmp_path):
     assert 1 == machine_named(f"{tmp_path}/mine.yaml").device.fast.name.count("in a host")
     right = "            return tensor"
     wait = "            __import__('time').sleep(kind == 'all_gather')\n"
-    source = with_fault(tmp_path, "engines/torch/speeds.py", right, wait + right)
+    source = with_fault(tmp_path, "testing/torch_speeds.py", right, wait + right)
     code, said, found = run_together(*options, "--on", "mine.yaml", source=source)
 
     assert 1 == code, said

@@ -24,8 +24,8 @@ from layoutmap.core.text_table import size
 from layoutmap.core.variables import VariableSpec
 from layoutmap.plan.problems import group_problems
 from layoutmap.report.history import history_text
-from layoutmap.scope.describing import Checkpoint
-from layoutmap.scope.describing import describe as described
+from layoutmap.saving.describe import Checkpoint
+from layoutmap.saving.describe import describe as described
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 

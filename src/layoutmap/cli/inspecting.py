@@ -44,7 +44,7 @@ def inspected(options: Any) -> Plan:
     Raises:
         LayoutMapError: It has no weights yet.
     """
-    from layoutmap.scope.inspecting import inspect  # loads numpy, which plans do without
+    from layoutmap.inspecting.inspect import inspect  # loads numpy, which plans do without
 
     name, started_by = options.model, launcher()
     if options.backend:

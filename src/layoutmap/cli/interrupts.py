@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
@@ -37,16 +36,9 @@ def _imports(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def heed() -> None:
-    """Install the handler if this process is the command, and does not ignore the signal as background jobs do.
-
-    It is called when this module is imported, which is the first that `layoutmap` imports.
-    """
-    program = os.path.basename((getattr(sys, "argv", None) or [""])[0])
-    if program == "-m":  # a package is imported to be run; the name is not yet in its place
-        program = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
-    is_command = program.removesuffix(".exe") == "layoutmap"
-    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+def install_handler() -> None:
+    """Install the handler, unless this process ignores the signal as background jobs do."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _Handler())
 
 
@@ -72,6 +64,3 @@ def ended(code: int) -> int:
             # The handlers that frameworks run at the end of a process can crash after an interrupt.
             os._exit(code)
     return code
-
-
-heed()

@@ -108,7 +108,7 @@ def run_search_command(options: Any) -> int:
     Raises:
         LayoutMapError: No map fits, or an option is not as it should be.
     """
-    from layoutmap.scope.search import search  # late: it imports JAX
+    from layoutmap.cost.layout_map_search import search  # late: it imports JAX
 
     files = check_targets({"--write": options.write, "--json": options.json, "--html": options.html})
     inputs = inputs_of(options.inputs)

@@ -13,6 +13,9 @@ from layoutmap.core.mesh import UNSHARDED, Mesh
 ShardingSpec = str | tuple[str, ...]
 """How one axis is sharded: over a mesh dim, over several (major to minor), or `UNSHARDED`."""
 
+Specs = tuple[ShardingSpec | None, ...]
+"""The sharding of all axes, with `None` for `UNSHARDED`."""
+
 
 def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
     """The sharding specs of a layout on a mesh, checked.

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from layoutmap.core.paths import merge_paths, path_shape, starred
 from layoutmap.core.text_table import html_table, size, text_table
-from layoutmap.cost.advice import Advice
 from layoutmap.cost.machine import Group, Machine
-from layoutmap.cost.table import PARTITIONED, Collective, StepCost
+from layoutmap.cost.table import PARTITIONED, Collective, Held, StepCost
 from layoutmap.cost.verified import Verified
+from layoutmap.plan.advice import Advice
 
 OVERLAP = (
     "gathering weights and summing gradients overlaps with computing, as far as computing takes; "
@@ -192,8 +192,27 @@ class Cost:  # why: decisions/0092
         """The most that a device holds beside the step's arguments: activations, gradients, gathered weights."""
         return max(0, self.step.peak_bytes - self.step.argument_bytes)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on a device at the peak of a step."""
+        return self.step.peak_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a device in bytes."""
+        return self.machine.device.memory_bytes
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """Tensors on a device at the peak, beside what the step is given."""
+        return self.step.held
+
+    def with_weights(self, paths: frozenset[str]) -> Cost:
+        """Return the same cost with other paths of weights; see `weights`."""
+        return replace(self, weights=paths)
+
     def on_memory(self, num_bytes: int) -> Cost:
-        """The same on devices with another memory."""
+        """Return the same cost on devices with another memory."""
         device = replace(self.machine.device, memory_bytes=num_bytes)
         return replace(self, machine=replace(self.machine, device=device))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.protocol import Engine
@@ -20,16 +19,10 @@ __all__ = [
     "engine_of_array",
     "get_engine",
     "installed_engines",
-    "speeds_of",
-    "step_counter",
 ]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
-
-_STEP_COUNTERS = {"jax": "layoutmap.engines.jax.cost.lowered", "torch": "layoutmap.engines.torch.cost"}
-
-_SPEEDS = {"jax": "layoutmap.engines.jax.speeds", "torch": "layoutmap.engines.torch.speeds"}
 
 
 def installed_engines() -> list[str]:
@@ -85,38 +78,3 @@ def engine_of_array(array: object) -> Engine:
         why=f"the engines are {', '.join(map(repr, ENGINES))}",
         fix="pass an array of one of these frameworks",
     )
-
-
-def step_counter(name: str) -> Any:
-    """Return what counts the training steps of a framework: called with a `TrainingStep`, it has a method `count`.
-
-    Raises:
-        EngineError: Steps of that framework cannot be counted.
-    """
-    if name not in _STEP_COUNTERS:
-        raise EngineError(
-            f"the cost of a step cannot be counted on {name}",
-            facts={"counted on": ", ".join(_STEP_COUNTERS)},
-            why=f"what {name} sends between devices is decided by a compiler that needs the devices",
-            fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
-        )
-    return importlib.import_module(_STEP_COUNTERS[name]).LoweredStep
-
-
-def speeds_of(name: str) -> Any:
-    """Return the module that runs what is measured on the devices of a framework: collectives, products, copies.
-
-    A collective has the mesh, a dim of it, and the bytes of its tensor where that is largest, as `Machine.seconds`
-    takes them. `wait` returns when what a function has begun is done.
-
-    Raises:
-        EngineError: Nothing is measured on that framework.
-    """
-    if name not in _SPEEDS:
-        raise EngineError(
-            f"the devices of {name} are not measured",
-            facts={"measured": ", ".join(_SPEEDS)},
-            why=f"what {name} sends between devices is decided by a compiler, which has no name for a collective",
-            fix="measure them with another framework: the devices are the same",
-        )
-    return importlib.import_module(_SPEEDS[name])

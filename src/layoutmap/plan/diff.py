@@ -11,7 +11,7 @@ from layoutmap.core.match import Match
 from layoutmap.core.paths import merge_paths, path_shape
 from layoutmap.core.text_table import html_table, size, text_table
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
-from layoutmap.cost.cost import Cost, duration
+from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.completeness import what_is_missing
 from layoutmap.plan.table import PlanTable
 
@@ -86,7 +86,8 @@ class PlanDiff:
         before, after = self.before.cost, self.after.cost
         if before is None or after is None:
             return []
-        old, new = _figures(before), _figures(after)
+        figures = load_cost_package().figures
+        old, new = figures(before), figures(after)
         rows = [(what, old.get(what, "-"), new.get(what, "-")) for what in dict.fromkeys((*old, *new))]
         return [row for row in rows if row[1] != row[2]]
 
@@ -118,24 +119,6 @@ class PlanDiff:
             key = (slot, each.what) if slot else (path_shape(each.path), each.what, each.before, each.after)
             groups.setdefault(key, []).append(each)
         return [(len(group), _as_one(group)) for group in groups.values()]
-
-
-def _figures(cost: Cost) -> dict[str, str]:
-    """The compared figures of two costs, by name."""
-    sent: dict[str, list[float]] = {}
-    for c in cost.step.collectives:
-        of = "weights" if cost.overlaps(c) else "activations"
-        sums = sent.setdefault(f"{c.kind.replace('_', '-')} of {of} over {', '.join(c.dims)}", [0, 0])
-        sums[0] += c.sent_bytes(cost.step.mesh)
-        sums[1] += cost.seconds_of(c)
-    return {
-        "machine": str(cost.machine),
-        "time of a step": duration(cost.step_seconds),
-        **{wait.what: duration(wait.seconds) for wait in cost.waits},
-        "sent": size(cost.step.sent_bytes),
-        **{what: f"{size(num_bytes)}, {duration(seconds)}" for what, (num_bytes, seconds) in sent.items()},
-        "memory at the peak": size(cost.step.peak_bytes),
-    }
 
 
 def _as_one(group: list[Change]) -> Change:

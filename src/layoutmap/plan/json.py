@@ -36,7 +36,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import with_none
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
-from layoutmap.plan.json_cost import cost_fields, read_cost
+from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.json_fields import (
     MOST,
     Fields,
@@ -88,7 +88,7 @@ def plan_to_json(plan: PlanTable) -> str:
     if plan.free_activations:
         head.append('"free_activations": true')
     if plan.cost:
-        lists["collectives"], cost = cost_fields(plan.cost)
+        lists["collectives"], cost = load_cost_package().json_fields(plan.cost)
         head.append(f'"cost": {_line(cost)}')
     parts = head + [f'"{name}": {_lines([_line(each) for each in items])}' for name, items in lists.items()]
     return "{" + ",\n ".join(parts) + "}\n"
@@ -125,7 +125,7 @@ def plan_from_json(text: str) -> PlanTable:
     )
     top("verdict", an_object, None)
     if version == 2 or "cost" in top:
-        plan = plan.with_known_cost(read_cost(top, mesh))
+        plan = plan.with_cost(load_cost_package().read_cost(top, mesh))
     top.check()
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):

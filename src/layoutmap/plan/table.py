@@ -16,10 +16,7 @@ from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.paths import starred
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.cost.cost import Cost
-from layoutmap.cost.machine import Machine
-from layoutmap.cost.table import StepCost
-from layoutmap.cost.verified import Verified
+from layoutmap.plan.carried_cost import CarriedCost
 from layoutmap.plan.problems import Problem, group_problems, in_order
 from layoutmap.rules.near_misses import nearest
 
@@ -35,7 +32,7 @@ class PlanTable(Mapping[str, Assignment]):
     problems: tuple[Problem, ...] = ()
     activations: tuple[Match, ...] = ()
     free_activations: bool = False
-    cost: Cost | None = field(default=None, hash=False)
+    cost: CarriedCost | None = field(default=None, hash=False)
     device_memory: int | None = None
     strict: bool = False
 
@@ -137,16 +134,10 @@ class PlanTable(Mapping[str, Assignment]):
         """The same plan with more problems."""
         return replace(self, problems=in_order([*self.problems, *problems]))
 
-    def with_cost(
-        self, step: StepCost, machine: Machine, batch_dim: str | None = None, verified: Verified | None = None
-    ) -> Self:
-        """The same plan with what a training step costs on a machine."""
-        return self.with_known_cost(Cost(step, machine, batch_dim=batch_dim, verified=verified))
-
-    def with_known_cost(self, cost: Cost) -> Self:
-        """The same plan with a cost, which is told the weights from the layers."""
+    def with_cost(self, cost: CarriedCost) -> Self:
+        """Return the same plan with the cost of a training step."""
         paths = {starred(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)}
-        return replace(self, cost=replace(cost, weights=frozenset(paths)))
+        return replace(self, cost=cost.with_weights(frozenset(paths)))
 
     def judged(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
         """The same plan with what its `verdict` goes by.

@@ -14,7 +14,7 @@ from layoutmap.core.escaping import escaped
 from layoutmap.core.paths import starred
 from layoutmap.core.text_table import size
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.cost.advice import Advice
+from layoutmap.plan.advice import Advice
 from layoutmap.plan.completeness import NOT_BUILT, what_is_missing
 from layoutmap.plan.memory import memory_of
 from layoutmap.plan.planner import make_table
@@ -150,8 +150,8 @@ def text_rows(causes: Sequence[Cause]) -> list[str]:
 def verdict_of(plan: PlanTable) -> Verdict:
     """Judge a plan by the memory of a device, as far as that is known, and by its problems."""
     memory, cost, missing = memory_of(plan), plan.cost, what_is_missing(plan)
-    needed = cost.step.peak_bytes if cost else memory.total
-    there = cost.machine.device.memory_bytes if cost else plan.device_memory
+    needed = cost.peak_bytes if cost else memory.total
+    there = cost.memory_bytes if cost else plan.device_memory
     is_known = there is not None and (needed > there or not (plan.errors or missing))
     fits = needed <= there if there is not None and is_known else None
     return Verdict(
@@ -171,7 +171,7 @@ def verdict_of(plan: PlanTable) -> Verdict:
 
 def _causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
     """The groups of tensors on a device, the largest first, those of repeated blocks as one, and the rest."""
-    held = plan.cost.step.held if plan.cost else ()
+    held = plan.cost.held if plan.cost else ()
     found: dict[tuple[str, str, str], int] = {}
     for kind, path, shape, num_bytes in [
         *_given(plan),

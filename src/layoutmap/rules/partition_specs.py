@@ -15,12 +15,12 @@ from layoutmap.core.arguments import as_int, kind_of
 from layoutmap.core.errors import RuleError, brief, listed
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import path_regex, path_shape
+from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Assignment
 from layoutmap.rules.near_misses import nearest
 from layoutmap.rules.patterns import compile_pattern
 
 Shape = tuple[int, ...]
-Specs = tuple[str | tuple[str, ...] | None, ...]
 """An entry for each axis of an array: the mesh dims that it is sharded over."""
 
 _FREE = "UNCONSTRAINED"

@@ -110,6 +110,26 @@ def _check_order(first: object, second: object, function: str, name: str) -> Non
         )
 
 
+def check_step_options(on: object, num_devices: int, options: Mapping[str, object]) -> None:
+    """Refuse options of the cost of a step where no cost is asked for.
+
+    Args:
+        on: The machine that `plan` was given; `None` asks for no cost.
+        num_devices: The size of the mesh, for the fix.
+        options: The options by name.
+
+    Raises:
+        ScopeError: An option was given without `on`.
+    """
+    for name, value in options.items():
+        if on is None and value not in (None, False):
+            raise ScopeError(
+                f"plan: {name}={value!r} has no effect without on=",
+                why="it is about the cost of a training step, which is counted only with on=",
+                fix=f"leave {name} out, or name the machine, as in on='h100:{num_devices}'",
+            )
+
+
 def check_remat(remat: Any) -> None:  # why: decisions/0095
     """Refuse what says of no layer whether its activations are computed again.
 

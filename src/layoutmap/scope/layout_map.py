@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any, Unpack
 
 from layoutmap.adapters.options import OptionsByName
@@ -18,6 +19,7 @@ from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.text_table import html_table
 from layoutmap.core.users_line import level_of_user
 from layoutmap.plan.table import PlanTable
+from layoutmap.plan.to_rules import rules_of_plan
 from layoutmap.rules.keras_rules import rules_of
 from layoutmap.rules.logical_axes import Semantics, logical_specs
 from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shapes_of, specs_of_tree
@@ -27,7 +29,6 @@ from layoutmap.scope.context import Scope
 from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, plan, scope
-from layoutmap.searching.read_off import rules_of_plan
 
 
 class LayoutMap(RuleSet):  # why: decisions/0040
@@ -82,53 +83,66 @@ class LayoutMap(RuleSet):  # why: decisions/0040
         return self.mesh
 
     @classmethod
-    def from_model(cls, model: object, optimizer: object = None) -> LayoutMap:
-        """Make the map that says where the variables of a model are, whoever has put them there, in the fewest rules.
+    def from_plan(cls, plan: PlanTable) -> LayoutMap:
+        """Make the map with the fewest rules that give the layouts of a plan.
 
-        A plan with them is compared with what was found. So a model from elsewhere can be planned on another mesh,
-        searched from, or built here: `lm.build` of the same model gives the same layouts.
+        A plan with these rules is compared with the given one, so a model from elsewhere can be planned on another
+        mesh, searched from, or built here.
 
         Args:
-            model: A model that exists, see `layoutmap.inspect`; or a plan, such as one that was read from JSON.
-            optimizer: Its optimizer; rules are not for slots, but one in another layout than its weight is reported.
+            plan: A plan that was read off a model (`lm.inspect(model)`) or from a file (`lm.Plan.from_json(text)`).
 
         Returns:
-            The map, on the mesh of the model. What no rule matches is replicated there, and the map says so. Of a model
-            that this library has laid out it has the rules for activations that are in use.
+            The map, on the mesh of the plan. It replicates a variable that no rule matches. It has the rules for
+            activations that the plan uses.
 
         Raises:
             RuleError: No rules give a variable its layout.
-            ScopeError: It is no model of a supported library.
 
         Warns:
-            LayoutMapWarning: Something that was found is not in the map: what no layout says, or the layouts of slots.
+            LayoutMapWarning: The plan has arrays without a layout, or slots in another layout than their weights, and
+                no rule can give those.
 
         Example:
-            >>> import jax, layoutmap as lm
-            >>> sharding = jax.NamedSharding(jax.make_mesh((2, 4), ("data", "model")), jax.P(None, "model"))
-            >>> kernel = jax.device_put(jax.numpy.ones((64, 256)), sharding)
-            >>> print(LayoutMap.from_model({"h": [{"up": kernel, "norm": jax.numpy.ones(64)} for _ in range(4)]}))
+            >>> import layoutmap as lm
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> variables = [VariableSpec(f"h.{i}.up", (64, 256), "float32") for i in range(4)]
+            >>> rules = lm.LayoutMap("data=2,model=4", {r"h\\.[0-3]\\.up": (None, "model")})
+            >>> print(lm.LayoutMap.from_plan(make_plan(variables, rules)))
             LayoutMap on data=2, model=4, 1 rule
                1  .*\\.\\d+\\.up$  (unsharded, model)
             the rest is replicated
         """
-        from layoutmap.scope.inspecting import inspect  # loads numpy, which plans do without
-
-        found = model if isinstance(model, PlanTable) else inspect(model, optimizer)
-        rules = rules_of_plan(found)
-        if lost := _not_in_rules(found, rules):
+        rules = rules_of_plan(plan)
+        if lost := _not_in_rules(plan, rules):
             _warn(
-                f"from_model: {counted(len(lost), 'thing')} of the model {'is' if len(lost) == 1 else 'are'} not in "
+                f"from_plan: {counted(len(lost), 'variable')} of the plan {'is' if len(lost) == 1 else 'are'} not in "
                 "the map",
                 lost,
-                "rules say layouts of variables, and slots follow their weights",
-                "print(lm.inspect(model)) shows all of it",
+                "rules give layouts of variables, and slots follow their weights",
+                "print the plan to see all of it",
             )
-        outputs = sorted({m.rule for m in found.activations if m.rule}, key=lambda rule: rule.number)
+        outputs = sorted({m.rule for m in plan.activations if m.rule}, key=lambda rule: rule.number)
         activations = {rule.pattern: rule.layout for rule in outputs}
         return cls(
             rules.mesh, {rule.pattern: rule.layout for rule in rules.rules}, activations, rest="replicated"
         )
+
+    @classmethod
+    def from_model(cls, model: object, optimizer: object = None) -> LayoutMap:
+        """Make the map of a model that exists: an alias of `lm.inspect(model, optimizer).to_layout_map()`.
+
+        Args:
+            model: See `layoutmap.inspect`; or a plan, see `from_plan`.
+            optimizer: See `layoutmap.inspect`.
+
+        Raises:
+            RuleError: No rules give a variable its layout.
+            ScopeError: `model` is no model of a supported library.
+        """
+        # By name, since `inspect` reads models through scopes and lies above them.
+        plan = model if isinstance(model, PlanTable) else import_module("layoutmap").inspect(model, optimizer)
+        return cls.from_plan(plan)
 
     @classmethod
     def from_tp_plan(

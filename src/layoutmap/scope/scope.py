@@ -26,13 +26,18 @@ from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, listed
 from layoutmap.core.garbage import garbage_kept
 from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.cost.machine import Machine
 from layoutmap.engines import get_engine
+from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.completeness import has_weights, problem_of_unbuilt
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.scope.arguments import check_layout_map, check_maker, check_model, takes_options
+from layoutmap.scope.arguments import (
+    check_layout_map,
+    check_maker,
+    check_model,
+    check_step_options,
+    takes_options,
+)
 from layoutmap.scope.context import SavedValues, Scope, mesh_of_map
-from layoutmap.scope.costing import asked_cost, with_cost
 from layoutmap.scope.plan import Plan, make_plan
 
 
@@ -153,7 +158,7 @@ def plan(
     strict: bool = False,
     library: str | None = None,
     optimizer: object = None,
-    on: str | Machine | None = None,
+    on: object = None,
     batch_dim: str | None = None,
     loss: Callable[..., Any] | None = None,
     verify: bool | str | None = None,
@@ -215,8 +220,12 @@ def plan(
     check_maker(make_model, layout_map, "plan")
     adapter = _adapter(library)
     context = Scope(layout_map, adapter)
-    of_step = verify, adapter.engine_name, remat, fuse_attention
-    asked = asked_cost(on, context.mesh, batch_dim, loss, inputs, *of_step)
+    options = {"batch_dim": batch_dim, "loss": loss, "verify": verify, "remat": remat}
+    options["fuse_attention"] = fuse_attention or None
+    check_step_options(on, context.mesh.size, options)
+    request = None
+    if on is not None:
+        request = load_cost_package().request_cost(on, context.mesh, inputs, adapter.engine_name, options)
     with adapter.undisturbed(), garbage_kept():
         make = make_model
         if optimizer is not None:
@@ -242,10 +251,10 @@ def plan(
         final = final.with_problem(problem)
     if strict:
         final.check(strict=True)
-    if asked is not None and not final.errors:
+    if request is not None and not final.errors:
         with adapter.undisturbed():
-            asked = replace(asked, device_memory=device_memory, advises=advise)
-            return with_cost(final, context, model, inputs, optimizer, asked)
+            request = replace(request, device_memory=device_memory, advises=advise)
+            return load_cost_package().add_cost(final, context, model, inputs, optimizer, request)
     return final.judged(device_memory=device_memory)
 
 

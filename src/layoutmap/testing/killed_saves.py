@@ -24,9 +24,9 @@ from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.dtensor import unpack
 from layoutmap.engines import get_engine
 from layoutmap.engines.launchers import launcher
+from layoutmap.saving.manager import CheckpointManager
 from layoutmap.scope.devices import simulate_devices
 from layoutmap.scope.group import Group
-from layoutmap.scope.manager import CheckpointManager
 from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices

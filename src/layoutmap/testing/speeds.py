@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import time
@@ -14,7 +15,7 @@ from typing import Any
 from layoutmap.adapters import Training, capable, get_adapter
 from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines import get_engine, speeds_of
+from layoutmap.engines import get_engine
 from layoutmap.scope.group import Group
 from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.laws.trial import NotTried
@@ -26,6 +27,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that are measured."""
 _ROUNDS, _TIMES = 5, 2
 _DTYPES = ("float32", "bfloat16", "float16")
+_SPEEDS = {"jax": "layoutmap.testing.jax_speeds", "torch": "layoutmap.testing.torch_speeds"}
 
 
 # why: decisions/0167
@@ -45,6 +47,25 @@ def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
         yield tried(law, partial(_added, figures, measure(engine, dims)), figures), ""
 
 
+def load_speeds(name: str) -> Any:
+    """Import the module that runs collectives, products and copies on the devices of a framework.
+
+    A collective takes the mesh, a dim of it, and the bytes of its tensor where that is largest, as `Machine.seconds`
+    does. `wait` returns when a function's work on the device is done.
+
+    Raises:
+        EngineError: Nothing is measured on that framework.
+    """
+    if name not in _SPEEDS:
+        raise EngineError(
+            f"the devices of {name} are not measured",
+            facts={"measured": ", ".join(_SPEEDS)},
+            why=f"what {name} sends between devices is decided by a compiler, which has no name for a collective",
+            fix="measure them with another framework: the devices are the same",
+        )
+    return importlib.import_module(_SPEEDS[name])
+
+
 def _added(figures: list[dict[str, Any]], measured: Iterator[dict[str, Any]]) -> Iterable[str]:
     try:
         figures.extend(measured)
@@ -54,7 +75,7 @@ def _added(figures: list[dict[str, Any]], measured: Iterator[dict[str, Any]]) ->
 
 
 def _measured(engine: str, dims: str) -> Iterator[dict[str, Any]]:
-    speeds, mesh = speeds_of(engine), get_engine(engine).bind(Mesh(None, dims))
+    speeds, mesh = load_speeds(engine), get_engine(engine).bind(Mesh(None, dims))
     is_cpu = mesh.device_type == "CPU"
     num_bytes = 2**20 if is_cpu else 2**28  # large enough that the start of a collective takes less
     for dim in mesh.mesh_dims:
@@ -71,7 +92,7 @@ def _measured(engine: str, dims: str) -> Iterator[dict[str, Any]]:
 
 def _step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     """A step of a stack of layers, and what devices say that their memory had at most."""
-    speeds, mesh = speeds_of(engine), get_engine(engine).bind(Mesh(None, dims))
+    speeds, mesh = load_speeds(engine), get_engine(engine).bind(Mesh(None, dims))
     adapter = capable(get_adapter(engine), Training, "a step")
     width, size = 2**7 if mesh.device_type == "CPU" else 2**12, mesh.size
     stack = Stack(engine, dims, -(-width // size) * size)
@@ -117,5 +138,5 @@ def host_facts(engine: str, group: Group) -> dict[str, str]:
     found = {"processes": str(group.count), "devices of each": " or ".join(map(str, each))}
     found["hosts"] = str(len(set(hosts)))
     with suppress(EngineError):
-        found |= speeds_of(engine).facts()
+        found |= load_speeds(engine).facts()
     return found

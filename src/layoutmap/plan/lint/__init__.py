@@ -28,7 +28,8 @@ from layoutmap.core.errors import PlanError
 from layoutmap.core.escaping import escaped
 from layoutmap.core.mesh import check_dim
 from layoutmap.core.text_table import html_table
-from layoutmap.plan.lint import checks, steps
+from layoutmap.plan.carried_cost import load_cost_package
+from layoutmap.plan.lint import checks
 from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
@@ -81,8 +82,10 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
         PlanError: The mesh has no such dim.
     """
     check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
-    linted = Linted(plan, batch_dim or (plan.cost and plan.cost.batch_dim) or usual_batch_dim(plan))
-    found = [problem for check in (*checks.CHECKS, *steps.CHECKS) for problem in check(linted)]
+    linted = Linted(plan, batch_dim or (plan.cost.batch_dim if plan.cost else None) or usual_batch_dim(plan))
+    found = [problem for check in checks.CHECKS for problem in check(linted)]
+    if plan.cost is not None:
+        found += load_cost_package().lint(linted)
     return Findings(tuple(found), linted.batch_dim)
 
 

@@ -13,7 +13,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import starred
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.cost.cost import Cost, duration
+from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.memory import Memory, memory_of
 from layoutmap.plan.problems import Problem, in_order, merge_problems
 from layoutmap.plan.table import PlanTable
@@ -96,24 +96,8 @@ class _PageData:
             "lists": list(self.lists),
             "texts": list(self.texts),
             "layouts": list(self.layouts),
-            "cost": plan.cost and self._cost(plan.cost, memory),
-        }
-
-    def _cost(self, cost: Cost, memory: Memory) -> dict[str, object]:
-        step, device = cost.step, cost.machine.device
-        held = memory.total - memory.gradients
-        return {
-            "machine": str(cost.machine),
-            "about": device.about,
-            # Gradients live for a part of the step, and are among what is held at the peak beside these.
-            "beside": max(0, step.peak_bytes - held),
-            "parts": [[wait.what, wait.seconds, duration(wait.seconds), wait.kind] for wait in cost.waits],
-            "step": duration(cost.step_seconds),
-            "serial": duration(cost.serial_seconds),
-            "rows": [[*row.cells, row.overlaps, self._first_of(row.first.cause)] for row in cost.rows],
-            "networks": list(cost.networks.items()),
-            "counts": cost.counts,
-            "assumptions": cost.assumptions,
+            "cost": plan.cost
+            and load_cost_package().page_fields(plan.cost, memory.total - memory.gradients, self._first_of),
         }
 
     def _first_of(self, cause: str) -> int | None:

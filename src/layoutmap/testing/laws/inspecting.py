@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutmap.core.variables import Kind
-from layoutmap.scope.inspecting import inspect
+from layoutmap.inspecting.inspect import inspect
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
 from layoutmap.testing.laws.trial import Trial

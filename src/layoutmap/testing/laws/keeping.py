@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from layoutmap.engines import installed_engines
-from layoutmap.scope.describing import describe
+from layoutmap.saving.describe import describe
+from layoutmap.saving.load import load
+from layoutmap.saving.save import save
 from layoutmap.scope.layout_map import LayoutMap
-from layoutmap.scope.loading import load
 from layoutmap.scope.plan import Plan
-from layoutmap.scope.saving import save
 from layoutmap.testing.laws.trial import NotTried, Trial
 from layoutmap.testing.models.maps import Map, draw_map
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from layoutmap.cli.main import main
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, itemsize
@@ -238,35 +236,34 @@ def _impossible(choices: Choices, layout_map: LayoutMap, shape: tuple[int, ...])
 
 
 def the_exit_code_is_the_verdict(trial: Trial) -> Iterator[str]:
-    """A drawn limit of memory: terminal, page, JSON and exit code have the verdict of the plan."""
+    """A drawn limit of memory: terminal, page, JSON and exit code have the verdict of the plan.
+
+    One case in four is tried, since the command is a process of its own.
+    """
+    if not trial.choices.one_in(4):
+        raise NotTried("one case in four runs the command")
     case, needed = trial.case, trial.plan.memory.total
     limit = trial.choices.one_of(2 * needed, needed + 2, needed, needed - 2, needed // 2) // 2 * 2
     expected = trial.plan.judged(device_memory=limit).verdict
-    module = types.ModuleType("drawn_model")
-    vars(module)["make"] = case.make_model
-    with tempfile.TemporaryDirectory() as folder, _imported(module):
+    with tempfile.TemporaryDirectory() as folder:
         rules, page, kept = (Path(folder) / name for name in ("rules.yaml", "plan.html", "plan.json"))
         rules.write_text(case.layout_map.to_yaml(), encoding="utf-8")
-        asked = ["plan", "drawn_model:make", "--rules", str(rules), "--library", case.library]
-        asked += ["--device-memory", f"{limit / 1024:.9f}KiB", "--html", str(page), "--json", str(kept)]
+        (Path(folder) / "drawn_model.py").write_text(case.program, encoding="utf-8")
+        arguments = ["plan", "drawn_model:make_model", "--rules", str(rules), "--library", case.library]
+        arguments += ["--device-memory", _in_kib(limit), "--html", str(page), "--json", str(kept)]
         if case.model.planned_with:
             arrays = map(np.asarray, leaves(case.batch[0]))
-            asked += ["--inputs", *(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in arrays)]
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as out,
-            contextlib.redirect_stderr(io.StringIO()) as err,
-        ):
-            code = main(asked)
-        if code != (0 if expected.passes else 1):
-            yield f"exit code {code}, and the verdict is {expected.headline!r}: {err.getvalue()}"
+            arguments += ["--inputs", *(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in arrays)]
+        command = _run_command(folder, arguments)
+        if command.returncode != (0 if expected.passes else 1):
+            yield f"exit code {command.returncode}, and the verdict is {expected.headline!r}: {command.stderr}"
             return
         expected_of_half = trial.plan.judged(device_memory=limit // 4 * 2).verdict
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            code = main(["plan", str(kept), "--device-memory", f"{limit // 4 * 2 / 1024:.9f}KiB"])
-        if code != (0 if expected_of_half.passes else 1):
-            yield f"exit code {code} of the plan's file, and the verdict is {expected_of_half.headline!r}"
+        of_file = _run_command(folder, ["plan", str(kept), "--device-memory", _in_kib(limit // 4 * 2)])
+        if of_file.returncode != (0 if expected_of_half.passes else 1):
+            yield f"exit code {of_file.returncode} of the plan's file: {expected_of_half.headline!r}"
         verdicts = {
-            "terminal": out.getvalue().partition("\n")[0],
+            "terminal": command.stdout.partition("\n")[0],
             "page": page.read_text(encoding="utf-8"),
             "JSON": json.loads(kept.read_text(encoding="utf-8"))["verdict"]["says"],
         }
@@ -275,10 +272,20 @@ def the_exit_code_is_the_verdict(trial: Trial) -> Iterator[str]:
             yield f"{where}: {text[:300]!r} is not the verdict {expected.headline!r}"
 
 
-@contextlib.contextmanager
-def _imported(module: types.ModuleType) -> Iterator[None]:
-    sys.modules[module.__name__] = module
-    try:
-        yield
-    finally:
-        del sys.modules[module.__name__]
+def _in_kib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024:.9f}KiB"
+
+
+def _run_command(folder: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a folder, as one process of no group."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "TF_CONFIG")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, map(os.path.abspath, sys.path))])
+    return subprocess.run(
+        [sys.executable, "-m", "layoutmap", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

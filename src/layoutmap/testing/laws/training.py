@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.scope.inspecting import inspect
-from layoutmap.scope.parity import compared, compared_numbers, compared_variables
+from layoutmap.inspecting.inspect import inspect
+from layoutmap.inspecting.parity import compared, compared_numbers, compared_variables
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotTried, Trial, leaves
 from layoutmap.testing.models.cases import QUANTIZED
 from layoutmap.testing.products import tf32

@@ -17,8 +17,14 @@ import numpy as np
 from layoutmap.adapters import Adapter, capable, get_adapter
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
+from layoutmap.inspecting.parity import (
+    ParityRow,
+    compared,
+    compared_numbers,
+    compared_variables,
+    plain_beside,
+)
 from layoutmap.scope.group import Group
-from layoutmap.scope.parity import ParityRow, compared, compared_numbers, compared_variables, plain_beside
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import build
 from layoutmap.testing.models.cases import EPSILONS, QUANTIZED, Case

@@ -1,0 +1,13 @@
+"""The `layoutmap` command, as a console script and as `python -m layoutmap`."""
+
+from __future__ import annotations
+
+from layoutmap.cli import interrupts
+
+
+def run() -> int:
+    """Run the command line of this process and return the exit code."""
+    interrupts.install_handler()  # before the imports below, which take a part of a second
+    from layoutmap.cli.main import main
+
+    return main()

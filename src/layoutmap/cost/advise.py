@@ -1,0 +1,160 @@
+"""Other ways to train a model whose step does not fit: each is counted, the best first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from layoutmap.core.paths import merge_paths, path_regex
+from layoutmap.cost.cost import Cost, duration
+from layoutmap.cost.search.options import Grid, activation_options
+from layoutmap.cost.search.space import Blocks
+from layoutmap.plan.advice import Advice
+from layoutmap.plan.table import PlanTable
+from layoutmap.plan.ways import Way, needs_of, typed
+from layoutmap.scope.progress import Waiting
+
+PATIENCE_SECONDS = 20.0
+"""How much time of the processor is spent on counting; all of a process, so that a busy machine advises the same."""
+
+Count = Callable[[Way], Cost]
+Ways = Callable[[], Iterable[Way | None]]
+
+
+def advise(  # why: decisions/0129
+    before: Way,
+    plan: PlanTable,
+    needed: int,
+    count: Count,
+    *,
+    blocks: Sequence[Blocks],
+    can_recompute: bool,
+    can_fuse: bool,
+    seconds: float,
+) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
+    """Count other ways to train a model.
+
+    Args:
+        before: The way that does not fit.
+        plan: Its plan.
+        needed: What a device holds at the peak in it.
+        count: Returns what a step costs in a way.
+        blocks: The layers between which activations pass.
+        can_recompute: Whether activations of blocks could be computed again in the backward pass.
+        can_fuse: Whether attention could be one fused kernel.
+        seconds: How long counting one took.
+
+    Returns:
+        Advice, best first: what fits before what does not, with the same batch, on the same devices, in less time; and
+        what was not counted, for lack of time.
+    """
+    trials, data = _Trials(before, needed, count, seconds), before.data
+    with Waiting("counting what would fit") as shown:
+        # Of several that are alike, the best one is advised.
+        alike: dict[str, Ways] = {
+            "a fused kernel for attention": lambda: [replace(before, fuse_attention=True)] * can_fuse,
+            "recomputing activations": lambda: [replace(before, remat="blocks")] * can_recompute,
+            "weights sharded over the dim of the batch": lambda: (
+                [before.sharded_over(data, plan)] if data else _over_batch(before)
+            ),
+            "other layouts of what blocks return": lambda: _activations(before, blocks),
+            "twice as many devices": lambda: map(before.doubled, before.mesh.dim_names),
+            "half the batch": lambda: [before.halved()],
+        }
+        for name, ways in alike.items():
+            trials.add_best(name, ways, shown)
+        if not trials.fits():
+            trials.add_together(shown)
+    return trials.advice(), tuple(trials.untried)
+
+
+class _Trials:
+    """Ways that were counted, for as long as there is patience."""
+
+    def __init__(self, before: Way, needed: int, count: Count, seconds: float):
+        self._before, self._needed, self._count = before, needed, count
+        self._end, self._longest = time.process_time() + PATIENCE_SECONDS, seconds
+        self._found: list[tuple[Way, Cost]] = []
+        self.untried: list[str] = []
+
+    def add_best(self, name: str, ways: Ways, shown: Callable[[], object]) -> None:
+        """Count ways that are alike, and keep the best of them."""
+        known = [way for way in needs_of(lambda: list(ways())) or () if way is not None]
+        if known and not self._has_time():
+            self.untried.append(name)
+            return
+        counted = [(way, self._counted(way, shown)) for way in known]
+        found = [(way, cost) for way, cost in counted if cost is not None]
+        self._found += [min(found, key=self._rank)] if found else []
+
+    def _has_time(self) -> bool:
+        return time.process_time() + self._longest <= self._end
+
+    def _counted(self, way: Way, shown: Callable[[], object]) -> Cost | None:
+        if not self._has_time():
+            return None
+        shown()
+        begin = time.process_time()
+        cost = needs_of(lambda: self._count(way))
+        self._longest = max(self._longest, time.process_time() - begin)
+        return cost
+
+    def fits(self) -> bool:
+        """Whether one of them fits."""
+        return any(cost.fits for _, cost in self._found)
+
+    def add_together(self, shown: Callable[[], object]) -> None:
+        """Count at once all that save something with this batch on these devices; then with half of it, and so on."""
+        found, together = sorted(self._found, key=self._rank), self._before
+        for way, cost in found:
+            is_same = way.mesh == self._before.mesh and way.inputs == self._before.inputs
+            if is_same and cost.step.peak_bytes < self._needed:
+                together = together.joined(self._before, way)
+        known, last, way = [self._before, *(way for way, _ in found)], self._needed, together
+        while way is not None:
+            if way not in known:
+                cost = self._counted(way, shown)
+                if cost is None or cost.step.peak_bytes >= last:
+                    return
+                self._found, last = [*found, (way, cost)], cost.step.peak_bytes
+                if cost.fits:
+                    return
+            way = way.halved()
+
+    def advice(self) -> tuple[Advice, ...]:
+        """The advice that was found, the best first."""
+        return tuple(
+            Advice(*typed(self._before, way), cost.step.peak_bytes, f"{duration(cost.step_seconds)} a step")
+            for way, cost in sorted(self._found, key=self._rank)
+        )
+
+    def _rank(self, found: tuple[Way, Cost]) -> Any:
+        way, cost = found
+        others = way.inputs != self._before.inputs, way.mesh != self._before.mesh
+        return (not cost.fits, *others, cost.step_seconds if cost.fits else cost.step.peak_bytes)
+
+
+def _over_batch(before: Way) -> Iterator[Way]:
+    """Ways with the batch sharded, which is not."""
+    for dim in before.mesh.mesh_dims:
+        if dim.size > 1 and before.batch_size % dim.size == 0:
+            yield replace(before, batch_dim=dim.name)
+
+
+def _activations(before: Way, blocks: Sequence[Blocks]) -> Iterator[Way]:
+    """Ways with other rules for what blocks return."""
+    names = " and ".join(merge_paths(each.paths) for each in blocks)
+    others = [dim.name for dim in before.mesh.mesh_dims if dim.size > 1 and dim.name != before.data]
+    grids = [Grid(before.mesh, before.data, other) for other in others or [None]]
+    shapes = dict.fromkeys(each.shape for each in blocks)
+    for specs in {s: None for shape in shapes for grid in grids for s in activation_options(shape, grid)}:
+        rules: dict[str, Any] = {}
+        for each in blocks:
+            match = before.rules.activations.match(each.paths[0])
+            if specs is not None and len(each.shape) == len(specs):
+                rules[match.rule.pattern if match.rule else path_regex(each.paths)] = specs
+        made = before.with_rules({}, rules)
+        if made.rules != before.rules:
+            yield replace(made, preset=before.preset, blocks=names)

@@ -1,0 +1,126 @@
+"""Calls of attention in a step, named while it is traced, so that they can be counted as one fused operation.
+
+A fused kernel (flash attention) takes queries, keys, values and a bias, and keeps no scores in memory, but computes
+them again in the backward pass. `Memory` counts what is named `FUSED` so: of what is computed inside of it only what it
+returns is held.
+
+Private names of JAX, tested on 0.9.2 and 0.10.2; where they are missing, no call is known:
+
+    jax._src.nn.functions._dot_product_attention_xla     what jax.nn.dot_product_attention calls: scores are in memory
+    jax._src.nn.functions.cudnn_dot_product_attention    the fused kernel, which can be traced where there is a GPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from layoutmap.cost.jax.graph import FUSED
+from layoutmap.cost.table import FUSED_ATTENTION, SCORED_ATTENTION
+from layoutmap.engines.patches import Attribute, Patches
+
+try:
+    from jax._src.nn import functions as _functions
+except ImportError:
+    _functions: object = None
+
+_Given = Array | None
+_XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
+
+
+@dataclass
+class Attention:  # why: decisions/0128
+    """The calls of attention in a step that is traced.
+
+    Args:
+        fuses: Whether each of them is counted as one fused operation, although the model calls no such kernel.
+        held: How many keep their scores in memory.
+        fused: How many do not.
+    """
+
+    fuses: bool
+    held: int = 0
+    fused: int = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """The assumptions about fused kernels, in sentences."""
+        fused = f"{FUSED_ATTENTION}{', whatever the model calls (fuse_attention)' * self.fuses}"
+        return [fused] * bool(self.fused) + [SCORED_ATTENTION] * bool(self.held)
+
+
+_calls: ContextVar[Attention | None] = ContextVar("layoutmap_traces_attention", default=None)
+
+
+@contextmanager
+def attention_named(fuses: bool) -> Generator[Attention]:
+    """While open, calls of attention on this thread are named; yields them."""
+    calls = Attention(fuses)
+    token = _calls.set(calls)
+    try:
+        with _PATCHES.used():
+            yield calls
+    finally:
+        _calls.reset(token)
+
+
+def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
+    def attention(
+        query: Array, key: Array, value: Array, bias: _Given, mask: _Given, *more: object, **options: Any
+    ) -> object:
+        calls = _calls.get()
+        if calls is None or not calls.fuses:
+            if calls is not None:
+                calls.held += 1
+            return plain(query, key, value, bias, mask, *more, **options)
+        calls.fused += 1
+        return _fused(lambda *given: plain(*given, None, *more, **options), query, key, value, bias, mask)
+
+    return attention
+
+
+def _of_kernel(plain: Callable[..., object]) -> Callable[..., object]:
+    def attention(
+        query: Array, key: Array, value: Array, bias: _Given, mask: _Given, *more: object, **options: Any
+    ) -> object:
+        calls = _calls.get()
+        if calls is None:
+            return plain(query, key, value, bias, mask, *more, **options)
+        calls.fused += 1
+        scale, residual = options["scale"], options.get("return_residual", False)
+        return _fused(
+            # What is masked makes no difference to what is counted.
+            lambda *given: _PLAIN(*given, None, False, scale, None, None, None, residual),
+            query,
+            key,
+            value,
+            bias,
+            mask,
+        )
+
+    return attention
+
+
+def _fused(
+    function: Callable[..., object], query: Array, key: Array, value: Array, bias: _Given, mask: _Given
+) -> object:
+    """The result of attention, computed again in the backward pass; kernels take a mask as what is added to scores."""
+    if mask is not None:
+        bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)
+    with jax.named_scope(FUSED):
+        # Behind a barrier: XLA merges what is computed twice before it partitions.
+        return jax.checkpoint(function)(query, key, value, bias)
+
+
+_THERE = hasattr(_functions, _XLA) and hasattr(_functions, _KERNEL)
+_PLAIN: Any = getattr(_functions, _XLA, None)
+_PATCHES = Patches(
+    [Attribute(_functions, _XLA, _of_xla), Attribute(_functions, _KERNEL, _of_kernel)] if _THERE else []
+)

@@ -1,0 +1,116 @@
+"""A process that has XLA compile a module for devices that are not there.
+
+It is given the name of a target and the number of devices, and answers with what XLA made, as JSON. It is started by
+`processes.Asked`.
+
+Private names, tested on jax 0.10, all but those of `shardy` in this file: `get_compile_options` and
+`backend_compile_and_load` of `jax._src.compiler`, for modules that no `jax.jit` has made, and `jaxlib.xla_client`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from layoutmap.cost.jax.compiler_process import MODULE, NoDevicesError, answer_with_print, answering
+from layoutmap.cost.jax.targets import TARGETS, Target
+
+
+def environment(target: Target, num_devices: int) -> dict[str, str]:
+    """Return the variables of the environment that the process needs."""
+    # JAX starts CPU devices alone, so that accelerators of this machine stay as free as they were.
+    needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    needed |= dict.fromkeys(("JAX_ENABLE_COMPILATION_CACHE", "JAX_DISABLE_MOST_OPTIMIZATIONS"), "false")
+    if target.platform == "cpu":
+        return needed | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
+    if target.platform == "cuda":
+        # Tiles of Triton's are chosen by trying them on the GPU; without one XLA fails for shapes such as a ViT's.
+        return needed | {
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false --xla_dump_to=. --xla_dump_hlo_as_text",
+        }
+    # No question to a cloud's metadata server, no lock on the TPUs of this machine, and no logs in /tmp.
+    return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
+
+
+def _devices(target: Target, num_devices: int) -> list[object]:
+    import jax
+    from jax.experimental import topologies
+
+    if target.platform == "cpu":
+        return jax.devices("cpu")
+    if target.platform == "cuda":
+        of_host = num_devices if num_devices < 8 else math.gcd(num_devices, 8)
+        topology = f"1x{num_devices // of_host}x{of_host}"
+        options = {"platform": "cuda", "topology": topology, "target_config": target.config}
+        return topologies.get_topology_desc(topology_name="", **options).devices
+    sides = target.sides(num_devices)
+    # A host has two by two of them, or fewer where a side is odd.
+    hosts = [2 - each % 2 for each in sides[:2]]
+    return topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=f"{target.chip}:{'x'.join(map(str, sides))}",
+        chips_per_host_bounds=[*hosts, 1],
+    ).devices
+
+
+_LAST = "_gpu_after_optimizations-memory-usage-report.txt"
+"""The end of the name of the file that XLA for GPUs prints last, before it makes code of the module."""
+
+
+def _printed(file: Path) -> str:
+    """The module and its buffers as XLA has printed them, before it makes code."""
+    name = file.name.removesuffix("-memory-usage-report.txt")
+    sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"), 0)
+    with open(f"{name}-buffer-assignment.txt") as lines:
+        for line in lines:
+            if found := re.match(r"allocation \d+: size (\d+), (.*)", line):
+                is_given, is_returned = "parameter " in found[2], "maybe-live-out" in found[2]
+                sizes["argument_bytes"] += int(found[1]) * is_given
+                sizes["output_bytes"] += int(found[1]) * is_returned
+                sizes["alias_bytes"] += int(found[1]) * (is_given and is_returned)
+                sizes["temp_bytes"] += int(found[1]) * ("preallocated-temp" in found[2])
+    return json.dumps({"text": Path(f"{name}.txt").read_text(), **sizes})
+
+
+def _compiled(devices: list[Any], module: bytes) -> dict[str, Any]:
+    import numpy as np
+    from jax._src import compiler
+    from jaxlib import xla_client
+
+    from layoutmap.engines.jax import shardy
+
+    assignment = np.array([device.id for device in devices]).reshape(1, len(devices))
+    options = compiler.get_compile_options(1, len(devices), assignment)
+    with shardy.context():
+        parsed = shardy.parsed(module)
+        made = compiler.backend_compile_and_load(
+            devices[0].client, parsed, xla_client.DeviceList(tuple(devices)), options, []
+        )
+    memory = made.get_compiled_memory_stats()
+    return {
+        "text": made.hlo_modules()[0].to_string(),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def main(name: str, num_devices: str) -> None:  # why: decisions/0099
+    """Answer with what XLA makes of the module in this folder, and end this process.
+
+    Args:
+        name: The name of a target.
+        num_devices: The size of the module's mesh.
+    """
+    with answering() as answer:
+        try:
+            devices = _devices(TARGETS[name], int(num_devices))[: int(num_devices)]
+        except Exception as error:
+            raise NoDevicesError from error
+        answer_with_print(answer, _LAST, _printed)
+        answer(json.dumps(_compiled(devices, Path(MODULE).read_bytes())))

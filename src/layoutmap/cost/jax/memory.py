@@ -1,0 +1,336 @@
+"""The peak of what a device holds while it runs operations in some order, by when each value is last used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+
+from layoutmap.cost.jax.graph import BARRIER, Block, Op, Value
+from layoutmap.cost.table import Collective
+
+_FUSED = """
+    abs add and atan2 broadcast_in_dim cbrt ceil clamp compare complex concatenate constant convert
+    cosine divide erf exponential exponential_minus_one floor imag iota is_finite log log_plus_one
+    logistic maximum minimum multiply negate not or pad popcnt power real reduce_precision remainder
+    reverse round_nearest_afz round_nearest_even rsqrt select shift_left shift_right_arithmetic
+    shift_right_logical sign sine slice sqrt subtract tan tanh transpose xor
+"""
+FUSED = frozenset(_FUSED.split())
+"""Operations that are computed inside of what takes their results, and so hold nothing."""
+
+DEAR = frozenset(("tanh", "erf"))
+"""Operations whose results XLA keeps for the backward pass, as it does those of `Op.function`: to compute is dear."""
+
+ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tuple", "get_tuple_element"))
+"""Operations whose results are their operands."""
+
+IN_PLACE = frozenset(("all_reduce", "dynamic_update_slice", "scatter", "while"))
+"""Operations whose results take the place of operands."""
+
+READ = frozenset(
+    ("dot_general", "convolution", "custom_call", "while", "case", "sort", "return", "concatenate")
+)
+"""Operations that take what is in memory."""
+
+_SMALL = 4096  # bytes of a table with a number for each device
+
+_MULTIPLE = 8
+"""Of elements that a tensor core multiplies at once, in types of two bytes."""
+
+_PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
+"""Operations that a gradient of a weight is made by."""
+
+
+_MORE, _RECOMPUTED, _WORKSPACE, _COMBINED = 1.1, 1.5, 4 << 20, 30 << 20
+"""The factors of what was counted, plain or with activations that are computed again; bytes of a workspace; bytes of
+one kind of collectives that XLA combines at most.
+"""
+
+
+def upper_bound(
+    num_bytes: int, collectives: Iterable[Collective] = (), recomputes: bool = False
+) -> int:  # why: decisions/0165
+    """Return the most bytes that XLA for GPUs needs beside a step's arguments.
+
+    Args:
+        num_bytes: What was counted. A tenth of it is added for copies in other orders of axes and gaps between buffers,
+            and the workspace of matrix products.
+        collectives: Those of the step: XLA combines those of one kind up to 30 MiB, and their operands wait for it.
+        recomputes: Whether activations are computed again, outside of loops: half of what was counted is added then, as
+            XLA may have the gradients of weights wait, and what they are made of with them.
+    """
+    kinds = Counter[str]()
+    for each in collectives:
+        kinds[each.kind] += each.calls * each.tensor_bytes
+    combined = sum(min(each, _COMBINED) for each in kinds.values())
+    return int(num_bytes * (_RECOMPUTED if recomputes else _MORE)) + _WORKSPACE + combined
+
+
+def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
+    """Return operations in the order that XLA prefers: gradients of weights after the backward pass, updates last.
+
+    XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
+    waits for them. So the products that make them come last, and what these read is held until then. Where activations
+    are computed again, which a barrier says, that would hold all of them at once; there they come first.
+    """
+    if any(map(recomputes, ops)):
+        return gradients_first(ops)
+    late, backward = _late(ops), _backward(ops)
+    first = [op for op in ops if id(op) not in late]
+    updates = _and_after({id(op) for op in ops if op.is_update}, ops)
+    return [
+        *_early(first, backward),
+        *sorted((op for op in ops if id(op) in late), key=lambda op: id(op) in updates),
+    ]
+
+
+def recomputes(op: Op) -> bool:
+    """Return whether activations are computed again from its results; JAX puts barriers before numbers, too."""
+    return op.name == BARRIER and not op.is_fused and any(value.size > 1 for value in op.operands)
+
+
+def gradients_first(ops: Sequence[Op]) -> list[Op]:
+    """Return operations in an order in which gradients of weights, and updates, come as soon as they can."""
+    return _early(ops, _backward(ops), _late(ops))
+
+
+def _early(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) -> list[Op]:
+    """Operations with the forward pass first, and what needs others of them as soon as it can, late ones first.
+
+    A module's text has them one result of the step after another, each after all that it alone needs.
+    """
+    missing = {id(op): {id(v.maker) for v in op.operands if v.maker is not None} for op in ops}
+    eager = (backward | late) - _numbers(ops)
+    waiting = {id(op): op for op in ops if id(op) in eager and missing[id(op)] & eager}
+    made: list[Op] = []
+    for first in [op for op in sorted(ops, key=lambda op: id(op) in eager) if id(op) not in waiting]:
+        todo = [first]
+        while todo:
+            op = todo.pop(0)
+            made.append(op)
+            for use in dict.fromkeys(
+                use for result in op.results for use in result.uses if id(use) in waiting
+            ):
+                missing[id(use)].discard(id(op))
+                if not missing[id(use)]:
+                    todo.insert(0 if id(use) in late else len(todo), waiting.pop(id(use)))
+    return made
+
+
+def _numbers(ops: Sequence[Op]) -> Set[int]:
+    """The operations that make a number of constants and of the device's own, such as where its slice begins."""
+    found: set[int] = set()
+    for op in ops:
+        is_number = all(id(v.maker) in found for v in op.operands) and all(v.size <= 1 for v in op.results)
+        if is_number or (op.name == "constant" and op.results[0].num_bytes <= _SMALL):
+            found.add(id(op))
+    return found
+
+
+def _backward(ops: Sequence[Op]) -> Set[int]:
+    """The operations of the backward pass, and all that needs them; what is computed again comes after a barrier."""
+    return _and_after({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
+
+
+def _and_after(some: Set[int], ops: Sequence[Op]) -> Set[int]:
+    """Some operations, and all that need their results."""
+    found = set(some)
+    for op in ops:
+        if any(id(value.maker) in found for value in op.operands):
+            found.add(id(op))
+    return found
+
+
+def _late(ops: Sequence[Op]) -> Set[int]:
+    """The gradients of weights, and the update."""
+    late: set[int] = set()
+    for op in reversed(ops):
+        uses = [use for result in op.results for use in result.uses]
+        ends = all(use.is_update or (id(use) in late and use.name not in _PRODUCTS) for use in uses)
+        if op.is_update or (uses and ends and op.is_backward):
+            late.add(id(op))
+    return _and_after(late, ops)
+
+
+class Memory:
+    """The bytes that the operations of a block hold.
+
+    Args:
+        block: The block.
+        kept: Values that are somewhere already, and are not counted.
+        ops: Its operations in another order.
+        describe: What is said of a value that is held at a peak; `None`: `held` is empty.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        kept: frozenset[int] = frozenset(),
+        ops: Sequence[Op] = (),
+        describe: Callable[[Value], object] | None = None,
+    ):
+        self._ops = ops or block.ops
+        self._describe = describe
+        self._kept = kept | {id(each) for each in block.arguments}
+        self._roots: dict[int, tuple[Value, ...]] = {}
+        self.inner: dict[int, int] = {}
+        self.traffic = 0
+        self.peaks: dict[tuple[str, str], int] = {}
+        self.held: dict[tuple[str, str], Counter[object]] = {}
+        self._held_inside: dict[int, Counter[object]] = {}
+        self.peak = self._run()
+
+    def roots(self, value: Value) -> tuple[Value, ...]:
+        """The values in memory that one is read from."""
+        return self._roots.get(id(value), (value,))
+
+    def _run(self) -> int:
+        ops = self._ops
+        last: dict[int, int] = {}
+        made: dict[int, list[Value]] = {}
+        copies: dict[int, Value] = {}
+        for number, op in enumerate(ops):
+            sources = self._sources(op)
+            for result in op.results:
+                self._roots[id(result)] = self._of(op, result, sources)
+            for value in sources:
+                last[id(value)] = number
+            new = [r for r in op.results if self._roots[id(r)] == (r,) and id(r) not in self._kept]
+            made[number] = new
+            for value in new:
+                last.setdefault(id(value), number)
+            for operand in _padded(op):
+                if id(operand) not in copies:  # made for the first product, and held for that of the gradient
+                    copies[id(operand)] = Value(operand.shape, operand.dtype, operand.maker, operand.number)
+                    made[number] = [*made[number], copies[id(operand)]]
+                last[id(copies[id(operand)])] = number
+            self._count_traffic(op, sources, op.results if op.name == "all_reduce" else new)
+        ends: dict[int, list[int]] = {}
+        for value_id, number in last.items():
+            ends.setdefault(number, []).append(value_id)
+        sizes: dict[int, int] = {}
+        values: dict[int, Value] = {}
+        now = peak = 0
+        for number, op in enumerate(ops):
+            for value in made[number]:
+                sizes[id(value)] = value.num_bytes
+                values[id(value)] = value
+                now += value.num_bytes
+            here = now + self._peak_inside(op)
+            peak = max(peak, here)
+            key = (op.where, "update" if op.is_update else "backward" if op.is_backward else "forward")
+            if self._describe is not None and here > self.peaks.get(key, -1):
+                self.held[key] = self._held((values[each] for each in sizes), op)
+            self.peaks[key] = max(self.peaks.get(key, 0), here)
+            for value_id in ends.get(number, ()):
+                now -= sizes.pop(value_id, 0)
+        return peak
+
+    def _held(self, values: Iterable[Value], op: Op) -> Counter[object]:
+        """Bytes of what is held now, by what is said of it; of a loop or a branch, with what is held inside."""
+        assert self._describe is not None
+        found = Counter[object]()
+        for value in values:
+            found[self._describe(value)] += value.num_bytes
+        inside = max(op.blocks, key=lambda each: self.inner.get(id(each), 0), default=None)
+        return found + self._held_inside[id(inside)] if inside is not None else found
+
+    def _sources(self, op: Op) -> list[Value]:
+        return list({id(root): root for value in op.operands for root in self.roots(value)}.values())
+
+    def _of(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
+        if op.is_fused and op.name not in COLLECTIVE_NAMES:
+            return tuple(sources) if all(use.is_fused for use in result.uses) else (result,)
+        if op.name in ALIASES or (op.name == "copy" and all(use.name == "while" for use in result.uses)):
+            return self.roots(op.operands[result.number if len(op.operands) > 1 else 0])
+        if op.name == "while":
+            return self._carried(op, result)
+        if op.name in IN_PLACE:
+            return self._taken(op.operands[0], result)
+        if op.name in FUSED and not self._is_read(result) and not _is_kept(op):
+            return tuple(sources)
+        return (result,)
+
+    def _carried(self, op: Op, result: Value) -> tuple[Value, ...]:
+        operand, body = op.operands[result.number], op.blocks[-1]
+        if body.returned[result.number] is body.arguments[result.number]:
+            return self.roots(operand)
+        taken = self._taken(operand, result)
+        # One of the results has the place of what several begin with, such as zeros; the others have their own.
+        is_first = all(each is not operand for each in op.operands[: result.number])
+        return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
+
+    def _taken(self, operand: Value, result: Value) -> tuple[Value, ...]:
+        """The value whose place a result takes: what its operand is read from, if that is as large."""
+        roots = self.roots(operand)
+        return roots if len(roots) == 1 and roots[0].num_bytes == result.num_bytes else (result,)
+
+    def _is_read(self, value: Value) -> bool:
+        made = value.maker
+        # One number for all scores, which XLA shares between calls, is part of each kernel.
+        is_number = made is not None and made.name == "broadcast_in_dim" and made.operands[0].size == 1
+        return any(
+            (use.is_fused and not is_number) or use.name in READ or use.name in COLLECTIVE_NAMES
+            for use in value.uses
+        )
+
+    def _peak_inside(self, op: Op) -> int:
+        found = 0
+        for inner in op.blocks:
+            if id(inner) not in self.inner:
+                memory = Memory(inner, ops=gradients_first(inner.ops), describe=self._describe)
+                self.inner[id(inner)] = memory.peak
+                highest = max(memory.peaks, key=lambda key: memory.peaks[key], default=None)
+                self._held_inside[id(inner)] = memory.held.get(highest, Counter()) if highest else Counter()
+                self.traffic += memory.traffic * op.trips
+            found = max(found, self.inner[id(inner)])
+        return found
+
+    def _count_traffic(self, op: Op, sources: list[Value], new: list[Value]) -> None:
+        if op.blocks or op.name == "return" or not new:
+            return
+        if op.name in ("gather", "dynamic_slice"):
+            self.traffic += 2 * sum(value.num_bytes for value in new)
+        else:
+            # A sum over many layers is in memory, rather than made of all its parts again wherever it is read.
+            operands = {id(value): value for value in op.operands}.values()
+            read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
+            self.traffic += read + sum(value.num_bytes for value in new)
+
+
+def _padded(op: Op) -> Sequence[Value]:
+    """The operands of a product that XLA for GPUs pads, in copies: tensor cores take multiples of 8."""
+    if op.name != "dot_general" or op.operands[0].dtype not in ("bfloat16", "float16") or not op.flops:
+        return ()
+    left, right = op.operands
+    length = op.flops // (2 * op.results[0].size)  # of what is added up
+    batch = left.size * right.size // (op.results[0].size * length**2)
+    return [
+        each for each in op.operands if any(n % _MULTIPLE for n in (length, each.size // (batch * length)))
+    ]
+
+
+def _is_kept(op: Op) -> bool:
+    uses = [use for result in op.results for use in result.uses]
+    is_dear = op.name in DEAR or (op.function and any(use.function != op.function for use in uses))
+    return bool(is_dear) and any(use.is_backward for use in uses) and not op.is_backward and not op.is_update
+
+
+COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"))
+
+
+def memory_of(
+    block: Block, donated: Mapping[int, int], describe: Callable[[Value], object] | None = None
+) -> tuple[Memory, Memory]:
+    """Return the memory of a step, without that of its arguments: with gradients of weights last, and first.
+
+    Args:
+        block: The step.
+        donated: For each result that takes the place of an argument, the number of that.
+        describe: See `Memory`.
+    """
+    kept = frozenset(id(block.returned[number]) for number in donated)
+    last, first = (
+        Memory(block, kept, order(block.ops), describe) for order in (gradients_last, gradients_first)
+    )
+    return last, first

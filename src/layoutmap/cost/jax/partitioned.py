@@ -1,0 +1,349 @@
+"""The text of what XLA made of a step, read as operations and the values between them.
+
+%dot.174 = bf16[8,2048,4096]{2,1,0} dot(%convert.349, %param.140), lhs_contracting_dims={2}, .., metadata={op_name=".."}
+%all-reduce.1 = bf16[8,2048,4096]{2,1,0} all-reduce(%dot.181), channel_id=6, replica_groups=[8,8]<=[64], ..
+
+It is that of the partitioner, or that of the compiler for CPUs or GPUs: collectives that start and end apart are one
+operation here, and those that were combined are several. Tuples are lists of values, calls and fusions are inlined, and
+a slice whose place depends on the device says along which mesh dims it does: the place is computed for all devices from
+the partitioner's tables of small whole numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layoutmap.core.mesh import Mesh
+from layoutmap.cost.jax.graph import BARRIER, Block, Op, Place, Value, place_of
+from layoutmap.cost.jax.hlo import (
+    NAMES,
+    SHAPE,
+    Operation,
+    computations,
+    dtype_named,
+    inner_computations,
+    operands_of,
+)
+
+Numbers = np.ndarray | None
+_NAMES = NAMES | {
+    "bitcast": "reshape",
+    "broadcast": "broadcast_in_dim",
+    "conditional": "case",
+    "dot": "dot_general",
+    "opt-barrier": BARRIER,
+}
+_CALLS = ("call", "fusion", "async-start")
+_MARKS = ("Sharding", "xla.sdy.FuncResultSharding", "xla.sdy.PropagationBarrier")
+"""Custom calls that return what they are given."""
+
+_UNEQUAL = re.compile(
+    r", (?:channel_id|metadata|sharding|frontend_attributes|use_global_device_ids|to_apply|backend_config)="
+    r"(?:\{[^}]*\}|[^,]*)"
+)
+"""Attributes in which two operations that do the same may differ."""
+
+_IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
+"""Numbers from 0 on, in a shape, with its axes in another order."""
+
+
+def read(text: str, mesh: Mesh) -> Block:
+    """Return the operations of the module that a text prints.
+
+    Args:
+        text: The module after the partitioner, with large constants.
+        mesh: The mesh that it was partitioned for.
+    """
+    bodies, entry = computations(text)
+    return _Reader(bodies, mesh).block(entry)
+
+
+class _Reader:
+    def __init__(self, bodies: Mapping[str, Sequence[Operation]], mesh: Mesh):
+        self._bodies = bodies
+        self._places = _Places(mesh)
+
+    def block(self, name: str, inside: Place = ("", False, False, False)) -> Block:
+        """The operations of a computation; `inside` is the place of what it is part of."""
+        ops: list[Op] = []
+        arguments: dict[int, object] = {}
+        result = self._read(name, (), arguments, ops, inside)
+        made = Op("return", _flat(result), [], *inside)
+        for value in made.operands:
+            value.uses.append(made)
+        return Block(_flat([arguments[number] for number in sorted(arguments)]), [*ops, made])
+
+    def _read(
+        self, name: str, given: Sequence[object], arguments: dict[int, object], ops: list[Op], inside: Place
+    ) -> Any:
+        values: dict[str, object] = {}
+        numbers: dict[str, np.ndarray] = {}
+        last: object = []
+        for each in self._bodies[name]:
+            if each.op == "parameter":
+                number = int(each.rest.partition(")")[0])
+                last = given[number] if given else _values(each.shape)
+                arguments[number] = last
+            else:
+                last = self._made(each, values, numbers, ops, inside)
+            values[each.name] = last
+        return last
+
+    def _made(
+        self, each: Operation, values: dict[str, Any], numbers: dict[str, Any], ops: list[Op], inside: Place
+    ) -> Any:
+        """The result of an operation, which is added to `ops` unless it only takes others together, or apart."""
+        names = [] if each.op == "constant" else operands_of(each)
+        given = [values[name] for name in names]
+        if each.op == "tuple":
+            return given
+        if each.op == "get-tuple-element":
+            return given[0][int(_attribute(each, r"index=(\d+)"))]
+        if each.op == "custom-call" and _attribute(each, r'custom_call_target="([^"]*)"') in _MARKS:
+            return given[0]
+        if each.op.endswith("-done") or each.op == "copy-start":
+            return given[0]
+        place = _place(each, inside)
+        if each.op in _CALLS:
+            return self._read(_attribute(each, r"(?:to_apply|calls)=%?([\w.\-]+)"), given, {}, ops, place)
+        known = [numbers.get(name) for name in names]
+        found = self._places.number(each, known)
+        if found is not None:
+            numbers[each.name] = found
+        kind, shape = each.op.removesuffix("-start"), each.shape
+        if kind in NAMES and each.op != kind and kind != "all-reduce":
+            shape = _parts(shape)[1]  # the first is what it is given
+        each = each._replace(op=kind, shape=shape)
+        if kind in NAMES and kind != "all-to-all" and shape.startswith("("):  # the compiler combines several
+            parts = zip(given, _parts(shape), strict=True)
+            return [
+                self._added(each._replace(shape=part), [one], known, _place_of(one, place), ops)
+                for one, part in parts
+            ]
+        return self._added(each, given, known, place, ops)
+
+    def _added(
+        self, each: Operation, given: Sequence[Any], known: Sequence[Numbers], place: Place, ops: list[Op]
+    ) -> Any:
+        result = _values(each.shape)
+        made = Op(_NAMES.get(each.op, each.op.replace("-", "_")), _flat(given), _flat(result), *place)
+        for number, value in enumerate(made.results):
+            value.maker, value.number = made, number
+        for value in made.operands:
+            value.uses.append(made)
+        self._describe(made, each, known)
+        ops.append(made)
+        return result
+
+    def _describe(self, made: Op, each: Operation, numbers: Sequence[Numbers]) -> None:
+        """Say what an operation does beside taking operands and returning results."""
+        if each.op in NAMES:
+            made.dims, made.group = self._places.exchanging(each.rest)
+        elif each.op == "dynamic-slice":
+            made.dims = self._places.varying(numbers[1:])
+            made.name = "slice" if made.dims else made.name
+        elif each.op == "dot":
+            sizes = _attribute(each, r"lhs_contracting_dims=\{([\d,]*)\}").split(",")
+            contracting = [made.operands[0].shape[int(n)] for n in sizes if n]
+            made.flops = 2 * made.results[0].size * math.prod(contracting)
+        elif each.op == "convolution":
+            made.flops = _flops_of_convolution(made.results[0], made.operands[1], each)
+        elif each.op == "custom-call":
+            made.flops = _flops_of_call(made, each)
+        elif each.op in ("while", "conditional"):
+            place = made.where, made.is_backward, made.is_update, made.is_fused
+            made.blocks += [self.block(name, place) for name in inner_computations(each.rest)]
+            made.trips = _trips(made) if each.op == "while" else 1
+        made.function = _attribute(each, r'op_name="[^"]*/(erfc?|erf_inv)"')
+        values, _, attributes = each.rest.partition(")")
+        is_alone = made.blocks or ("to_apply=" in attributes and each.op not in NAMES)
+        made.key = (
+            None if is_alone else (values * (each.op == "constant"), _UNEQUAL.sub("", attributes), each.shape)
+        )
+
+
+class _Places:
+    """Which devices exchange, and which take different parts, on a mesh."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._devices = np.arange(mesh.size)
+        self._coords = dict(zip(mesh.dim_names, np.unravel_index(self._devices, mesh.shape), strict=True))
+
+    def exchanging(self, rest: str) -> tuple[tuple[str, ...], int]:
+        """The dims along which the devices of a collective exchange, and how many do; 0: all that are along them."""
+        if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
+            ends = np.array([each.split(",") for each in re.findall(r"\d+,\d+", pairs[1])], int).reshape(
+                -1, 2
+            )
+            dims = [dim for dim, at in self._coords.items() if (at[ends[:, 0]] != at[ends[:, 1]]).any()]
+            return tuple(dims), 0
+        group = self._group(rest)
+        dims = tuple(dim for dim, at in self._coords.items() if len(np.unique(at[group])) > 1)
+        is_all = len(group) == math.prod(map(self._mesh.dim_size, dims))
+        return dims, 0 if is_all else len(group)
+
+    def _group(self, rest: str) -> np.ndarray:
+        """The devices of the first group, in each of the ways that XLA writes it."""
+        if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", rest):
+            return self._in_order(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
+        if found := re.search(
+            rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{([^}}]*)\}}", rest
+        ):
+            axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])]
+            parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[4])
+            taken = {name: (int(before or 1), int(length or 0)) for name, before, length in parts}
+            devices = self._in_order(found[2] or str(len(self._devices)), found[3])
+            places: list[np.ndarray] = []
+            for name, size in axes:
+                before, length = taken.get(name, (1, 1))
+                places.append(np.arange(length or size) * (size // before // (length or size)))
+            return devices.reshape([size for _, size in axes])[np.ix_(*places)].ravel()
+        if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+            return np.array([int(n) for n in found[1].split(",")])
+        return self._devices
+
+    def _in_order(self, sizes: str, order: str | None) -> np.ndarray:
+        """The devices in the order that a text says: `[16,4]T(1,0)` is theirs by the minor axis first."""
+        shape = [int(n) for n in sizes.split(",")]
+        axes = [int(n) for n in order.split(",")] if order else range(len(shape))
+        return self._devices.reshape(shape).transpose(axes).ravel()
+
+    def varying(self, offsets: Sequence[Numbers]) -> tuple[str, ...]:
+        """The dims along which devices take a slice at different places."""
+        found: list[str] = []
+        for at in offsets:
+            if at is None or len(at) != self._mesh.size:
+                continue
+            at = at.reshape(self._mesh.shape)
+            found += [d for n, d in enumerate(self._mesh.dim_names) if (at != at.take([0], n)).any()]
+        return tuple(dim for dim in self._mesh.dim_names if dim in found)
+
+    def number(self, each: Operation, given: Sequence[Any]) -> Numbers:
+        """A small whole number, or a table, on each device, the device's axis first; `None`: it is something else."""
+        if each.op == "partition-id":
+            return self._devices
+        if each.op == "constant":
+            return self._table(each)
+        if not given or any(value is None for value in given):
+            return None
+        if each.op in ("reshape", "copy", "bitcast"):
+            return given[0].reshape(len(given[0]), *_shape(each.shape))
+        if each.op == "convert":
+            return given[0] if each.shape[0] in "su" else None
+        if each.op == "dynamic-slice" and given[0].ndim == 2 and _shape(each.shape) == (1,):
+            return np.take(given[0][0], given[1], mode="clip").reshape(-1, 1)
+        if each.op in _OPERATIONS and given[0].ndim == given[-1].ndim:
+            return _OPERATIONS[each.op](given[0], given[-1])
+        return None
+
+    def _table(self, each: Operation) -> Numbers:
+        if each.shape[0] not in "su" or math.prod(_shape(each.shape)) > max(self._mesh.size, 64):
+            return None
+        found = re.findall(r"-?\d+", each.rest.partition(")")[0])
+        shape = (1, *_shape(each.shape))
+        return np.array(found, np.int64).reshape(shape) if len(found) == math.prod(shape) else None
+
+
+_OPERATIONS: Mapping[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": lambda a, b: a // np.maximum(b, 1),
+    "remainder": lambda a, b: a % np.maximum(b, 1),
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+}
+
+
+def _flops_of_convolution(result: Value, kernel: Value, each: Operation) -> int:
+    labels = _attribute(each, r"dim_labels=\w+_(\w+)->")
+    return 2 * result.size * kernel.size // max(kernel.shape[labels.index("o")], 1)
+
+
+def _flops_of_call(made: Op, each: Operation) -> int:
+    """Operations of the product or the convolution that XLA for GPUs has a library compute; 0: it is something else."""
+    target = _attribute(each, r'custom_call_target="([^"]*)"')
+    if target.startswith("__cublas"):
+        axes = _attribute(each, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        length = math.prod(made.operands[0].shape[int(n)] for n in re.findall(r"\d+", axes))
+        return 2 * made.results[0].size * length
+    if not target.startswith("__cudnn$conv"):
+        return 0
+    # Of gradients, too, the labels are those of the convolution itself.
+    given, result = made.operands, made.results[0]
+    if target.endswith("BackwardInput"):
+        return _flops_of_convolution(given[0], given[1], each)
+    of = (given[1], result) if target.endswith("BackwardFilter") else (result, given[1])
+    return _flops_of_convolution(*of, each)
+
+
+def _place(each: Operation, inside: Place) -> Any:
+    found = place_of(_attribute(each, r'op_name="([^"]*)"'))
+    return tuple(own or outer for own, outer in zip(found, inside, strict=True)) if inside else found
+
+
+def _place_of(value: Value, place: Place) -> Place:
+    """The place of what makes a value, where the operation that takes it has none: it stands for several."""
+    made = value.maker
+    return (
+        place if any(place) or made is None else (made.where, made.is_backward, made.is_update, made.is_fused)
+    )
+
+
+def _attribute(each: Operation, pattern: str) -> str:
+    found = re.search(pattern, each.rest)
+    return found[1] if found else ""
+
+
+def _trips(made: Op) -> int:
+    """How often a loop runs whose condition compares a counter with a constant; 1 if that is not known."""
+    block = made.blocks[-2]  # the condition; the body is the last
+    root = block.returned[0].maker
+    if root is None or root.name != "compare":
+        return 1
+    counter, limit = root.operands
+    start = next((made.operands[n] for n, arg in enumerate(block.arguments) if arg is counter), None)
+    last, first = _constant(limit), _constant(start)
+    return 1 if last is None else max(last - (first or 0), 1)
+
+
+def _constant(value: Value | None) -> int | None:
+    if value is None or value.maker is None or value.maker.name != "constant" or value.shape:
+        return None
+    return int(value.maker.key[0]) if re.fullmatch(r"-?\d+", value.maker.key[0]) else None
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    found = SHAPE.search(text)
+    return tuple(int(n) for n in found[2].split(",") if n) if found else ()
+
+
+def _values(shape: str) -> Any:
+    """A value of a shape, or for a tuple a list of values."""
+    if not shape.startswith("("):
+        found = SHAPE.search(shape)
+        return Value(_shape(shape), dtype_named(found[1])) if found else Value((0,), "bool")  # a token
+    return [_values(each) for each in _parts(shape)]
+
+
+def _parts(shape: str) -> list[str]:
+    """The shapes in that of a tuple."""
+    parts, depth, start = list[str](), 0, 1
+    for place, sign in enumerate(shape):
+        depth += (sign in "([{") - (sign in ")]}")
+        if (sign == "," and depth == 1) or (sign == ")" and depth == 0):
+            parts.append(re.sub(r"/\*.*?\*/", "", shape[start:place]).strip())
+            start = place + 1
+    return [part for part in parts if part]
+
+
+def _flat(values: Any) -> list[Value]:
+    if isinstance(values, Value):
+        return [values]
+    return [value for each in values for value in _flat(each)]

@@ -1,0 +1,54 @@
+"""A process that has XLA's partitioner print what it makes of a module, for any number of devices.
+
+It needs jaxlib alone, and takes a fifth of what compiling does: the process ends with the print. It is started by
+`processes.Asked`.
+
+Private names, tested on jaxlib 0.10.2: all of `jaxlib.xla_client`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from layoutmap.cost.jax.compiler_process import MODULE, answer_with_print, answering
+
+_MOST_SECONDS = 10  # from the end of compiling to the print, which was before it
+_MOST_DEVICES = 2048
+_PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
+ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_CPP_MIN_LOG_LEVEL": "2"}
+"""The variables of the environment that the process needs."""
+
+
+def main(num_devices: str) -> None:  # why: decisions/0156
+    """Answer with the module in this folder as the partitioner leaves it, and end this process."""
+    with answering() as answer:
+        # For one device there is nothing to partition.
+        wanted = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
+
+        answer_with_print(answer, wanted, _whole)
+        _compile(Path(MODULE).read_bytes(), int(num_devices))
+        time.sleep(_MOST_SECONDS)
+
+
+def _whole(file: Path) -> str:
+    """The module that a file has, once it is all there."""
+    text = file.read_text()
+    return text if "\nENTRY" in text and text.rstrip().endswith("\n}") else ""
+
+
+def _compile(module: bytes, num_devices: int) -> None:
+    import numpy as np
+    from jaxlib import xla_client
+
+    # The client knows the first 2,048 devices as its own, and nothing runs: those of larger meshes stand for several.
+    client = xla_client.make_cpu_client(num_devices=min(num_devices, _MOST_DEVICES))
+    options = xla_client.CompileOptions()
+    options.num_partitions = num_devices
+    options.executable_build_options.use_spmd_partitioning = True
+    options.executable_build_options.use_shardy_partitioner = True
+    options.device_assignment = xla_client.DeviceAssignment.create(
+        (np.arange(num_devices) % _MOST_DEVICES).reshape(1, -1)
+    )
+    devices = xla_client.DeviceList(tuple(client.devices()))
+    client.compile_and_load(module, executable_devices=devices, compile_options=options)

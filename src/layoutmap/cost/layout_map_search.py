@@ -1,0 +1,470 @@
+"""`search`: the layout map with which a training step takes least, found for a model and a machine.
+
+The file is longer than others for the docstrings of `search` and of what it returns, which are their reference.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any, Literal
+
+from layoutmap.core.arguments import as_int, kind_of
+from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
+from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.paths import merge_paths, starred
+from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.cost.cost import Cost, duration
+from layoutmap.cost.lower_step import LoweredStep, lower_step
+from layoutmap.cost.machine import Machine
+from layoutmap.cost.machines import machine_for, machine_named
+from layoutmap.cost.plan_cost import compiler_at_hand, target_of
+from layoutmap.cost.search.experts import Expert, expert_of, experts, fitting_preset
+from layoutmap.cost.search.figure_cache import KeptFigures
+from layoutmap.cost.search.finalists import best_compiled, first_that_fits, searched_on
+from layoutmap.cost.search.loop import Evaluate, Figures, Outcome, Tried
+from layoutmap.cost.search.loop import search as find
+from layoutmap.cost.search.options import Grid, grid_of, grids
+from layoutmap.cost.search.result_table import HEAD, RIGHT, recompute_text, rows, verdict
+from layoutmap.cost.search.space import Model, blocks_of
+from layoutmap.cost.table import StepCost
+from layoutmap.cost.verified import Verified
+from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.rule_set import RuleSet, given_mesh
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.plan import Plan
+
+_NAMES_OF_BATCH = ("data", "batch", "dp", "fsdp")
+_BETWEEN_SECONDS = 0.2
+
+
+class SearchResult:
+    """The result of `search`; printed, it shows the rules and how they compare with those of experts.
+
+    Attributes:
+        layout_map: The rules: a map as any other, which `to_yaml` writes to a file.
+        batch_dim: The mesh dim over which batches are sharded: `scope(batch_dim=..)`; `None`: they are not.
+        plan: Its plan, with `plan.cost`.
+        verdict: How it compares with the best map of an expert that fits, in a sentence.
+        rows: What was found and experts' maps: name, mesh, time of a step, memory, and why one cannot be used.
+        num_tried: For how many maps the cost was counted.
+        is_complete: Whether the search came to its end; `False`: it was interrupted.
+        recompute: Whose activations must be recomputed in the backward pass for it to fit or to be as fast, why, and
+            how to have the model's library do that; empty: nothing is needed beyond the model's own code.
+        compiled: What XLA's compiler makes of a step with it, with `peak_bytes` and `sent_bytes`; `None` without
+            `verify`, or if an interrupt came before.
+    """
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        plan: Plan,
+        batch_dim: str | None,
+        target: str | None = None,
+        recompute: str = "",
+    ):
+        best = outcome.best.layout_map
+        self.layout_map = LayoutMap(best.mesh, uneven=best.uneven, rest=best.rest)
+        self.layout_map.update(best)
+        self.batch_dim = batch_dim
+        self.plan = plan
+        self.verdict = verdict(outcome)
+        self.rows = rows(outcome)
+        self.num_tried = outcome.num_tried
+        self.is_complete = outcome.is_complete
+        self.compiled = self.cost.verified
+        self._target = target
+        self.recompute = recompute
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of a step with the map."""
+        assert isinstance(self.plan.cost, Cost)
+        return self.plan.cost
+
+    @property
+    def _line(self) -> str:
+        seconds, peak = self.cost.step_seconds, size(self.cost.step.peak_bytes)
+        ended = "" if self.is_complete else ", interrupted"
+        if self._target:
+            compiled = f", {size(self.compiled.peak_bytes)} compiled" if self.compiled else ", not verified"
+            peak += f" counted{compiled} by XLA for {self._target}"
+        return (
+            f"{duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
+        )
+
+    def to_text(self, width: int | None = None) -> str:
+        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
+        return "\n".join(
+            [
+                self.to_yaml(),
+                *text_table(HEAD, self.rows, RIGHT, width=width),
+                "",
+                f"Best: {self.verdict}",
+                *filter(None, [self.recompute]),
+                self._line,
+            ]
+        )
+
+    __str__ = to_text
+
+    def to_yaml(self) -> str:
+        """Return the rules as text for a file, with what they need as a comment; `LayoutMap.from_yaml` reads it."""
+        return "".join(f"# {line}\n" for line in self.recompute.splitlines()) + self.layout_map.to_yaml()
+
+    def __repr__(self) -> str:
+        return f"<SearchResult: {self._line}; {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        table = html_table(f"Best: {self.verdict}; {self._line}", HEAD, self.rows)
+        return f"<pre>{escape(self.to_yaml())}</pre>{table}"
+
+
+def search(
+    make_model: Callable[[], Any],
+    inputs: object,
+    on: str | Machine,
+    *,
+    optimizer: object = None,
+    loss: Callable[..., Any] | None = None,
+    memory: int | None = None,
+    mesh: Mesh | str | None = None,
+    batch_dim: str | None = None,
+    start: RuleSet | None = None,
+    keep: Iterable[str] = (),
+    tries: int = 32,
+    seed: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+    verify: bool | str | None = None,
+    remat: str | Literal[False] | None = None,
+    fuse_attention: bool = False,
+    progress: bool | None = None,
+    library: str | None = None,
+) -> SearchResult:
+    """Find the layout map with which a training step takes least on a machine, among those that fit its memory.
+
+    Each map is counted as `lower_step(..).count` does it; no array is allocated and no device is needed. It begins with
+    the maps that an expert would try: data parallel, fully sharded, Megatron's split, both, by the preset that fits the
+    model if there is one. An interrupt (Ctrl-C) ends it with the best map so far.
+
+    Args:
+        make_model: Makes the model and returns it.
+        inputs: What the model is called with in a step, or like: arrays, or anything with `shape` and `dtype`. The
+            first axis is that of the global batch.
+        on: The machine, as in `"h100:64"`; see `layoutmap.cost.machines`.
+        optimizer: See `lower_step`.
+        loss: See `lower_step`.
+        memory: The memory of a device in bytes; `None`: all that the machine's devices have. A map fits if what is
+            counted, and 20 % of that, is not more.
+        mesh: The mesh; `None`: that of `start`, or else its shape is searched as well, with dims data and model.
+        batch_dim: The dim of the mesh over which batches are sharded; `None`: one with a usual name.
+        start: Rules to start from; they count as an expert's map.
+        keep: Patterns of rules of `start`, for variables or activations, that every map has.
+        tries: For how many maps the cost is counted at most; for as many again where activations are recomputed.
+        seed: Decides the order in which layouts are tried. The same arguments give the same map.
+        cache: A file in which figures are kept beside a fingerprint of the step, so that a search begun again is quick.
+        verify: Whether XLA compiles all of the step with what is found for the machine, which need not be there, and
+            the next best map is taken where that needs more than the memory: seconds to minutes, with JAX's plugin for
+            such devices. Or the name of another device to compile for, as for `plan`. An interrupt leaves it at what is
+            counted. `None`: where the compiler for the GPUs of `on` is installed, the best maps and those of experts
+            are compared as XLA compiles them, with two and three of equal blocks. `False`: nothing is compiled.
+        remat: Whose activations are recomputed in the backward pass, see `lower_step`. `None`: as the model's code
+            says, and those of blocks as well where nothing fits without that, or where maps that do not fit would be
+            faster. The result says if it needs that. `False`: only as the model's code says.
+        fuse_attention: Whether attention is counted as one fused kernel, see `lower_step`.
+        progress: Whether to show the best so far on stderr, and for how long XLA compiles; `None`: on a terminal.
+        library: See `plan`.
+
+    Raises:
+        PlanError: No map that was tried fits the memory; says which came nearest and what is missing.
+        LayoutMapError: There is no such machine, or it has another number of devices than the mesh.
+        RuleError: `start` has no such rule to keep.
+        ScopeError: The model fails when it is traced, or is of a library that does not run on JAX.
+        EngineError: `verify`, and the plugin for the machine's devices is not installed.
+
+    Example:
+        >>> import keras, layoutmap as lm
+        >>> def make():
+        ...     layers = [keras.layers.Dense(8192, name="up"), keras.layers.Dense(1024, name="down")]
+        ...     return keras.Sequential([keras.Input((1024,)), *layers])
+        >>> found = lm.search(make, keras.Input(batch_shape=(64, 1024)), "h100:8", optimizer="adamw", tries=20)
+        >>> found.num_tried <= 20, found.layout_map.mesh.size
+        (True, 8)
+    """
+    if (as_int(tries) or 0) < 1:
+        raise ScopeError(
+            f"search: tries={brief(tries)} is not a number of maps",
+            why="it is for how many maps the cost is counted at most",
+            fix="pass a whole number from 1 on, as in tries=32",
+        )
+    if inputs is None:
+        raise ScopeError(
+            "search: there are no inputs",
+            why="what a step costs depends on the shape of the batch, which is not given",
+            fix='pass inputs: anything with shape and dtype; on the command line --inputs "int32[64,4096]"',
+        )
+    given = _mesh_given(mesh, start)
+    if given is None and batch_dim not in (None, "data"):
+        raise ScopeError(
+            f"search: batch_dim={batch_dim!r} has no effect without mesh=",
+            why="then meshes with dims data and model are tried, and the batch is sharded over data",
+            fix="leave batch_dim out, or pass a mesh that has it",
+        )
+    machine = machine_for(on, given) if given else _machine(on)
+    kept = _kept(start, keep, given)
+    target = target_of(verify, machine)
+    limit = machine.device.memory_bytes if memory is None else memory
+    known = None if cache is None else KeptFigures(cache)
+    lowered = lower_step(
+        make_model,
+        LayoutMap(Mesh(None, {"data": machine.num_devices})),
+        inputs=inputs,
+        optimizer=optimizer,
+        loss=loss,
+        remat=remat or None,
+        fuse_attention=fuse_attention,
+        library=library,
+    )
+    batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None
+    widest = min(machine.device.node_size, _WIDEST)
+    meshes = (_grid(given, batch_dim, start),) if given else grids(machine.num_devices, batch, widest)
+    if not meshes:
+        raise _no_mesh(machine, batch, widest)
+    evaluate = _Evaluation(lowered, machine, {grid.mesh: grid.data for grid in meshes})
+    evaluate(
+        RuleSet(meshes[0].mesh, rest="replicated")
+    )  # what layers return is known once a step has been traced
+    model = Model(tuple(lowered.step.variables), blocks_of(lowered.outputs, lowered.step.variables), kept)
+    again = (
+        lowered.with_remat("blocks")
+        if remat is None and model.blocks and lowered.step.how_to_recompute
+        else None
+    )
+    recomputing = again and _Evaluation(again, machine, evaluate.batch_dims)
+    over = sorted({str(grid.data) for grid in meshes})  # what shards the batch, which no rule says
+    fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
+
+    def kept_figures(of: Evaluate, more: str = "") -> Evaluate:
+        return known.around(of, fingerprint + more) if known else of
+
+    with _Progress(progress) as shown:
+        try:
+            outcome = find(
+                model,
+                _maps_of_experts(model, meshes, start, kept),
+                kept_figures(evaluate),
+                limit=limit,
+                most=tries,
+                recomputing=recomputing and kept_figures(recomputing, " remat"),
+                seed=seed,
+                on_tried=shown,
+            )
+        finally:
+            if known is not None:
+                known.write()
+
+    def evaluation(tried: Tried) -> _Evaluation:
+        return recomputing if recomputing and tried.recomputes else evaluate
+
+    compiled, for_gpu = None, compiler_at_hand(verify, machine)
+    if for_gpu and outcome.is_complete:
+
+        def by_compiler(tried: Tried) -> Evaluate:
+            of = evaluation(tried)
+            more = f"{' remat' * tried.recomputes} {for_gpu} {version('jaxlib')}"
+            return kept_figures(lambda rules: of.figures(of.counted(rules, for_gpu, progress)), more)
+
+        try:
+            found = best_compiled(outcome, lambda tried: by_compiler(tried)(tried.layout_map))
+
+            def near(first: Tried) -> Outcome:
+                grid = next(grid for grid in meshes if grid.mesh == first.layout_map.mesh)
+                start = expert_of("start", model, grid, first.layout_map)
+                most = min(_COMPILED, tries)
+                return find(model, [start], by_compiler(first), limit=limit, most=most, seed=seed)
+
+            outcome = searched_on(outcome, found, near)
+        finally:
+            if known is not None:
+                known.write()
+    if target and outcome.is_complete:
+        outcome, compiled = first_that_fits(
+            outcome, lambda tried: evaluation(tried).verify(tried, target, progress), limit
+        )
+    best = outcome.best
+    layers = " and ".join(merge_paths(blocks.paths) for blocks in model.blocks)
+    recompute = recompute_text(outcome, layers, lowered.step.how_to_recompute)
+    counted_for = for_gpu if best.compiled_bytes is not None else None
+    plan = evaluation(best).plan(best.layout_map, compiled, counted_for, progress)
+    return SearchResult(outcome, plan, evaluate.batch_dim(best.layout_map), target, recompute)
+
+
+_COMPILED = 8
+"""How many maps near the best one are compiled where the counts had chosen another one."""
+
+_WIDEST = 32
+"""The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
+
+
+def _machine(on: object) -> Machine:
+    if not isinstance(on, str | Machine):
+        raise ScopeError(
+            f"search: on={brief(on)} names no machine", why=f"it is {kind_of(on)}", fix='write on="h100:64"'
+        )
+    machine = machine_named(on) if isinstance(on, str) else on
+    if isinstance(on, str) and not re.search(r":\d+$", on):
+        raise ScopeError(
+            f"search: on={on!r} says of no number of devices",
+            why="without mesh= the shapes of meshes of so many devices are tried",
+            fix=f"write how many there are, as in on='{on}:8', or pass a mesh",
+        )
+    return machine
+
+
+def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
+    if start is not None and not isinstance(start, RuleSet):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScopeError(
+            f"search: start={brief(start)} is not a layout map",
+            why=f"it is {kind_of(start)}",
+            fix="pass a LayoutMap",
+        )
+    found = given_mesh(mesh)
+    if found is not None and start is not None and start.mesh not in (None, found):
+        raise MeshError(
+            "search: mesh is not that of start",
+            facts={"mesh": str(found), "start": str(start.mesh)},
+            why="the rules of start are for their own mesh",
+            fix="leave mesh out, or read the rules on it: LayoutMap.from_yaml(text, mesh)",
+        )
+    return found if found is not None else start.mesh if start is not None else None
+
+
+def _grid(mesh: Mesh, batch_dim: str | None, start: RuleSet | None) -> Grid:
+    """The grid of a mesh that is given."""
+    check_dim("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
+    outputs = list(start.activations.values()) if start is not None else []
+    sharded = [dim for layout in outputs if layout.rank for dim in layout.mesh_dims_of(0)]
+    named = [dim for dim in _NAMES_OF_BATCH if dim in mesh]
+    return grid_of(mesh, batch_dim or next(iter([*sharded, *named]), None))
+
+
+def _kept(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
+    """The rules of `start` that every map has."""
+    patterns = [keep] if isinstance(keep, str) else list(keep)
+    if not patterns:
+        return None
+    there = [*start, *start.activations] if start is not None else []
+    for pattern in patterns:
+        if pattern not in there:
+            near = nearest(pattern, there)
+            raise RuleError(
+                f"search: keep={pattern!r} is not a rule of start",
+                facts={"rules": ", ".join(there)},
+                why="keep= takes patterns of start's rules",
+                fix=f"did you mean {near[0]!r}?" if near else "use one of them, or pass start=",
+            )
+    assert start is not None
+    made = RuleSet(mesh)
+    for rule in start.rules:
+        if rule.pattern in patterns:
+            made.add(rule.pattern, rule.layout, uneven=rule.uneven)
+    made.activations.update({p: layout for p, layout in start.activations.items() if p in patterns})
+    return made
+
+
+def _maps_of_experts(
+    model: Model, meshes: Iterable[Grid], start: RuleSet | None, kept: RuleSet | None
+) -> list[Expert]:
+    found: list[Expert] = []
+    for grid in meshes:
+        preset = None if kept is not None or grid.model is None else fitting_preset(model, grid)
+        found += experts(model, grid, preset)
+        if start is not None:
+            found.append(expert_of("start", model, grid, start))
+    return found
+
+
+def _no_mesh(machine: Machine, batch: int | None, widest: int) -> PlanError:
+    return PlanError(
+        f"search: a batch of {batch} cannot be sharded evenly on {machine}",
+        facts={"devices": machine.num_devices, "largest model dim": widest},
+        why="each mesh that is tried shards the batch over all devices that do not share a layer",
+        fix=f"use a batch that is a multiple of {machine.num_devices // widest or 1}, or say mesh='data=..,model=..'",
+    )
+
+
+class _Evaluation:
+    """The cost of a step with a map, on one machine."""
+
+    def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
+        self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
+        paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
+        self._weights = frozenset(map(starred, paths))  # as a plan's cost has them
+
+    def batch_dim(self, layout_map: RuleSet) -> str | None:
+        """The dim over which batches are sharded with a map."""
+        assert layout_map.mesh is not None
+        return self.batch_dims[layout_map.mesh]
+
+    def verify(self, tried: Tried, target: str, progress: bool | None) -> Verified:
+        """XLA's figures of a step with a map, on such devices."""
+        found, batch_dim = tried.layout_map, self.batch_dim(tried.layout_map)
+        return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
+
+    def plan(
+        self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: bool | None
+    ) -> Plan:
+        """The plan of a map, with its cost."""
+        plan, batch_dim = self._lowered.plan(layout_map), self.batch_dim(layout_map)
+        counted = self.counted(layout_map, target, progress)
+        return plan.with_cost(Cost(counted, self._machine, batch_dim=batch_dim, verified=verified))
+
+    def counted(
+        self, layout_map: RuleSet, target: str | None = None, progress: bool | None = None
+    ) -> StepCost:
+        """The cost of a step with a map; `target`: as XLA compiles it."""
+        batch_dim = self.batch_dim(layout_map)
+        return self._lowered.count(layout_map, batch_dim=batch_dim, target=target, progress=progress)
+
+    def __call__(self, layout_map: RuleSet) -> Figures:
+        return self.figures(self.counted(layout_map))
+
+    def figures(self, counted: StepCost) -> Figures:
+        """The figures of a cost that a search compares."""
+        cost = Cost(counted, self._machine, self._weights)
+        return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
+
+
+class _Progress:
+    """A line on stderr with the best map so far; it is cleared in the end."""
+
+    def __init__(self, enabled: bool | None):
+        self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._next = 0.0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __call__(self, number: int, best: Tried) -> None:
+        now = time.monotonic()
+        if not self._enabled or now < self._next:
+            return
+        self._next = now + _BETWEEN_SECONDS
+        figures = best.figures
+        said = f"{duration(figures.seconds)}, {size(figures.peak_bytes)}" if figures else "none"
+        lacks = f", lacks {size(best.missing_bytes)}" if figures and best.missing_bytes else ""
+        sys.stderr.write(
+            f"\r\x1b[Klayoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}"
+        )
+        sys.stderr.flush()
+
+    def __exit__(self, *_: object) -> None:
+        if self._next:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

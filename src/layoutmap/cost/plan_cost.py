@@ -1,0 +1,294 @@
+"""The cost of a step in a plan: the model that was made for the plan is counted, and timed on a machine."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError
+from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.paths import repeated_layers
+from layoutmap.core.policy import LayoutPolicy
+from layoutmap.core.steps import Shape, TrainingStep
+from layoutmap.core.variables import Assignment
+from layoutmap.cost.cost import Cost
+from layoutmap.cost.counters import step_counter
+from layoutmap.cost.machine import Machine
+from layoutmap.cost.machines import machine_for
+from layoutmap.cost.table import SCORED_ATTENTION, StepCost
+from layoutmap.cost.verified import Verified
+from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.plan.planner import problems_of_free_activations
+from layoutmap.plan.ways import Way, preset_of
+from layoutmap.scope.arguments import check_remat
+from layoutmap.scope.context import Scope
+from layoutmap.scope.plan import Plan, make_plan
+from layoutmap.scope.progress import Waiting
+
+_SHARE_OF_JAX = 0.75
+"""The part of a GPU's memory that JAX takes when it starts: 63.8 of 84.9 GB on an H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostRequest:
+    """The arguments of a plan that ask for the cost of a step.
+
+    Args:
+        machine: What it runs on.
+        batch_dim: The mesh dim over which batches are sharded; `None`: the usual one.
+        loss: What is derived; `None`: the model's own.
+        target: What XLA compiles the whole step for, beside the figures; `None`: it does not.
+        counted_for: What XLA compiles for to count by; `None`: its partitioner's module is counted.
+        remat: Whose activations are computed again in the backward pass; `None`: as the model's code says.
+        fuse_attention: Whether each call of attention is one fused kernel.
+        on: The machine, as it was named.
+        device_memory: The memory of a device, in place of the machine's.
+        advises: Whether other ways are counted where the step does not fit.
+    """
+
+    machine: Machine
+    batch_dim: str | None
+    loss: Callable[..., Any] | None
+    target: str | None
+    counted_for: str | None
+    remat: str | None
+    fuse_attention: bool
+    on: str
+    device_memory: int | None = None
+    advises: bool = True
+
+
+def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapping[str, Any]) -> CostRequest:
+    """Check the arguments of `plan` for the cost of a step, before a model is made.
+
+    Args:
+        on: The machine.
+        mesh: The mesh of the rules.
+        inputs: What the model is called with.
+        engine: The engine's name.
+        options: `batch_dim`, `loss`, `verify`, `remat` and `fuse_attention`, `None` where they are not given.
+
+    Raises:
+        LayoutMapError: There is no such machine or dim, it has another number of devices than the mesh, the inputs are
+            missing, or the engine counts no steps or has no such option.
+    """
+    batch_dim, verify, remat = options["batch_dim"], options["verify"], options["remat"]
+    machine = machine_for(on, mesh)
+    check_dim("plan: batch_dim", batch_dim, mesh, "the batch is sharded over it")
+    if inputs is None:
+        raise ScopeError(
+            f"plan: on={str(on)!r} needs inputs",
+            why="what a step sends and computes depends on the shape of the batch, which is not given",
+            fix='pass inputs=: anything with shape and dtype; for the command line --inputs "int32[64,4096]"',
+        )
+    step_counter(engine)
+    check_remat(remat)
+    on_jax = {
+        "verify": "the step is compiled by XLA",
+        "remat": "recomputing is done by JAX",
+        "fuse_attention": "torch's scaled_dot_product_attention is counted as the operations that it is for torch",
+    }
+    for name, why in on_jax.items():
+        if options[name] not in (None, False) and engine != "jax":
+            raise ScopeError(
+                f"plan: {name}={options[name]!r} is for models on JAX, and this one is on {engine}",
+                why=why,
+                fix=f"leave {name} out, or plan the same rules with the model on JAX",
+            )
+    target = target_of(verify, machine)
+    counted_for = compiler_at_hand(verify, machine) if engine == "jax" else None
+    fuses = bool(options["fuse_attention"])
+    return CostRequest(machine, batch_dim, options["loss"], target, counted_for, remat, fuses, str(on))
+
+
+def target_of(verify: bool | str | None, machine: Machine) -> str | None:
+    """Return what XLA is to compile for; `None`: it is not to.
+
+    Raises:
+        EngineError: XLA cannot compile for it, or its compiler is not installed.
+    """
+    if not verify:
+        return None
+    from layoutmap.cost.jax.targets import target_named  # late: it imports JAX
+
+    name = machine.device.name if verify is True else verify
+    target_named(name)
+    return name
+
+
+def compiler_at_hand(verify: bool | str | None, machine: Machine) -> str | None:
+    """Return the device of a machine, if XLA's compiler for it is installed and steps are to be counted by that."""
+    from layoutmap.cost.jax.targets import is_at_hand  # late: it imports JAX
+
+    name = machine.device.name
+    return name if verify in (None, True) and is_at_hand(name) else None
+
+
+def add_cost(
+    plan: Plan, context: Scope, model: object, inputs: object, optimizer: object, request: CostRequest
+) -> Plan:
+    """Return a plan with the cost of a step of its model, which was made in a dry run."""
+    counting = _Counting(plan, context, model, inputs, optimizer, request)
+    begin = time.process_time()
+    lowered, placed, policy = counting.laid_out(counting.way)
+    counted = _as_compiled(lowered, placed, policy, request.counted_for) if request.counted_for else None
+    counted = counted or lowered.count(placed, policy, with_held=True)
+    if context.adapter.engine_name == "jax" and request.device_memory is None:
+        counted = replace(counted, notes=(*counted.notes, *_notes_of_memory(counted, request.machine)))
+    seconds = time.process_time() - begin
+    verified = None
+    if request.target:
+        with Waiting(f"XLA compiles the step for {request.target}") as shown:
+            verified = lowered.verify(placed, policy, request.target, counted, shown)
+    found = counting.with_step(plan, counted, policy, verified)
+    assert isinstance(found.cost, Cost)
+    if found.cost.fits or not request.advises:
+        return found
+    from layoutmap.cost.advise import advise  # late: parts of the search, which most plans do without
+    from layoutmap.cost.search.space import blocks_of
+
+    step, on_jax = counting.step, context.adapter.engine_name == "jax"
+    variables = [a.variable for a in plan.assignments]
+    tried, untried = advise(
+        replace(counting.way, preset=preset_of(context.layout_map), data=policy.batch_dim),
+        plan,
+        found.cost.step.peak_bytes,
+        counting.cost,
+        blocks=blocks_of(getattr(lowered, "outputs", {}), variables),
+        can_recompute=on_jax
+        and request.remat is None
+        and bool(step.how_to_recompute and repeated_layers(v.path for v in variables)),
+        can_fuse=on_jax and SCORED_ATTENTION in counted.notes,
+        seconds=seconds,
+    )
+    return replace(found, cost=replace(found.cost, tried=tried, untried=untried))
+
+
+def _notes_of_memory(counted: StepCost, machine: Machine) -> Iterator[str]:
+    """The setting without which JAX takes less of a GPU's memory than the step needs."""
+    from layoutmap.cost.jax.targets import is_gpu  # late: it imports JAX
+
+    share = counted.peak_bytes / machine.device.memory_bytes
+    if is_gpu(machine.device.name) and _SHARE_OF_JAX < share <= 1:
+        yield (
+            f"JAX takes {_SHARE_OF_JAX:.0%} of a GPU's memory unless it is told otherwise, and this step needs more: "
+            f"run it with XLA_PYTHON_CLIENT_MEM_FRACTION={min(1.0, math.ceil(100 * share + 1) / 100):g}"
+        )
+
+
+def _as_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
+    """The cost of a step as XLA compiles it; `None`, with a warning, where its compiler fails: nobody asked for it."""
+    try:
+        with Waiting(f"XLA compiles the step for {target}") as shown:
+            return cast(
+                "StepCost", lowered.count(placed, policy, with_held=True, target=target, on_wait=shown)
+            )
+    except EngineError as error:
+        warnings.warn(
+            LayoutMapWarning(
+                f"plan: XLA's compiler for {target!r} is installed, and failed: the cost is an estimate",
+                why=error.what,
+                fix="pass verify=False to do without it, or verify=True to see its whole error",
+            ),
+            stacklevel=2,
+        )
+        return None
+
+
+class _Counting:
+    """Counts steps of one model in several ways; what was traced once is not traced again."""
+
+    def __init__(
+        self, plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, request: CostRequest
+    ):
+        self._plan, self._context, self._request = plan, context, request
+        self._made, self._given = (model, optimizer), inputs
+        self.step = self._step(inputs)
+        self._lowered: dict[Any, Any] = {}
+        self.way = Way(
+            context.layout_map,
+            on=request.on,
+            inputs=_leaves(inputs),
+            named=isinstance(inputs, Mapping),
+            batch_dim=request.batch_dim,
+            remat=request.remat,
+            fuse_attention=request.fuse_attention,
+        )
+
+    def _step(self, inputs: object) -> TrainingStep:
+        model, optimizer = self._made
+        return self._context.session.step(model, inputs, optimizer, self._request.loss)
+
+    def laid_out(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
+        """The counter of a step in a way, the layouts of its variables, and those of all else."""
+        same = way.inputs == self.way.inputs
+        step = self.step if same else self._step(_like(self._given, way.inputs))
+        # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
+        planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
+        table = make_plan(
+            list(planned.values()), way.rules, layers=self._context.layers, complete=False
+        ).check()
+        layouts = {a.variable.key: a for a in table.assignments}
+        batch_dim = way.batch_dim or usual_batch_dim(table)
+        activations = way.rules.activations
+        policy = LayoutPolicy(table.mesh, batch_dim, activations.__getitem__ if activations else None)
+        key = way.inputs, way.remat, way.fuse_attention
+        if key not in self._lowered:
+            more = {"remat": way.remat, "fuse_attention": way.fuse_attention}
+            counter = step_counter(self._context.adapter.engine_name)
+            self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
+        return self._lowered[key], [layouts[v.key] for v in step.variables], policy
+
+    def with_step(
+        self, plan: Plan, counted: StepCost, policy: LayoutPolicy, verified: Verified | None
+    ) -> Plan:
+        """A plan with a step that was counted."""
+        dim = policy.batch_dim
+        over = f"sharded over {dim}" if dim else "replicated, since no mesh dim is known to shard them"
+        counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
+        machine = Machine(self._request.machine.device, policy.mesh.size)
+        is_open = plan.free_activations and not policy.activations and dim is not None
+        if is_open and not any(problem.kind == "no activations" for problem in plan.problems):
+            plan = plan.with_problems([*problems_of_free_activations(plan.assignments, dim)])
+        cost = Cost(counted, machine, batch_dim=dim, verified=verified)
+        return plan.with_cost(cost).judged(device_memory=self._request.device_memory)
+
+    def cost(self, way: Way) -> Cost:
+        """The cost of a step in a way.
+
+        Raises:
+            LayoutMapError: The model cannot be planned so.
+        """
+        lowered, placed, policy = self.laid_out(way)
+        found = self.with_step(self._plan, lowered.count(placed, policy), policy, None).cost
+        assert isinstance(found, Cost)
+        return found
+
+
+def _leaves(inputs: object) -> tuple[Shape, ...]:
+    """The arrays of inputs, as far as they are one, a list of them, or some by name; else none."""
+    pairs: Any = [("", inputs)]
+    if isinstance(inputs, Mapping | list | tuple):
+        given = cast("Any", inputs)
+        pairs = given.items() if isinstance(inputs, Mapping) else enumerate(given)
+    named: dict[Any, Any] = dict(pairs)
+    if not all(hasattr(each, "shape") and hasattr(each, "dtype") for each in named.values()):
+        return ()
+    return tuple(Shape(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
+
+
+def _like(inputs: object, leaves: Sequence[Shape]) -> Any:
+    """Arrays in the form that inputs have."""
+    if isinstance(inputs, Mapping):
+        return dict(zip(cast("Any", inputs), leaves, strict=True))
+    return (
+        list(leaves)
+        if isinstance(inputs, list)
+        else tuple(leaves)
+        if isinstance(inputs, tuple)
+        else leaves[0]
+    )

@@ -1,0 +1,179 @@
+"""The maps that an expert would try first, to hold what is found against them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.specs import Specs
+from layoutmap.cost.search.groups import Group, kernels_of_biases
+from layoutmap.cost.search.options import REPLICATED, Grid, Option, specs_in, specs_of
+from layoutmap.cost.search.space import Blocks, Layouts, Model
+from layoutmap.plan.lint.weights import is_named_as_taking_heads
+from layoutmap.plan.planner import make_table
+from layoutmap.rules import presets
+from layoutmap.rules.rule_set import RuleSet
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A map that an expert would try.
+
+    Args:
+        name: What it is called.
+        grid: The mesh.
+        layout_map: The map.
+        layouts: The layouts that it gives to groups.
+        blocks: Those that it gives to outputs of blocks.
+    """
+
+    name: str
+    grid: Grid
+    layout_map: RuleSet
+    layouts: Layouts
+    blocks: Mapping[Blocks, Specs | None]
+
+
+def fitting_preset(model: Model, grid: Grid) -> str | None:
+    """The preset that has a rule for each weight of a model, of several that with the fewest rules for others."""
+    unused: dict[str, int] = {}
+    for name in presets.names():
+        rules = _preset(name, grid)
+        matching = [rules.matching_rules(group.paths[0]) for group in model.groups]
+        if all(matching):
+            unused[name] = len(rules) - len({found[0].number for found in matching})
+    return min(unused, key=unused.__getitem__, default=None)
+
+
+def _preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
+    fields = presets.read(name, grid.mesh, grid.model, grid.data if data else None)
+    made = RuleSet(grid.mesh, activations=fields.activations, rest="replicated")
+    for pattern, specs in fields.rules.items():
+        made.add(pattern, specs, uneven="shrink" if grid.model else fields.uneven_rules.get(pattern))
+    return made
+
+
+def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:  # why: decisions/0157
+    """The maps that an expert would try on a mesh.
+
+    Without a `model` dim: data parallel, and fully sharded along the largest axis, what comes in or what goes out; with
+    one: Megatron's split, by what layers do and by their order, and both together. With both the rows of tables, and
+    experts, over each dim.
+
+    Args:
+        model: The model.
+        grid: The mesh.
+        preset: The preset that fits the model; `None`: the split follows from what layers do with their weights.
+    """
+    batch = {b: (grid.data, *(None,) * (len(b.shape) - 1)) if grid.data else None for b in model.free_blocks}
+    free = dict.fromkeys(model.free_blocks)
+    biases = kernels_of_biases(model.groups)
+    large = [group for group in model.groups if group.rank > 1 and group not in biases]
+    found: list[tuple[str, Layouts, Mapping[Blocks, Specs | None]]] = []
+    if grid.model is None:
+        found.append(("data parallel", {}, free))
+        if grid.data:
+            every = {group: specs_of(group, Option(data=True), grid) for group in large}
+            found.append(("fully sharded", every, batch))
+            for role in ("in", "out"):
+                layouts = {g: _over(g, g.axes(role), grid.data, grid) or every[g] for g in large}
+                found.append((f"fully sharded, {role}put axes", layouts, batch))
+    for data in () if grid.model is None else (False, True) if grid.data else (False,):
+        name = "Megatron's split" + ", fully sharded" * data
+        if preset:
+            yield from _of_preset(f"{name} (preset {preset})", model, grid, preset, data)
+            continue
+        layouts = {g: specs_of(g, Option(megatron_option(g).model, data), grid) for g in large}
+        found.append((name, layouts, batch if data else free))
+        alternating = {g: specs_of(g, Option(axis, data), grid) for g, axis in _alternating(model, large)}
+        found.append((f"{name}, alternating", {**layouts, **alternating}, batch if data else free))
+    for dim in (grid.data, grid.model):
+        tables = {g: _over(g, g.axes("rows"), dim, grid) for g in large}
+        found.append((f"rows of tables over {dim}", _taken(tables), free))
+        banks = {g: _over(g, (0,), dim, grid) for g in large if g.rank > 2 and 0 not in g.axes("in")}
+        found.append((f"experts over {dim}", _taken(banks), free))
+    known: set[object] = set()
+    for name, layouts, blocks in found:
+        key = frozenset(_taken(layouts).items()), frozenset(blocks.items())
+        if key not in known and (layouts or name == "data parallel"):
+            yield Expert(name, grid, model.map_of(grid, layouts, blocks), layouts, blocks)
+        known.add(key)
+
+
+def _over(group: Group, axes: Sequence[int], dim: str | None, grid: Grid) -> Specs | None:
+    """The specs with one of some axes sharded over a dim, the first that divides; `None`: none does."""
+    if dim is None:
+        return None
+    for axis in axes:
+        if group.divides(axis, grid.mesh.dim_size(dim), heads=True):
+            return tuple(dim if n == axis else None for n in range(group.rank))
+    return None
+
+
+def _taken(layouts: Mapping[Group, Specs | None]) -> dict[Group, Specs]:
+    """Layouts that shard something."""
+    return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
+
+
+def _alternating(model: Model, large: Sequence[Group]) -> Iterator[tuple[Group, int]]:
+    """The axes of plain layers if every other one shards what comes out, and the others what comes in."""
+    places = {variable.path: number for number, variable in enumerate(model.variables)}
+    plain = [g for g in large if g.rank == 2 and g.axes("in") and g.axes("out") and g.head_size is None]
+    if model.blocks and all(group.parity is None for group in plain):
+        return  # what follows what is in the blocks, and the roles of their layers say it
+    every = sorted((places[path], path) for group in plain for path in group.paths)
+    number_of = {path: number for number, (_, path) in enumerate(every)}
+    for group in plain:
+        yield group, group.axes("in" if number_of[group.paths[0]] % 2 else "out")[0]
+
+
+def _of_preset(name: str, model: Model, grid: Grid, preset: str, data: bool) -> Iterator[Expert]:
+    try:
+        made = _preset(preset, grid, data=data)
+        yield expert_of(name, model, grid, made)
+    except LayoutMapError:  # a rule of it does not fit the mesh
+        return
+
+
+def expert_of(name: str, model: Model, grid: Grid, layout_map: RuleSet) -> Expert:
+    """A map as an expert's.
+
+    Raises:
+        PlanError: Some of its layouts do not fit.
+    """
+    table = make_table(model.variables, layout_map, complete=False).check()
+    layouts = {group: specs_in(table[group.paths[0]].layout) for group in model.groups}
+    blocks = {b: _specs(layout_map, b) for b in model.free_blocks}
+    return Expert(name, grid, layout_map, layouts, blocks)
+
+
+def _specs(layout_map: RuleSet, blocks: Blocks) -> Specs | None:
+    layout = layout_map.activations.get(blocks.paths[0])
+    if layout is None or layout.rank != len(blocks.shape):
+        return None
+    return specs_in(layout)
+
+
+def megatron_option(group: Group) -> Option:
+    """Megatron's option for a weight: layers that widen over what comes out, layers that narrow over what goes in.
+
+    Heads stay on one device; a table is sharded over its rows.
+    """
+    inside, outside, rows = (group.axes(role) for role in ("in", "out", "rows"))
+    if rows:
+        return Option(rows[0])
+    if not (inside and outside):
+        return REPLICATED
+    name = re.sub(r"\d+", "", group.paths[0].split(".")[-2]) if "." in group.paths[0] else ""
+    if len(outside) > len(inside):
+        return Option(outside[0])
+    if len(inside) > len(outside):
+        return Option(inside[0])
+    shape = group.shape
+    widens, narrows = shape[inside[0]] < shape[outside[0]], shape[inside[0]] > shape[outside[0]]
+    if group.head_size:
+        widens = not is_named_as_taking_heads(name)
+        narrows = not widens
+    return Option(outside[0]) if widens else Option(inside[0]) if narrows else REPLICATED

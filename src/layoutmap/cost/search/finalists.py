@@ -1,0 +1,150 @@
+"""The maps that a search may return, compiled by XLA: the best of them, or the first that fits."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
+from layoutmap.core.text_table import size
+from layoutmap.cost.search.loop import Figures, Outcome, Tried, is_better, least
+from layoutmap.cost.verified import TooLargeError, Verified
+
+_OTHERS = 2  # of the maps that were found, beside the best
+_ERROR = 0.05  # of the time, by which a count may be wrong where others were exact
+_SMALL = 1e-3  # seconds of a step; collectives of small arrays are those that XLA changes most, and compile quickly
+
+
+def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Outcome:
+    """Choose among the best maps that were found, and those of experts, by what XLA makes of a step with each.
+
+    Args:
+        outcome: What was found by counting.
+        compiled: The figures of a map as XLA compiles its step; raises a `LayoutMapError` where it cannot.
+
+    Returns:
+        The same with the best of them first; experts' maps that were compiled are before those that were only counted.
+        What was found by counting, if an interrupt came before any was compiled or the compiler fails.
+    """
+    made, failed = dict[object, Tried](), list[str]()
+    is_small = outcome.best.figures is not None and outcome.best.figures.seconds < _SMALL
+    error, fastest = 1.0 if is_small else _ERROR, math.inf
+    is_complete = outcome.is_complete
+    try:
+        for each in (outcome.best, *outcome.others[:_OTHERS], *outcome.experts):
+            # One that is slower than the best even if its count is wrong by twice as much as others were is left out.
+            if each.figures is None or each.cost in made or each.figures.seconds * (1 - 2 * error) > fastest:
+                continue
+            try:
+                figures = compiled(each)
+            except LayoutMapError as problem:
+                failed.append(problem.what)
+                continue
+            made[each.cost] = new = replace(each, figures=figures, compiled_bytes=figures.peak_bytes)
+            error = max(error, abs(figures.seconds / each.figures.seconds - 1))
+            fastest = fastest if new.missing_bytes else min(fastest, figures.seconds)
+    except KeyboardInterrupt:
+        is_complete = False
+    if failed and not made:
+        warning = LayoutMapWarning(
+            "search: XLA compiles no map that was found: the result is chosen by estimates",
+            why=failed[0],
+            fix="pass verify=False to do without the compiler, or verify=True to see its whole error",
+        )
+        warnings.warn(warning, stacklevel=2)
+    chosen = least(list(made.values()))
+    if chosen is None or chosen.missing_bytes:
+        return replace(outcome, is_complete=is_complete)
+    experts = [_as_compiled(each, made.get(each.cost)) for each in outcome.experts]
+    experts.sort(key=lambda each: (each.compiled_bytes is None, each.score))
+    fitting = [each for each in made.values() if each is not chosen and not each.missing_bytes]
+    return replace(
+        outcome,
+        best=chosen,
+        experts=tuple(experts),
+        others=tuple(sorted(fitting, key=lambda each: each.score)),
+        is_complete=is_complete,
+    )
+
+
+def searched_on(counted: Outcome, compiled: Outcome, near: Callable[[Tried], Outcome]) -> Outcome:
+    """Search on from the best map as XLA compiles it, where counts chose one that is slower or does not fit.
+
+    Args:
+        counted: What was found by counting.
+        compiled: The same after `best_compiled`.
+        near: Searches from a map on by XLA's own figures.
+
+    Returns:
+        What was found in both searches, the best first; `compiled` where counts were right, or an interrupt came.
+    """
+    first, was = compiled.best, counted.best.layout_map
+    same = next((each for each in compiled.others if each.layout_map is was), None)
+    if not compiled.is_complete or first.compiled_bytes is None or first.layout_map is was:
+        return compiled
+    if same is not None and not is_better(first, same):
+        return compiled
+    try:
+        further = near(first)
+    except KeyboardInterrupt:
+        return replace(compiled, is_complete=False)
+    found = replace(
+        compiled, num_tried=compiled.num_tried + further.num_tried, is_complete=further.is_complete
+    )
+    assert further.best.figures is not None
+    best = replace(further.best, compiled_bytes=further.best.figures.peak_bytes, recomputes=first.recomputes)
+    return replace(found, best=best, others=(first, *found.others)) if is_better(best, first) else found
+
+
+def _as_compiled(expert: Tried, made: Tried | None) -> Tried:
+    return replace(expert, figures=made.figures, compiled_bytes=made.compiled_bytes) if made else expert
+
+
+def first_that_fits(
+    outcome: Outcome, verify: Callable[[Tried], Verified], limit: int
+) -> tuple[Outcome, Verified | None]:
+    """Compile the best maps that were found, and take the first that fits as XLA has compiled it.
+
+    Args:
+        outcome: What was found by counting.
+        verify: Compiles the step with a map.
+        limit: The memory of a device, in bytes.
+
+    Returns:
+        What was found, the maps that do not fit with what XLA needs for them, and what XLA made of the best; `None`: an
+        interrupt came before.
+
+    Raises:
+        PlanError: None of them fits.
+    """
+    needed: list[Tried] = []
+    for best in (outcome.best, *outcome.others):
+        found = replace(outcome, best=best, experts=tuple(_with(needed, each) for each in outcome.experts))
+        try:
+            made = verify(best)
+            if made.peak_bytes <= limit:
+                return found, made
+            needed.append(replace(best, compiled_bytes=made.peak_bytes))
+        except TooLargeError as error:
+            needed.append(replace(best, compiled_bytes=max(error.peak_bytes, limit + 1)))
+        except KeyboardInterrupt:
+            return replace(found, is_complete=False), None
+    raise PlanError(
+        "search: no layout map that was found fits the memory as XLA compiles it",
+        facts={
+            "limit": size(limit),
+            "compiled": "\n".join(
+                f"{each.layout_map.mesh}: {size(each.compiled_bytes or 0)}" for each in needed
+            ),
+        },
+        why="XLA needs more than was counted",
+        fix="search with a smaller memory=, so that what is found leaves more free",
+    )
+
+
+def _with(compiled: list[Tried], expert: Tried) -> Tried:
+    """An expert's map, with what XLA needs for it, or for one that costs the same, where that is known."""
+    found = (each.compiled_bytes for each in compiled if each.cost == expert.cost)
+    return replace(expert, compiled_bytes=next(found, None))

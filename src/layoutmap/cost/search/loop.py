@@ -1,0 +1,342 @@
+"""The search itself: experts' maps on each mesh, a descent from the best of them, and as few rules as cost no more."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from layoutmap.core.errors import LayoutMapError, PlanError
+from layoutmap.core.text_table import size
+from layoutmap.cost.search.descent import Point, Score, Spent, minimum
+from layoutmap.cost.search.experts import Expert
+from layoutmap.cost.search.space import Model, Space
+from layoutmap.rules.rule_set import RuleSet
+
+_MESHES = 3  # that a descent is worth
+TIE = 0.01
+"""Of the time: what no estimate tells apart, and no rules are worth that only groups that are alike need."""
+
+_FAR = 2  # times the memory there is: where the nearest expert's map needs that, no layout makes it fit
+_FOUND = "found"
+_OTHERS = 4
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a step with a map.
+
+    Args:
+        seconds: How long it takes.
+        peak_bytes: What a device holds at most.
+        serial_seconds: How long it takes if nothing overlaps, which decides between maps that take as long.
+    """
+
+    seconds: float
+    peak_bytes: int
+    serial_seconds: float = 0.0
+
+
+Evaluate = Callable[[RuleSet], Figures]
+OnTried = Callable[[int, "Tried"], object]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A map whose cost was counted.
+
+    Args:
+        name: Whose map it is.
+        layout_map: The map.
+        figures: What a step costs with it; `None`: it cannot be used.
+        limit: The memory of a device, in bytes.
+        why_not: Why it cannot be used.
+        recomputes: Whether activations inside of blocks are computed again in the backward pass.
+        compiled_bytes: What a device holds at most as XLA has compiled it; `None`: it was not compiled.
+    """
+
+    name: str
+    layout_map: RuleSet
+    figures: Figures | None
+    limit: int
+    why_not: str = ""
+    recomputes: bool = False
+    compiled_bytes: int | None = None
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes that a device lacks with it; not below zero."""
+        needed = self.compiled_bytes or (self.figures.peak_bytes if self.figures else math.inf)
+        return max(0.0, needed - self.limit)
+
+    @property
+    def cost(self) -> object:
+        """A value that is the same for maps that cost the same, whatever their rules are."""
+        return self.layout_map.mesh, self.figures, self.recomputes
+
+    @property
+    def score(self) -> Score:
+        """The order of maps, less first: bytes that a device lacks, time with overlap, then without, to four digits."""
+        if self.figures is None:
+            return (math.inf, math.inf, math.inf)
+        times = (float(f"{seconds:.3e}") for seconds in (self.figures.seconds, self.figures.serial_seconds))
+        return (self.missing_bytes, *times)
+
+    @property
+    def num_rules(self) -> int:
+        """The number of its rules."""
+        return len(self.layout_map) + len(self.layout_map.activations)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a search.
+
+    Args:
+        best: The best map.
+        experts: Experts' maps, the best first.
+        num_tried: For how many maps the cost was counted.
+        is_complete: Whether it was not interrupted.
+        others: The next best maps that fit, for where the compiler needs more memory than was counted.
+        without: If activations are computed again with the best map: the best one without that.
+    """
+
+    best: Tried
+    experts: tuple[Tried, ...]
+    num_tried: int
+    is_complete: bool
+    others: tuple[Tried, ...] = ()
+    without: Tried | None = None
+
+
+class _Search:
+    def __init__(
+        self, evaluate: Evaluate, limit: int, most: int, on_tried: OnTried, recomputes: bool = False
+    ):
+        self._evaluate, self._limit, self._most, self._on_tried = evaluate, limit, most, on_tried
+        self._recomputes = recomputes
+        self._known: dict[str, Tried] = {}
+        self._num_alike: int | None = None  # the maps after that give groups that are alike different layouts
+        self._fastest: Tried | None = None
+        self.experts: list[Tried] = []
+
+    @property
+    def num_tried(self) -> int:
+        """For how many maps the cost was counted."""
+        return len(self._known)
+
+    @property
+    def left(self) -> int:
+        """For how many more it may be counted."""
+        return self._most - len(self._known)
+
+    def tried(self, name: str, layout_map: RuleSet) -> Tried:
+        """The cost of a map, counted once."""
+        key = layout_map.to_yaml()
+        if key not in self._known:
+            if not self.left and self._known:
+                raise Spent
+            figures, why_not = None, ""
+            try:
+                figures = self._evaluate(layout_map)
+            except LayoutMapError as error:
+                why_not = error.what
+            made = Tried(name, layout_map, figures, self._limit, why_not, self._recomputes)
+            self._known[key] = made
+            if self._fastest is None or made.score < self._fastest.score:
+                self._fastest = made
+            self._on_tried(self.num_tried, self._fastest)
+        return self._known[key]
+
+    def best(self) -> Tried | None:
+        """The map to return: one with different layouts for groups that are alike only if no other one ties with it."""
+        every = list(self._known.values())
+        plain, apart = least(every[: self._num_alike]), every[self._num_alike :] if self._num_alike else []
+        if plain is None or not apart:
+            return plain
+        fastest = min(apart, key=lambda tried: tried.score)
+        return least([plain, *apart]) if is_better(fastest, plain) else plain
+
+    @property
+    def every(self) -> Sequence[Tried]:
+        """All maps that were tried."""
+        return list(self._known.values())
+
+    def run(
+        self, model: Model, experts: Sequence[Expert], seed: int, is_promising: Callable[[], bool]
+    ) -> None:
+        """Try the experts' maps, and if it is promising then others on the meshes of the best of them."""
+        with contextlib.suppress(Spent):
+            self._run(model, experts, seed, is_promising)
+
+    def _run(
+        self, model: Model, experts: Sequence[Expert], seed: int, is_promising: Callable[[], bool]
+    ) -> None:
+        scores: dict[int, Score] = {}
+        for number, expert in enumerate(experts):
+            made = self.tried(expert.name, expert.layout_map)
+            self.experts.append(replace(made, name=expert.name))
+            scores[number] = made.score
+        if not is_promising():
+            return
+        order = sorted(scores, key=scores.__getitem__)
+        meshes = list(dict.fromkeys(experts[n].grid for n in order))[:_MESHES]
+        ends: list[tuple[Score, Space, Point]] = []
+        for number, grid in enumerate(meshes):
+            mine = [experts[n] for n in order if experts[n].grid == grid]
+            space = Space(model, grid, also=[(e.layouts, e.blocks) for e in mine])
+            most = self.left if number == len(meshes) - 1 else self.left // 2  # the most for the best
+            if most < 1:
+                break
+            starts = [space.point_of(e.layouts, e.blocks) for e in mine]
+            point = minimum(space.sizes, self._score(space), starts, most=most, seed=seed)
+            point = self._simplified(space, point)
+            ends.append((self._score(space)(point), space, point))
+        if ends:
+            _, space, point = min(ends, key=lambda end: end[0])
+            self._untie(space, point, seed)
+
+    def _score(self, space: Space) -> Callable[[Point], Score]:
+        return lambda point: self.tried(_FOUND, space.map_of(point)).score
+
+    def _simplified(self, space: Space, point: Point) -> Point:
+        """The same point, with the first choice, which needs no rule, wherever that is no worse."""
+        score = self._score(space)
+        for n, choice in enumerate(point):
+            simpler = (*point[:n], 0, *point[n + 1 :])
+            if choice and self.left and score(simpler) <= score(point):
+                point = simpler
+        return point
+
+    def _untie(self, space: Space, point: Point, seed: int) -> None:
+        """Give groups that are alike layouts of their own, if that is worth the rules."""
+        layouts, blocks = space.layouts_of(point)
+        untied = Space(space.model, space.grid, tied=False, also=[(layouts, blocks)])
+        if len(untied.sizes) == len(space.sizes) or self.left < 1:
+            return
+        start = untied.point_of(layouts, blocks)
+        self._num_alike = len(self._known)
+        minimum(untied.sizes, self._score(untied), [start], most=self.left, seed=seed)
+
+
+def least(tried: Sequence[Tried]) -> Tried | None:
+    """The map to choose: of those that fit and take as long as the fastest, to 1 %, that with the least memory.
+
+    Of those with as much memory, to 1 %, it is the one with the fewest rules. If none fits, it is the nearest.
+    """
+    fastest = min(tried, key=lambda each: each.score, default=None)
+    if fastest is None or fastest.figures is None or fastest.missing_bytes:
+        return fastest
+    fitting = [(each, each.figures) for each in tried if each.figures and not each.missing_bytes]
+    limit = fastest.figures.seconds * (1 + TIE)
+    tied = [(each, figures) for each, figures in fitting if figures.seconds <= limit]
+    most = min(figures.peak_bytes for _, figures in tied) * (1 + TIE)
+    small = [each for each, figures in tied if figures.peak_bytes <= most]
+    return min(small, key=lambda each: (each.num_rules, each.score))
+
+
+def is_better(new: Tried, old: Tried) -> bool:
+    """Whether a map lacks less memory than another one, or is faster by more than a tie."""
+    return (new.score[0], new.score[1]) < (old.score[0], old.score[1] * (1 - TIE))
+
+
+def search(  # why: decisions/0094
+    model: Model,
+    experts: Iterable[Expert],
+    evaluate: Evaluate,
+    *,
+    limit: int,
+    most: int,
+    recomputing: Evaluate | None = None,
+    seed: int = 0,
+    on_tried: OnTried = lambda number, best: None,
+) -> Outcome:
+    """Find the map with which a step takes least, among those that fit.
+
+    Args:
+        model: The model.
+        experts: Maps to hold others against, and to start from; their meshes are those that are searched.
+        evaluate: What a step costs with a map; raises a `LayoutMapError` for one that cannot be used.
+        limit: The memory of a device, in bytes.
+        most: For how many maps the cost may be counted; for as many again by `recomputing`.
+        recomputing: What a step costs that recomputes activations inside of blocks in the backward pass: asked where
+            nothing fits without that, or where a map that does not would be faster; `None`: it is not tried.
+        seed: Decides the order in which choices are tried.
+        on_tried: Called after each map with the number so far and the best of them.
+
+    Returns:
+        The best map. An interrupt ends the search, and what it had found by then is returned.
+
+    Raises:
+        PlanError: No map that was tried fits; says which came nearest.
+        KeyboardInterrupt: It was interrupted before any map was tried.
+    """
+    every, is_complete = tuple(experts), True
+    plain = _Search(evaluate, limit, most, on_tried)
+    again = _Search(recomputing or evaluate, limit, most, lambda n, t: on_tried(plain.num_tried + n, t), True)
+    try:
+        plain.run(model, every, seed, lambda: recomputing is None or not _is_far(plain.best(), limit))
+        if recomputing is not None and _may_gain(plain):
+            again.run(model, every, seed, lambda: _gains(plain, again))
+    except KeyboardInterrupt:
+        if plain.best() is None:
+            raise
+        is_complete = False
+    runs, num_tried = (plain, again), plain.num_tried + again.num_tried
+    best, without = plain.best(), None
+    if _gains(plain, again):
+        best, without = again.best(), best
+    if best is None or best.missing_bytes:
+        raise _nothing_fits(best, limit, num_tried)
+    rows: dict[object, Tried] = {}  # of each expert's map the better of both ways
+    for tried in sorted((t for run in runs for t in run.experts), key=lambda tried: tried.score):
+        rows.setdefault((tried.name, tried.layout_map.mesh), tried)
+    fitting = {
+        t.cost: t for run in runs for t in reversed(run.every) if not t.missing_bytes and t.cost != best.cost
+    }
+    others = sorted(fitting.values(), key=lambda tried: tried.score)
+    return Outcome(best, tuple(rows.values()), num_tried, is_complete, tuple(others[:_OTHERS]), without)
+
+
+def _is_far(best: Tried | None, limit: int) -> bool:
+    return best is not None and best.missing_bytes > (_FAR - 1) * limit
+
+
+def _may_gain(searched: _Search) -> bool:
+    """Whether nothing fits, or something that does not would be faster."""
+    best = searched.best()
+    if best is None or best.figures is None or best.missing_bytes:
+        return True
+    return min(t.figures.seconds for t in searched.every if t.figures) < best.figures.seconds * (1 - TIE)
+
+
+def _gains(plain: _Search, again: _Search) -> bool:
+    """Whether a map that needs activations to be computed again is better than all that do not."""
+    before, best = plain.best(), again.best()
+    return before is not None and best is not None and is_better(best, before)
+
+
+def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanError:
+    if nearest is None or nearest.figures is None:
+        return PlanError(
+            "search: the cost of no map could be counted",
+            facts={"maps": num_tried},
+            why=nearest.why_not if nearest else "there is no mesh whose first dim divides the batch",
+            fix="plan one map with lm.plan(.., on=), which says more",
+        )
+    peak = nearest.figures.peak_bytes
+    return PlanError(
+        "search: no layout map fits the memory",
+        facts={
+            "limit": size(limit),
+            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} per device"
+            + ", activations recomputed" * nearest.recomputes,
+            "missing": size(nearest.missing_bytes),
+            "maps tried": num_tried,
+        },
+        why="a step needs more memory than a device has, with each map that was tried; a count is an upper bound",
+        fix="use more devices or a smaller batch, or raise the limit"
+        if nearest.recomputes
+        else "use more devices or a smaller batch, recompute activations (jax.checkpoint), or raise the limit",
+    )

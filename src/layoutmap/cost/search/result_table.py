@@ -1,0 +1,73 @@
+"""The result of a search as text: the verdict, and the table that holds it against the maps of experts."""
+
+from __future__ import annotations
+
+from layoutmap.core.text_table import size
+from layoutmap.cost.cost import duration
+from layoutmap.cost.search.loop import TIE, Outcome, Tried
+
+HEAD = ("map", "mesh", "step", "memory", "")
+RIGHT = ("step", "memory")
+
+
+def verdict(outcome: Outcome) -> str:
+    """How what was found compares with the best map of an expert that fits, in a sentence.
+
+    Example:
+        >>> from layoutmap.rules.rule_set import RuleSet
+        >>> from layoutmap.cost.search.loop import Figures
+        >>> tried = [Tried(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in (("found", 0.8), ("dp", 1.0))]
+        >>> verdict(Outcome(tried[0], (tried[1],), 2, True))
+        '20 % faster than the best built-in map that fits, dp on data=8'
+    """
+    best, fitting = outcome.best, [tried for tried in outcome.experts if not tried.missing_bytes]
+    if best.figures is None or not fitting or fitting[0].figures is None:
+        return "no built-in map fits"
+    expert = fitting[0]
+    named = f"the best built-in map that fits, {expert.name} on {expert.layout_map.mesh}"
+    gain = 1 - best.figures.seconds / fitting[0].figures.seconds
+    if best.name == expert.name and best.layout_map == expert.layout_map:
+        return f"{expert.name} on {expert.layout_map.mesh}. No searched map beat the built-in ones"
+    if gain < TIE:
+        saved = 1 - best.figures.peak_bytes / fitting[0].figures.peak_bytes
+        less = f", and this one takes {100 * saved:.0f} % less memory" if saved >= TIE else ""
+        return f"ties with {named}: the steps differ by less than {100 * TIE:.0f} %{less}"
+    return f"{100 * gain:.0f} % faster than {named}"
+
+
+def rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """A row for what was found and for each expert's map, the fastest that fits first."""
+    best = outcome.best
+    there = [t for t in outcome.experts if (t.layout_map, t.recomputes) == (best.layout_map, best.recomputes)]
+    return [
+        _row(tried, tried in there or tried is best)
+        for tried in (*([] if there else [best]), *outcome.experts)
+    ]
+
+
+def _row(tried: Tried, is_found: bool) -> tuple[str, ...]:
+    mesh = str(tried.layout_map.mesh)
+    if tried.figures is None:
+        return (tried.name, mesh, "", "", tried.why_not)
+    said = f"lacks {size(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
+    said = f"{said} as XLA compiles it".strip() if tried.compiled_bytes is not None else said
+    name = tried.name + ", recomputing" * tried.recomputes
+    return (name, mesh, duration(tried.figures.seconds), size(tried.figures.peak_bytes), said)
+
+
+def recompute_text(outcome: Outcome, layers: str, how: str) -> str:
+    """Why activations are to be recomputed for the map that was found, and how that is done; empty if they need not be.
+
+    Args:
+        outcome: What was found.
+        layers: The paths of the layers, as text.
+        how: How a person has the library do it.
+    """
+    before, best = outcome.without, outcome.best
+    if before is None or before.figures is None or best.figures is None:
+        return ""
+    why = f"no map fits, and the nearest needs {size(before.figures.peak_bytes)} per device"
+    if not before.missing_bytes:
+        why = f"the best map takes {duration(before.figures.seconds)} a step"
+    needed = f"It needs the activations inside of {layers} to be recomputed in the backward pass"
+    return f"{needed}: without that {why}.\n{how}"

@@ -1,0 +1,125 @@
+"""A guard of a program that trains: every n-th step the model is compared with a plan, and its replicas."""
+
+# why: decisions/0163
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from layoutmap.core.errors import PlanError, ScopeError
+from layoutmap.core.variables import Kind
+from layoutmap.inspecting.inspect import inspect
+from layoutmap.plan.problems import group_problems
+from layoutmap.plan.table import PlanTable
+from layoutmap.scope.plan import Plan
+
+_MADE_FIRST = (Kind.WEIGHT, Kind.STATE)
+
+
+class Guard:
+    """A count of steps that compares a model with a plan at the first of them and at every n-th from there.
+
+    Attributes:
+        plan: What the model is compared with; `None`: that which the first comparison finds. From there on it has the
+            slots and metrics, too, that the first step made.
+    """
+
+    def __init__(self, model: Any, plan: PlanTable | None, optimizer: Any, every: int):
+        self._model, self._optimizer, self._every = model, optimizer, every
+        self.plan = None if plan is None else Plan.of(plan)
+        self._num_steps = 0
+
+    def __call__(self, model: Any = None, optimizer: Any = None) -> None:
+        """Note that a step has been taken, and look if it is time to.
+
+        Args:
+            model: The model as the step has left it, where that is another object: a pytree of JAX.
+            optimizer: Its optimizer's state, likewise.
+
+        Raises:
+            PlanError: See `check`.
+        """
+        if self._num_steps % self._every == 0:
+            self.check(model, optimizer)
+        self._num_steps += 1
+
+    def check(self, model: Any = None, optimizer: Any = None) -> None:
+        """Compare now; all processes must ask.
+
+        Raises:
+            PlanError: The model is not as planned, or its replicas have drifted apart.
+        """
+        found = inspect(
+            self._model if model is None else model,
+            self._optimizer if optimizer is None else optimizer,
+            across=True,
+        )
+        planned = self.plan or found
+        # A plan of a model that has taken no step does not have the slots and metrics that the first one makes.
+        known = [a for a in found.assignments if a.variable.kind in _MADE_FIRST or a.variable.path in planned]
+        difference = planned.diff(replace(found, assignments=tuple(known)))
+        if not difference and not found.errors:
+            self.plan = found
+            return
+        facts = {"changes": str(difference)} if difference else {}
+        facts |= {problem.subject: str(problem) for problem in group_problems(found.errors)}
+        raise PlanError(
+            f"the model is no longer as planned, at step {self._num_steps}",
+            problems=found.errors,
+            facts=facts,
+            why="the program has laid out, replaced or changed an array since",
+            fix="find the step that does it: guard with every=1; or take this plan: lm.inspect(model).to_json()",
+        )
+
+    def hook(self, optimizer: Any) -> Any:
+        """Have an optimizer of torch call this after each of its steps; returns the handle with which to remove it."""
+
+        def stepped(*_: object) -> None:
+            self()
+
+        return optimizer.register_step_post_hook(stepped)
+
+    def callback(self) -> Any:
+        """Return a callback for `fit` of Keras that calls this after each batch."""
+        from layoutmap.adapters.keras.callback import after_each_batch  # late: Keras
+
+        return after_each_batch(self)
+
+
+def guard(
+    model: object, plan: PlanTable | None = None, optimizer: object = None, *, every: int = 1000
+) -> Guard:
+    """Return a guard for the loop that trains a model: it raises as soon as it finds that something has drifted.
+
+    A loop of JAX calls it after each step, `guard(state)`; an optimizer of torch does after `guard.hook(optimizer)`,
+    and `fit` of Keras with `callbacks=[guard.callback()]`. The first step is looked at, and every n-th from there: the
+    layouts of all variables, and checksums of replicas on all devices and in all processes, which all count alike.
+
+    Args:
+        model: The model, see `layoutmap.inspect`.
+        plan: What it is to be, as `Plan.from_json` reads it; `None`: as the first step leaves it.
+        optimizer: Its optimizer, or the state of one, where the model does not have it.
+        every: How many steps there are from one comparison to the next. One reads all values, a second for each GB.
+
+    Raises:
+        ScopeError: `every` is no number of steps.
+
+    Example:
+        >>> import jax, layoutmap as lm
+        >>> mesh = jax.make_mesh((8,), ("model",))
+        >>> params = {"w": jax.device_put(jax.numpy.ones((8, 8)), jax.NamedSharding(mesh, jax.P("model")))}
+        >>> guarded = lm.guard(params, every=1)
+        >>> guarded(params)
+        >>> guarded({"w": jax.device_put(params["w"], jax.NamedSharding(mesh, jax.P(None, "model")))})
+        Traceback (most recent call last):
+        layoutmap.core.errors.PlanError: the model is no longer as planned, at step 1
+          changes  w  layout  (model, unsharded) -> (unsharded, model)
+          ...
+    """
+    if every < 1:
+        raise ScopeError(
+            f"every={every!r}",
+            why="it is the number of steps from one comparison to the next",
+            fix="pass a positive number, as in every=1000",
+        )
+    return Guard(model, plan, optimizer, every)

@@ -1,0 +1,281 @@
+"""The plan of a model that exists, read off its arrays, whoever has laid them out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from layoutmap.adapters import Inspecting, adapter_of_model, capable
+from layoutmap.core.errors import listed
+from layoutmap.core.garbage import garbage_kept
+from layoutmap.core.layout import Layout
+from layoutmap.core.match import AS_FOUND, Match
+from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.variables import Assignment
+from layoutmap.engines import Engine, get_engine
+from layoutmap.engines.protocol import Unplaced
+from layoutmap.inspecting.replicas import Held, differences
+from layoutmap.plan.problems import Problem, in_order
+from layoutmap.plan.table import PlanTable
+from layoutmap.scope.context import Scope
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.plan import Plan
+
+Place = Layout | Unplaced
+
+
+class InspectedPlan(Plan):
+    """The plan of a model that exists."""
+
+    def to_layout_map(self) -> LayoutMap:
+        """Make the map with the fewest rules that give the model its layouts; see `LayoutMap.from_plan`.
+
+        Raises:
+            RuleError: No rules give a variable its layout.
+
+        Example:
+            >>> import jax, layoutmap as lm
+            >>> sharding = jax.NamedSharding(jax.make_mesh((2, 4), ("data", "model")), jax.P(None, "model"))
+            >>> kernel = jax.device_put(jax.numpy.ones((64, 256)), sharding)
+            >>> params = {"h": [{"up": kernel, "norm": jax.numpy.ones(64)} for _ in range(4)]}
+            >>> print(lm.inspect(params).to_layout_map())
+            LayoutMap on data=2, model=4, 1 rule
+               1  .*\\.\\d+\\.up$  (unsharded, model)
+            the rest is replicated
+        """
+        return LayoutMap.from_plan(self)
+
+
+# why: decisions/0162
+def inspect(
+    model: object, optimizer: object = None, *, batch_dim: str | None = None, across: bool = False
+) -> InspectedPlan:
+    """Return the plan of a model that exists: where each variable is, whoever has put it there.
+
+    Nothing is started, sent, gathered or changed, and nothing is guessed: an array that no layout can say is not in
+    the plan, but among its problems, with how it is held. Where several processes hold a model, each may ask alone.
+
+    Args:
+        model: A model of Keras, torch or flax.nnx, or a pytree of arrays, such as a train state of flax, a module of
+            Equinox, or `jax.ShapeDtypeStruct`s with shardings.
+        optimizer: Its optimizer, or the state of one, where the model does not have it: its slots are in the plan.
+        batch_dim: The mesh dim over which batches are sharded; the plan notes every other one that shards no weight.
+        across: Whether what all devices and processes hold is compared: an error of the plan names each variable of
+            which processes have different shapes or layouts, and each whose replicas differ in a bit. All values are
+            read once, about a second for each GB; only checksums travel. All processes must ask, with their part of
+            one model.
+
+    Returns:
+        The plan. Of a model that a scope of this library has laid out, with the rules, notes and problems of that.
+        Where arrays are on several meshes, it is of the largest, and the others are among its problems.
+
+    Raises:
+        ScopeError: It is no model of a supported library, or the mesh has no such dim.
+
+    Example:
+        >>> import jax, layoutmap as lm
+        >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
+        >>> sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
+        >>> params = {"up": {"kernel": jax.device_put(jax.numpy.ones((64, 256)), sharding)}}
+        >>> plan = lm.inspect(params, batch_dim="data")
+        >>> plan["up.kernel"].layout.sharding_specs, plan["up.kernel"].shard_shape
+        (('unsharded', 'model'), (64, 64))
+        >>> print(plan.explain("up.kernel"))
+        up.kernel
+          what        weight, float32[64, 256], 64.0 KiB
+          layout      (unsharded, model)
+          per device  64 x 64, 16.0 KiB
+          because     it is as it was found: no map was asked
+          to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
+    """
+    with garbage_kept():
+        return _inspected(model, optimizer, batch_dim, across)
+
+
+def _inspected(model: object, optimizer: object, batch_dim: str | None, across: bool) -> InspectedPlan:
+    adapter = capable(adapter_of_model(model), Inspecting, "inspect")
+    stored = adapter.described(model, optimizer)
+    engine = get_engine(adapter.engine_name)
+    places = _places([each.array for each in stored], engine)
+    context = adapter.context_of(model)
+    scope = context if isinstance(context, Scope) else None
+    mesh = _largest_mesh(places)
+    if scope is not None and _is_same(scope.plan.mesh, mesh, engine):
+        mesh = scope.plan.mesh
+    places = [_as_on(mesh, place, engine) for place in places]
+    check_dim("batch_dim", batch_dim, mesh, "the batch is sharded over it")
+    held = [
+        Held(each.variable, each.array, place, _on(mesh, place, len(each.variable.shape), engine))
+        for each, place in zip(stored, places, strict=True)
+    ]
+    assignments = [
+        Assignment(each.variable, each.layout, Match(each.variable.path, None, otherwise=AS_FOUND))
+        for each in held
+        if each.layout is not None
+    ]
+    problems = [problem for each in held for problem in _problems_of(each, mesh)]
+    if across:
+        problems += differences(held, engine, mesh)
+    plan = InspectedPlan(mesh, tuple(assignments), in_order(problems))
+    if scope is not None:
+        return _with_rules(plan, scope.plan)
+    return plan.with_problems([*_unused_dims(plan, batch_dim)])
+
+
+def _places(arrays: Sequence[Any], engine: Engine) -> list[Place]:
+    """How each array is held; one whose layout has no names is looked for on the meshes of the others."""
+    places: list[Place] = [engine.found(array) for array in arrays]
+    meshes = list({place.mesh: None for place in places if isinstance(place, Layout)})
+    return [
+        engine.found(array, meshes) if meshes and isinstance(place, Unplaced) and not place.devices else place
+        for array, place in zip(arrays, places, strict=True)
+    ]
+
+
+def _as_on(mesh: Mesh, place: Place, engine: Engine) -> Place:
+    """The same place, on a mesh of the same devices that a layout may know by another form."""
+    if not isinstance(place, Layout) or place.mesh is mesh or not _is_same(place.mesh, mesh, engine):
+        return place
+    return Layout(place.sharding_specs, mesh)
+
+
+def _is_same(one: Mesh, other: Mesh, engine: Engine) -> bool:
+    """Whether two meshes are one, of which the program has named the devices in one place and not in another."""
+    if one == other or one.mesh_dims != other.mesh_dims or None not in (one.devices, other.devices):
+        return one == other
+    return engine.bind(one).devices == engine.bind(other).devices
+
+
+def _largest_mesh(places: Sequence[Place]) -> Mesh:
+    """The largest of several meshes, that of most arrays; without any, one of the devices that have each array."""
+    counts = Counter(place.mesh for place in places if isinstance(place, Layout))
+    if counts:
+        return max(counts, key=lambda mesh: (mesh.size, len(mesh.mesh_dims), counts[mesh]))
+    alone = Counter(place.devices for place in places if isinstance(place, Unplaced) and place.devices)
+    devices = max(alone, key=alone.__getitem__, default=None)
+    return Mesh(devices, {"device": len(devices or "1")})
+
+
+def _on(mesh: Mesh, place: Place, rank: int, engine: Engine) -> Layout | None:
+    """The layout on the mesh of a plan; `None`: it has none there."""
+    if isinstance(place, Layout):
+        if place.mesh == mesh:
+            return place
+        return Layout(place.sharding_specs, mesh) if _is_part(place.mesh, mesh) else None
+    # A mesh of a plan names no devices until it is bound.
+    on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
+    return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
+
+
+def _is_part(part: Mesh, mesh: Mesh) -> bool:
+    """Whether a mesh is another one at fixed places along the dims that it does not have."""
+    sizes = mesh.dim_sizes
+    if any(sizes.get(name) != number for name, number in part.dim_sizes.items()):
+        return False
+    if part.devices is None or mesh.devices is None:
+        return part.devices is mesh.devices
+    places = {
+        name: dict(zip(mesh.dim_names, mesh.coords(i), strict=True)) for i, name in enumerate(mesh.devices)
+    }
+    if not places.keys() >= {*part.devices}:
+        return False
+    first = places[part.devices[0]]
+    return all(
+        places[name] == first | dict(zip(part.dim_names, part.coords(i), strict=True))
+        for i, name in enumerate(part.devices)
+    )
+
+
+def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
+    variable, place, layout = held.variable, held.place, held.layout
+    path, facts = variable.path, (("shape", str(variable.shape)),)
+    if isinstance(place, Unplaced):
+        if layout is None:
+            yield Problem(
+                "no layout",
+                "warning",
+                path,
+                f"{path}: {place.what}",
+                facts,
+                "a layout says for each axis over which named mesh dims it is sharded, in equal shards: this is not in "
+                "the plan",
+                "lay it out by names, in equal shards, or look at it with the framework's own tools",
+            )
+        elif mesh.size > 1:
+            why = "it counts as replicated"
+            yield Problem("plain", "note", path, f"{path}: {place.what}", facts, why)
+    elif layout is None:
+        facts += (
+            ("layout", str(place)),
+            ("its mesh", str(place.mesh)),
+            ("devices", listed(place.mesh.devices or ())),
+        )
+        why = f"a plan is of one mesh, and most are on {mesh}: this is not in the plan"
+        fix = "inspect the part of the model that is on the other mesh"
+        yield Problem("another mesh", "warning", path, f"{path}: it is on another mesh", facts, why, fix)
+    elif place.mesh != mesh:
+        rest = ", ".join(name for name in mesh.dim_names if name not in place.mesh)
+        what = f"{path}: it is on {place.mesh}, a part of the mesh"
+        yield Problem("another mesh", "note", path, what, facts, f"it counts as replicated over {rest}")
+    if layout is not None:
+        for axis in layout.uneven_axes(variable.shape):
+            error = layout.uneven_error(variable.shape, axis, path)
+            facts = tuple((name, str(value)) for name, value in error.facts.items())
+            what = f"{path}: axis {axis} is sharded unevenly"
+            why = f"{error.why}: some devices hold more than others"
+            yield Problem("uneven", "warning", path, what, facts, why, error.fix)
+
+
+def _parts(layout: Layout) -> tuple[Mesh, list[list[str]]]:
+    """The mesh dims that part each axis: of one device there is nothing to part, and XLA leaves it out of results."""
+    sizes = layout.mesh.dim_sizes
+    return layout.mesh, [
+        [dim for dim in layout.mesh_dims_of(axis) if sizes[dim] > 1] for axis in range(layout.rank)
+    ]
+
+
+def _with_rules(found: InspectedPlan, planned: PlanTable) -> InspectedPlan:
+    """A plan with the rules, notes and problems of the scope in which its model was laid out."""
+    known: dict[str, list[Assignment]] = {}
+    for each in planned.assignments:
+        known.setdefault(each.variable.path, []).append(each)
+    assignments: list[Assignment] = []
+    moved: list[Problem] = []
+    for each in found.assignments:
+        path, shape = each.variable.path, each.variable.shape
+        alike = [a for a in known.get(path, ()) if a.variable.shape == shape]
+        same = [a for a in alike if _parts(a.layout) == _parts(each.layout)]
+        if alike and not same:
+            facts = ("laid out in", str(alike[0].layout)), ("now in", str(each.layout))
+            why = "the program has replaced the array since its scope laid it out"
+            fix = "give the new one that layout: lm.dtensor.relayout(array, layout); or change the rule"
+            moved.append(
+                Problem("moved", "warning", path, f"{path}: it is in another layout now", facts, why, fix)
+            )
+        assignments.append(
+            replace(each, layout=same[0].layout, match=same[0].match, global_init=same[0].global_init)
+            if same
+            else each
+        )
+    order = {a.variable.path: number for number, a in reversed([*enumerate(planned.assignments)])}
+    assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
+    models = {a.variable.model for a in assignments if a.variable.path in known}
+    kept = [p for p in planned.problems if not p.model or p.model in models]
+    return replace(
+        found,
+        assignments=tuple(assignments),
+        problems=in_order([*kept, *found.problems, *moved]),
+        activations=planned.activations,
+        free_activations=planned.free_activations,
+    )
+
+
+def _unused_dims(plan: Plan, batch_dim: str | None) -> Iterator[Problem]:
+    for dim in plan.unused_dims:
+        if dim.name != batch_dim:
+            what = f"mesh dim {dim.name!r} shards no weight"
+            why = f"groups of {dim.size} devices hold the same weights, and compute the same unless their data differs"
+            fix = f"pass batch_dim={dim.name!r} if batches are sharded over it"
+            yield Problem("unused dim", "note", dim.name, what, (("mesh", str(plan.mesh)),), why, fix)

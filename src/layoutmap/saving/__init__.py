@@ -1,0 +1,1 @@
+"""Checkpoints of models: save, load, describe, export, and a manager of several."""

@@ -1,0 +1,434 @@
+"""`load`: a model from a step of a checkpoint, on any mesh, each process reading what its shards need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, cast, get_args
+
+from layoutmap.adapters import Keeping, adapter_of_model, capable, find_adapter, get_adapter, imported_adapter
+from layoutmap.adapters.protocol import Saved, Stored
+from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
+from layoutmap.checkpoint.reader import StepSource
+from layoutmap.checkpoint.renaming import read_names
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.core.blocks import Index, NumpyArray, full_index, held_shards
+from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.engines import get_engine
+from layoutmap.engines.agreement import of_processes
+from layoutmap.rules.rule_set import RuleSet
+from layoutmap.saving.saved_values import Extra, Missing, Values, is_count
+from layoutmap.saving.states import check_data, random_states_of, taken_up
+from layoutmap.scope.group import Group
+from layoutmap.scope.progress import Progress
+from layoutmap.scope.scope import build
+
+Verify = Literal["first", "while", "no"]
+
+
+def load(
+    model: Any,
+    directory: str | os.PathLike[str],
+    *,
+    layout_map: RuleSet | None = None,
+    step: int | None = None,
+    names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    optimizer: Any = None,
+    data: Any = None,
+    missing: Missing = "error",
+    extra: Extra = "error",
+    cast: bool = False,
+    override: Mapping[str, Any] | None = None,
+    verify: Verify = "first",
+    room_bytes: int = 2**30,
+    progress: bool | None = None,
+    inputs: Any = None,
+    **options: Any,
+) -> Any:
+    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on.
+
+    Args:
+        model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
+            straight into their shards and no initializer runs. Or a model that exists, in layouts or plain.
+        directory: What it was saved to. Or what others have written: `*.safetensors` or a folder of them, as Hugging
+            Face has it, a directory of orbax or of `torch.distributed.checkpoint`, or `*.weights.h5`, which a model of
+            Keras reads by `load_weights`. These have no checksums: a changed value in them cannot be seen.
+        layout_map: The rules, for a function. They need not be those of the model that was saved.
+        step: The step; `None`: the last one.
+        names: What the model's variables are called there, where they have other names or axes: a table of the library,
+            such as `"llama"` for a folder of Hugging Face's, a YAML file, or a mapping from paths to names.
+        optimizer: See `save`; it may be new, without slots. Or a function that makes it, which is called with the
+            model: `lambda model: torch.optim.AdamW(model.parameters())`. What is returned then is a pair.
+        data: What else goes on where it was: anything with `load_state_dict()` or `set_state()`, or the mapping of
+            several that was saved. Each process gets the state that it saved. Where another number of processes loads,
+            all get the state that all had; if each had its own there is none for them, and an error says so. The random
+            states of Python, numpy and torch come back likewise, but where there is none they stay as they are.
+        missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
+            keep their values, or are initialized.
+        extra: What happens with variables in the checkpoint that the model does not have: `"error"`, or `"ignore"`.
+            Slots are left out where no optimizer is passed.
+        cast: Whether values of another element type are converted to that of the model.
+        override: Settings of an optimizer of torch that are not to be those that were saved, as in `{"lr": 1e-4}`, for
+            all of its groups. Others are those that were saved, with a warning where the optimizer was made with
+            another value. Optimizers of Keras keep their learning rate as a variable: assign it after the load.
+        verify: When values are compared with their checksums. `"first"`: before one of a model that exists changes, so
+            that a damaged file changes nothing. `"while"`: as they are put into it, which needs no room and no second
+            read; where one is damaged the error says that the model is loaded in part and must not be used. `"no"`:
+            never, where others see to it.
+        room_bytes: How much of what was compared first a process keeps until it is used; the rest is read again.
+        progress: See `save`.
+        inputs: An example of what the model is called with, or its shape and type, for a model that makes its weights
+            at its first call: see `build`.
+        **options: With `layout_map`: what `build` takes beside, as in `batch_dim="batch"`.
+
+    Returns:
+        The model; with `optimizer` the model and the optimizer. Both are the objects that were passed, unless these
+        cannot be changed, as pytrees.
+
+    Raises:
+        CheckpointError: There is no such step, it is damaged, or it is that of another model: paths, shapes or element
+            types differ; or a random state or `data` does not take up what was saved. The model, the optimizer and
+            `data` are as they were.
+        PlanError: The layout map does not fit the model.
+
+    Example:
+        >>> import keras, layoutmap as lm, tempfile
+        >>> def make_model():
+        ...     return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")])
+        >>> directory = tempfile.mkdtemp()
+        >>> folder = lm.save(make_model(), directory)
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {r".*\\.kernel": (None, "model")})
+        >>> lm.load(make_model, directory, layout_map=layout_map).layers[0].kernel.layout.sharding_specs
+        ('unsharded', 'model')
+    """
+    _check_arguments(model, layout_map, options, missing, extra, verify)
+    if layout_map is not None:
+        library = options.get("library")
+        adapter = capable(get_adapter(library) if library else imported_adapter(), Keeping, "load")
+        found, mesh = None, layout_map.mesh
+    else:
+        found = _existing(model)
+        adapter = capable(adapter_of_model(found), Keeping, "load")
+        if inputs is not None:
+            adapter.complete(found, (inputs,))
+        mesh = _mesh_of_model(adapter, found)
+    processes = Group(get_engine(adapter.engine_name), mesh)
+    source = _opened(directory, step, processes)
+    if isinstance(source, StepSource):
+        source.verifies, source.room = verify != "no", room_bytes
+    table = None if names is None else read_names(names)
+    values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
+    if isinstance(source, KerasWeights) and table is None:
+        given = {"optimizer": optimizer, "data": data, "cast": cast or None}
+        given |= {
+            "missing": None if missing == "error" else missing,
+            "extra": None if extra == "error" else extra,
+        }
+        _check_unused(source, [name for name, value in given.items() if value is not None])
+        if layout_map is not None:
+            found = build(model, layout_map, progress=progress, inputs=inputs, **options)
+        return _with_weights(found, source)
+    loading = _Loading(adapter, values, processes, progress, override)
+    state = processes.agreed(lambda: loading.state_for(data))
+    is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
+    if layout_map is not None:
+        found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
+        found, _ = loading.put(found, None, is_new=True)
+    made = optimizer(found) if callable(optimizer) else optimizer
+    random = loading.random_states()
+    within = taken_up(adapter, processes, source.where, found, random, data, state)
+    is_new = is_new and (made is None or callable(optimizer))
+    with nullcontext() if is_new or verify == "first" else _loaded_in_part():
+        loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
+    values.close()
+    return loaded if optimizer is not None else loaded[0]
+
+
+def _check_arguments(
+    model: object,
+    layout_map: RuleSet | None,
+    options: Mapping[str, Any],
+    missing: object,
+    extra: object,
+    verify: object,
+) -> None:
+    """Refuse what would have no effect, or another one than was meant."""
+    choices = ("missing", missing, Missing), ("extra", extra, Extra), ("verify", verify, Verify)
+    for name, value, known in ((name, value, get_args(kind)) for name, value, kind in choices):
+        if value not in known:
+            raise CheckpointError(
+                f"{name}={value!r}: this is not one of the choices",
+                why=f"it is one of {', '.join(map(repr, known))}",
+                fix=f"leave {name} out, or pass {name}={known[1]!r}",
+            )
+    if layout_map is None and options:
+        names = ", ".join(f"{name}=" for name in options)
+        raise CheckpointError(
+            f"load: {names} has no effect without layout_map=",
+            why="it is for building a model, which load does only with layout_map=",
+            fix="pass a function that makes the model, and layout_map=",
+        )
+    if layout_map is not None and find_adapter(model) is not None:
+        raise CheckpointError(
+            f"load: {type(model).__name__} is a model, and layout_map= is for a function that makes one",
+            why="a model that exists has its layouts, and keeps them",
+            fix="leave layout_map out, or pass the function; layout_map.apply(model) lays a model out",
+        )
+
+
+def _check_unused(source: KerasWeights, given: Sequence[str]) -> None:
+    if given:
+        raise CheckpointError(
+            f"{source.where}: {', '.join(f'{name}=' for name in given)} has no effect on a weight file of Keras",
+            why="the model's own load_weights reads it, by the positions of layers",
+            fix="leave it out; model.load_weights(path, skip_mismatch=True) leaves out what does not fit",
+        )
+
+
+def _with_weights(model: object, source: KerasWeights) -> Any:
+    """A model with the values of a weight file, which has no paths: Keras knows which places its layers have there."""
+    load_weights = getattr(model, "load_weights", None)
+    if load_weights is None:
+        raise CheckpointError(
+            f"{source.where}: it is a weight file of Keras, and the model is not: {type(model).__name__}",
+            why="it names weights by Keras's layers, as in layers.dense.vars.0, and not by path",
+            fix="pass a Keras model, or names= with such a name for each path",
+        )
+    load_weights(source.where)
+    return model
+
+
+def _opened(directory: str | os.PathLike[str], step: int | None, processes: Group) -> Source:
+    """The same source in all processes; the last step is that which is the last for the first process."""
+
+    def opened(step: int | None) -> Source:
+        found = open_source(directory, step)
+        if isinstance(found, StepSource):
+            found.check_files()
+        return found
+
+    source = processes.agreed(lambda: opened(step))
+    if not isinstance(source, StepSource):
+        return source
+    if differ := processes.different(_step_and_id(source)):
+        step = int(differ[0].split()[0])
+        source = processes.agreed(lambda: opened(step))
+        differ = processes.different(_step_and_id(source))
+    if differ:
+        raise CheckpointError(
+            f"{source.where}: the processes load different checkpoints",
+            facts=of_processes(differ),
+            why="their ids differ: they were written by different saves",
+            fix="pass a directory that all processes share, or copies of one",
+        )
+    return source
+
+
+def _step_and_id(source: Any) -> str:
+    return f"{source.step} {source.manifest.facts.get('id')}"
+
+
+@contextmanager
+def _loaded_in_part() -> Generator[None]:
+    """While open, checkpoint errors add that the model may be loaded in part: its values were not checked before."""
+    try:
+        yield
+    except CheckpointError as error:
+        why = f"{error.why}; the model may have been loaded in part, and must not be used"
+        raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
+
+
+class _Loading:  # why: decisions/0138
+    """A load into a model that exists.
+
+    Args:
+        adapter: Knows the model.
+        values: The values of the checkpoint.
+        processes: Those that load.
+        progress: See `load`.
+        override: See `load`.
+    """
+
+    def __init__(
+        self,
+        adapter: Keeping,
+        values: Values,
+        processes: Group,
+        progress: bool | None,
+        override: Mapping[str, Any] | None,
+    ):
+        self._adapter = adapter
+        self._engine = get_engine(adapter.engine_name)
+        self._values = values
+        self._processes = processes
+        self._progress = progress
+        self._states = values.source.states
+        settings: Mapping[str, Any] = self._states.get("settings", {})
+        self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
+        if override:
+            _check_override(override, self._settings)
+        if self._settings:
+            self._settings = {**self._settings, "override": dict(override or {})}
+
+    def put(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        is_new: bool,
+        within: AbstractContextManager[object] | None = None,
+        random: Mapping[str, Any] | None = None,
+    ) -> tuple[Any, Any]:
+        """Read what has not been read yet; into what is not new once all of it has been checked.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer, if it does not have it.
+            is_new: Whether nothing is lost if a value turns out to be damaged.
+            within: Entered once all has been checked.
+            random: The random states to set in the end, with the settings of the optimizer; `None`: neither.
+        """
+        stored = self._processes.agreed(lambda: self._checked(model, optimizer))
+        # Initializers, in their turn, may have drawn from a generator whose state had been read.
+        taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
+        rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
+        layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
+        variables = {each.variable.path: each.variable for each in rest}
+        # In place of a slot that the optimizer does not have yet, there is the weight that it is for.
+        weights = {id(each.array) for each in stored if not _is_slot(each)}
+        own = {
+            each.variable.path: (each.array, memory)
+            for each in rest
+            if not (_is_slot(each) and id(each.array) in weights) and (memory := self._own_memory(each.array))
+        }
+        if not is_new:
+            with Progress(variables, enabled=self._progress, verb="checked") as progress:
+                self._processes.agreed(lambda: self._check_values(variables.values(), layouts, progress))
+        del stored, rest  # and with them the last arrays that are replaced
+        with Progress(variables, enabled=self._progress, verb="loaded") as progress:
+
+            def arrays() -> Iterator[tuple[str, Any]]:
+                for path, variable in variables.items():
+                    read, layout = self._values.reader(variable), layouts[path]
+                    assert read is not None
+                    array, memory = own.pop(path, (None, ()))
+                    if self._values.fill(variable, memory):
+                        yield path, array
+                    elif layout is None:
+                        yield path, read(full_index(variable.shape))
+                    else:
+                        yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
+                    progress(path)
+
+            with within or nullcontext():
+                loaded = self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
+                if random is not None:
+                    self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
+            return loaded
+
+    def _own_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
+        return self._engine.own_memory(array) if isinstance(array, self._engine.array_types) else ()
+
+    def state_for(self, data: object) -> Any:
+        """The state that `data` goes on from in this process."""
+        states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
+        place = self._processes.number, self._processes.count
+        return None if data is None else check_data(data, states, *place)
+
+    def random_states(self) -> Mapping[str, Any]:
+        """The random states that this process goes on with."""
+        own = [each.get("random", {}) for each in self._states.get("processes", [])]
+        return random_states_of(own, self._processes.number, self._processes.count)
+
+    def _checked(self, model: object, optimizer: object) -> Sequence[Stored]:
+        source = self._values.source
+        slots = [_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
+        if optimizer is not None:
+            self._check_optimizer(bool(slots))
+        saved = Saved(slots if self._settings else (), self._settings)
+        stored = self._adapter.stored(model, optimizer, saved)
+        if not self._settings:  # slots of another library
+            stored = [each for each in stored if not _is_slot(each)]
+        kinds = {Kind.WEIGHT, Kind.STATE}
+        if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
+            kinds.add(Kind.SLOT)
+        self._values.check([each.variable for each in stored], kinds)
+        return stored
+
+    def _check_optimizer(self, has_slots: bool) -> None:
+        """Raise if an optimizer is to be loaded, and the checkpoint has none that the library knows."""
+        if (
+            self._values.missing == "keep"
+            or self._settings.get("optimizer")
+            or (has_slots and self._settings)
+        ):
+            return
+        library = self._states.get("settings", {}).get("library")
+        raise CheckpointError(
+            f"{self._values.source.where}: it has no state for the optimizer",
+            facts={"saved by": library, "loading": self._adapter.name},
+            why="it was saved without optimizer="
+            if library == self._adapter.name
+            else "each library stores the state of its optimizers in its own form",
+            fix='leave optimizer out, or pass missing="keep" to start with a new state',
+        )
+
+    def _check_values(
+        self, variables: Iterable[VariableSpec], layouts: Mapping[str, Layout | None], progress: Progress
+    ) -> None:
+        """Raise if what this process needs is not as it was saved."""
+        for variable in variables:
+            saved = self._values.find(variable)
+            assert saved is not None
+            layout = layouts[variable.path]
+            read = self._values.reader(variable)
+            if is_count(variable, saved) and read is not None:
+                read(full_index(saved.shape))  # it may not fit
+            elif layout is None:
+                self._values.source.check(saved.path)
+            else:
+                ids = self._engine.bind(layout.mesh).local_device_ids
+                for index, _ in held_shards(layout, saved.shape, ids).values():
+                    self._values.source.check(saved.path, index)
+            progress(variable.path)
+
+
+def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    found = settings.get("optimizer")
+    groups: Sequence[Mapping[str, Any]] = (
+        cast("Mapping[str, Any]", found).get("groups", ()) if isinstance(found, Mapping) else ()
+    )
+    known = {name for group in groups for name in group} - {"params"}
+    if unknown := [name for name in override if name not in known]:
+        raise CheckpointError(
+            f"override={dict(override)!r}: there is no setting {unknown[0]!r} of an optimizer that was saved",
+            facts={"settings": listed(sorted(known)) or "none: it has no optimizer of torch"},
+            why="settings of an optimizer of torch are replaced; others have theirs in code or in variables",
+            fix="name one of these, or set it after the load",
+        )
+
+
+def _spec(saved: SavedVariable) -> VariableSpec:
+    return VariableSpec(saved.path, saved.shape, saved.dtype, saved.kind, saved.aliases)
+
+
+def _is_slot(stored: Stored) -> bool:
+    return stored.variable.kind is Kind.SLOT
+
+
+def _mesh_of_model(adapter: Keeping, model: object) -> Mesh | None:
+    """The mesh of a model that exists; `None`: it is on none."""
+    engine = get_engine(adapter.engine_name)
+    layouts = (engine.layout_of(each.array) for each in adapter.stored(model))
+    return next((layout.mesh for layout in layouts if layout is not None), None)
+
+
+def _existing(model: object) -> Any:
+    if find_adapter(model) is None and callable(model):
+        return model()
+    return model

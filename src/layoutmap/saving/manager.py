@@ -1,0 +1,483 @@
+"""`CheckpointManager`: which steps of a run are saved and kept, and saves that run beside the training."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+
+from layoutmap.checkpoint.lineage import History, SavedStep, following, saved_step
+from layoutmap.checkpoint.reader import StepSource
+from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.retention import Retention, check_metrics
+from layoutmap.checkpoint.step_writer import Memory, StepWriter
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
+from layoutmap.core.users_line import level_of_user
+from layoutmap.engines.peers import Peers
+from layoutmap.saving.load import load
+from layoutmap.saving.preemption import Preemption
+from layoutmap.saving.save import begin_save, check_step, group_of
+from layoutmap.scope.group import Group
+
+Later = Literal["refuse", "keep", "delete"]
+
+
+class CheckpointManager:
+    """Saves the steps of a run when they are due, beside the training, and deletes those that are no longer needed.
+
+    `save` returns once the values are copied; they are written on a thread. Arrays of JAX on CPU devices need no copy;
+    the memory of other copies, as large as the shards of this process, is kept for the next save. At most one save is
+    in flight: a second one waits for the first. If one fails, the next call raises what it raised. A program that ends
+    waits for its last save. With several processes all make the same calls, and decide as the first does.
+
+    Each step knows the step that it came from: the one that was saved or loaded before it. A manager follows its own
+    line of them: `load` takes the last of it, and only steps of it are deleted. A run that goes back, by
+    `load(step=30)` of 50, says what becomes of the later steps: see `load`.
+
+    Args:
+        directory: Where the steps of this run are kept, and of no other. All in it count, whoever saved them.
+        keep_last: How many of the last steps are kept, 1 or more; `None`: all. The one that was saved last always is.
+        best: The name of a metric; with it the best steps are kept, too.
+        best_mode: `"min"` or `"max"`: which value of the metric is the best.
+        keep_best: How many of the best steps are kept.
+        keep_every: Steps whose number is a multiple of it are all kept, as in `keep_every=10_000`.
+        every_steps: A step is due where a multiple of it is reached or passed.
+        every_minutes: A step is due when the last save, or the beginning, was that long ago; the first process's clock
+            decides, which costs a collective at each call. With neither of the two, every step is due; with both,
+            a step is due if one of them says so.
+        wait: Whether `save` returns only when the step exists.
+        patience_seconds: How long a process waits in a save for another one that is alive and writes nothing; `None`:
+            ten minutes. One that has died ends the wait at once.
+        preemption_seconds: How long the machine still runs after SIGTERM, by which schedulers announce that they take
+            it away; `None`: SIGTERM ends the program. With it the next call of `save`, in all processes though one
+            alone got the signal, waits for the save in flight, saves its step, due or not, and returns when that is
+            there; then `is_preempted` is true, and the program is to end. It costs a collective at each call of `save`.
+
+    Raises:
+        CheckpointError: One of these is no such number or name.
+
+    Example:
+        >>> import keras, layoutmap as lm, tempfile
+        >>> layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {r".*\\.kernel": (None, "model")})
+        >>> model = layout_map.build(lambda: keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="d1")]))
+        >>> with lm.CheckpointManager(tempfile.mkdtemp(), keep_last=2, best="loss", every_steps=10) as manager:
+        ...     if manager.steps:  # a run that was interrupted goes on
+        ...         model = manager.load(model)
+        ...     saved = [step for step in range(50) if manager.save(model, step, metrics={"loss": abs(step - 12)})]
+        >>> saved, manager.steps
+        ([10, 20, 30, 40], [10, 30, 40])
+        >>> _ = manager.load(model, best=True)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 3,
+        best: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        wait: bool = False,
+        patience_seconds: float | None = None,
+        preemption_seconds: float | None = None,
+    ):
+        self._retention = Retention(
+            keep_last, best, best_mode, keep_best, every_steps, every_minutes, keep_every
+        )
+        self._directory = directory
+        self._storage = storage_of(directory)
+        self._waits = wait
+        self._flight: _Flight | None = None
+        self._memory: Memory = {}
+        self._failures: list[BaseException] = []  # of saves, that no call has raised yet
+        self._history = History(self._storage)
+        self._seen: int | None = None
+        self._position: SavedStep | None = None  # which was saved or loaded last
+        self._before: SavedStep | None = None  # and before the save that is in flight
+        self._is_deleted = False  # whether the position is, so that it may be saved again
+        self._leaves = False  # whether later steps that come from the position are left as they are
+        self._damaged: set[int] = set()
+        self._saved_at = time.monotonic()
+        self._group: Group | None = None
+        self._patience_seconds = patience_seconds
+        self._peers: Peers | None = None
+        self._preemption = None if preemption_seconds is None else Preemption(preemption_seconds)
+        self._is_preempted = False
+        weakref.finalize(self, _report, self._failures)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that exist, in rising order; one that is being written is not."""
+        return self._storage.steps()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a call of `save` has found that the machine is taken away: the program is to end now."""
+        return self._is_preempted
+
+    def history(self) -> list[SavedStep]:
+        """Return the steps that the run comes from and that exist, in rising order, once no save is in flight.
+
+        Each has its `step`, its `parent`, `created` and `metrics`. Before the first call of `load` or `save` they are
+        those of the step that was saved last.
+        """
+        self.wait()
+        return self._history.line(self._position or self._history.last())
+
+    def save(  # why: decisions/0080
+        self,
+        model: object,
+        step: int,
+        *,
+        optimizer: object = None,
+        data: object = None,
+        metadata: object = None,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Save a step if it is due. When this returns, the model and the optimizer may change.
+
+        Args:
+            model: See `layoutmap.save`.
+            step: The number of the step.
+            optimizer: See `layoutmap.save`.
+            data: See `layoutmap.save`.
+            metadata: See `layoutmap.save`.
+            metrics: Numbers by name, kept with the step. With `best`, that metric is to be among them; a step without
+                metrics is none of the best. With several processes those of the first are kept.
+            force: Whether to save it though it is not due.
+
+        Returns:
+            Whether it is saved: not if it is not due, or is the one that was saved or loaded last.
+
+        Raises:
+            CheckpointError: See `layoutmap.save`; or the save before this one has failed, or there are later steps, and
+                `load` was not told what becomes of them.
+        """
+        number = check_step(step)
+        if self._flight is not None and self._flight.has_failed and self._flight.is_alone:
+            self.wait()
+        is_due = self._is_due(model, number) or force
+        self._seen = number
+        is_there = self._position is not None and number == self._position.step and not self._is_deleted
+        if not is_due or is_there:
+            if self._is_preempted:
+                self.wait()
+            return False
+        found = check_metrics(metrics, self._retention.best)
+        writer, _ = begin_save(
+            model,
+            self._directory,
+            number,
+            optimizer,
+            data,
+            metadata,
+            metrics=found,
+            after=self.wait,
+            make_way=lambda token: self._make_way(number, token),
+            patience_seconds=self._patience_seconds,
+            hear=self._heard,
+        )
+        saved = saved_step(number, writer.facts)
+        with writer:
+            if self._waits or self._is_preempted:
+                self._write(writer, saved)
+            else:
+                writer.copy(self._memory)
+                self._flight = _Flight(lambda: self._write(writer, saved), writer.is_alone, self._failures)
+        self._before, self._position, self._is_deleted = self._position, saved, False
+        self._saved_at = time.monotonic()
+        self._damaged.discard(number)
+        return True
+
+    def load(
+        self,
+        model: Any,
+        *,
+        step: int | None = None,
+        best: bool = False,
+        damaged: Literal["error", "skip"] = "error",
+        later: Later = "refuse",
+        **options: Any,
+    ) -> Any:
+        """Load a model from one of the steps, once no save is in flight.
+
+        Args:
+            model: See `layoutmap.load`.
+            step: The step; `None`: the last one of this manager's line, at first that which was saved last.
+            best: Whether to load the best step of the line instead.
+            damaged: What happens if that step is not as it was saved: `"error"`, or `"skip"`: with a warning the next
+                one is taken, the step before it or the next best. Each process reads all of it first, to find out. A
+                damaged step is replaced when a step of its number is saved.
+            later: What becomes of later steps that come from this one, if the run goes on from it. `"refuse"`: the
+                next save below them is an error that names them. `"keep"`: they stay, as a line of their own, until a
+                step of their number is saved. `"delete"`: they are deleted once the model is loaded.
+            **options: What `layoutmap.load` takes: `layout_map`, `optimizer`, `data`, `missing`, ...
+
+        Returns:
+            What `layoutmap.load` returns.
+
+        Raises:
+            CheckpointError: See `layoutmap.load`; or no step has the metric, or a save has failed.
+        """
+        if later not in get_args(Later):
+            raise CheckpointError(
+                f"later={later!r}: this is not one of the choices",
+                why=f"it is one of {', '.join(map(repr, get_args(Later)))}",
+                fix='leave later out, or pass later="keep"',
+            )
+        self.wait()
+        wanted = [step] if step is not None else self._by_metric() if best else self._own_steps()
+        number = wanted[0] if wanted else None
+        if damaged == "skip":
+            found = next(self._good(wanted), None)
+            if found is None and step is None and not best:  # a damaged manifest may name a wrong line
+                found = next(self._good([n for n in self._own_steps() if n not in wanted]), None)
+            number = number if found is None else found
+        loaded = load(model, self._directory, step=number, **options)
+        assert number is not None
+        self._group = group_of(loaded if options.get("optimizer") is None else loaded[0])
+        self._position = self._history.steps().get(number) or SavedStep(number, lines={"": number})
+        self._seen, self._leaves, self._is_deleted = number, later == "keep", False
+        if later == "delete":
+            self._delete([each.step for each in self._left(self._history.steps().values())])
+        return loaded
+
+    def delete(self, step: int) -> None:
+        """Delete a step, once no save is in flight; with several processes the first one does it.
+
+        Raises:
+            CheckpointError: There is no such step, or it cannot be deleted.
+        """
+        if self._group is None:
+            self.wait()
+        else:  # where a step is gone before all have seen that it was there, its save has failed
+            self._group.agreed(self.wait, "save")
+        number = check_step(step)
+        if number not in self.steps and not (self._group and self._group.several):
+            raise CheckpointError(
+                f"{self._storage.where}: there is no step {number} to delete",
+                facts={"steps": listed(list(map(str, self.steps))) or "none"},
+                why="a step is a folder step-<number>",
+                fix="name one of these",
+            )
+        self._delete([number])
+        self._is_deleted |= self._position is not None and number == self._position.step
+
+    def wait(self) -> None:
+        """Return when no save is in flight.
+
+        Raises:
+            CheckpointError: The last save has failed, and no call has said so yet.
+        """
+        if self._flight is not None:
+            self._flight.join()
+            self._flight = None
+        if self._failures:
+            self._position = self._before
+            raise self._failures.pop()
+
+    def close(self) -> None:
+        """Do what `wait` does, and free the memory of copies; a `with` block does it in its end."""
+        try:
+            self.wait()
+        finally:
+            self._memory.clear()
+            if self._preemption is not None:
+                self._preemption.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"And the last save has failed: {failure}")
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
+
+    def _make_way(self, step: int, token: str) -> SavedStep:
+        """Refuse a step below later ones, or remove these, in the first process; returns the step it comes from."""
+        position = self._position
+        last = position or self._history.last()
+        there = self._history.steps()
+        if later := self._in_the_way(step, there.values()):
+            load = (
+                'load the step with later="delete" or later="keep"'
+                if position
+                else "load the last step first"
+            )
+            raise CheckpointError(
+                f"{self._storage.where}: step {step} cannot be saved, since there are later steps",
+                facts={} if position is None else {"last loaded or saved": position.step},
+                why="the next run would go on from them, and nobody has said what becomes of them",
+                fix=f"{load}; or save into another directory, or delete these folders first: "
+                f"{listed([f'step-{each}' for each in later])}",
+            )
+        left = [each.step for each in self._left(there.values()) if each.step not in self._damaged]
+        if left and not self._leaves:
+            warnings.warn(
+                LayoutMapWarning(
+                    f"step {step} goes on from step {position.step if position else None}, and not from later steps",
+                    facts={"steps": listed(list(map(str, left)))},
+                    why="they stay, as a line of their own of which this run deletes nothing",
+                    fix='load the step with later="delete" or later="keep"; keep each run in a directory of its own',
+                ),
+                stacklevel=level_of_user(),
+            )
+        # What is not in the way is of a line that was left, or nobody can go on from it.
+        if (step in there and position is not None) or step in self._damaged:
+            self._storage.delete(step)
+            self._history.forget(step)
+        return following(step, token, last, there.values())
+
+    def _in_the_way(self, step: int, there: Iterable[SavedStep]) -> list[int]:
+        """Steps that come after one that is to be saved, and are not of a line that was left on purpose."""
+        position, left = self._position, self._left(there)
+        found = {n for n in self._history.damaged if n > step}
+        for each in there:
+            is_own = position is None or each.step == position.step or position.comes_from(each)
+            if each.step > step and (is_own or (each in left and not self._leaves)):
+                found.add(each.step)
+        return sorted(found - self._damaged)
+
+    def _left(self, there: Iterable[SavedStep]) -> list[SavedStep]:
+        """The steps that come from the one that was saved or loaded last."""
+        position = self._position
+        return [each for each in there if position and each.comes_from(position)]
+
+    def _delete(self, steps: list[int]) -> None:
+        def delete() -> list[str]:
+            for step in steps:
+                self._storage.delete(step)
+            return []
+
+        if self._group is None:
+            delete()
+        else:
+            self._group.first(delete)
+        for step in steps:
+            self._history.forget(step)
+
+    def _heard(self, group: Group) -> Peers:
+        self._group, self._peers = group, self._peers or Peers(group.texts, grace_seconds=None)
+        return self._peers
+
+    def _is_due(self, model: object, step: int) -> bool:
+        """Whether a step is due, or is the last that can be saved; all processes decide alike."""
+        if self._is_preempted:
+            return False
+        own = np.array([time.monotonic() - self._saved_at, -1.0])
+        if self._preemption is not None:
+            own[1] = self._preemption.seconds
+        if self._preemption is not None or self._retention.every_minutes is not None:
+            self._group = self._group or group_of(model)
+            rows = self._group.gather(own) if self._group.several else own[None]
+            own = np.array([rows[0, 0], rows[:, 1].max()])
+        if self._preemption is not None and own[1] >= 0:
+            self._is_preempted = True
+            return bool(own[1] < self._preemption.total_seconds)  # else it would be there in part
+        return self._retention.is_due(step, self._seen, float(own[0]))
+
+    def _write(self, writer: StepWriter, saved: SavedStep) -> None:
+        with writer:
+            writer.write()
+        if writer.is_first:
+            self._history.note(saved)
+            metrics = self._metrics(saved)
+            for old in metrics.keys() - self._retention.kept(metrics, saved.step):
+                self._storage.delete(old)
+                self._history.forget(old)
+
+    def _metrics(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
+        """The steps that one comes from, and itself, in rising order; those before it that are damaged, too."""
+        found = {each.step: each.metrics for each in self._history.line(last)}
+        found |= {n: {} for n in self._history.damaged if last is not None and n <= last.step}
+        return dict(sorted(found.items()))
+
+    def _own_steps(self) -> list[int]:
+        """The steps that may be loaded, the last one first."""
+        last = self._position or self._history.last()
+        found = [*self._metrics(last)]
+        if last is not None and last.step in self._history.damaged:  # its line is not known
+            found += self._metrics(max(self._history.steps().values(), key=_age, default=None))
+        return sorted({*found}, reverse=True)
+
+    def _by_metric(self) -> list[int]:
+        metrics = self._metrics(self._position or self._history.last())
+        if found := self._retention.ranking(metrics):
+            return found
+        raise CheckpointError(
+            f"{self._storage.where}: no step is known to be the best",
+            facts={"best": self._retention.best, "steps": len(metrics)},
+            why="the metric of none of them was saved with it",
+            fix="pass best= to the manager and metrics= to its save, or load a step by its number",
+        )
+
+    def _good(self, steps: list[int]) -> Iterator[int]:
+        for step in steps:
+            try:
+                problem = next(StepSource(self._storage, step).problems(), None)
+            except CheckpointError as error:
+                problem = error
+                self._history.distrust(step)
+            if problem is None:
+                yield step
+                return
+            self._damaged.add(step)
+            warnings.warn(
+                f"step {step} is not loaded, and will be replaced when a step of its number is saved\n{problem}",
+                LayoutMapWarning,
+                stacklevel=3,
+            )
+
+
+def _age(saved: SavedStep) -> tuple[int, int]:
+    return saved.order, saved.step
+
+
+class _Flight:
+    """A save on a thread of its own, for which a program that ends waits."""
+
+    def __init__(self, work: Callable[[], object], is_alone: bool, failures: list[BaseException]):
+        self.is_alone = is_alone
+        self._work = work
+        self._failures = failures
+        self._thread = threading.Thread(target=self._run, name="layoutmap save")
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failures)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._failures.append(error)
+
+
+def _report(failures: list[BaseException]) -> None:
+    """Say what no call has raised, when the program ends."""
+    for failure in failures:
+        sys.stderr.write(f"layoutmap: the last save has failed\n{failure}\n")
