@@ -1,1 +1,1 @@
-"""What a model holds: inspect it, guard it, compare it with one device and between processes."""
+"""Inspect a model that exists, guard its layouts in training, and compare it with one device and between processes."""

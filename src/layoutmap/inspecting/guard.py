@@ -24,12 +24,12 @@ class Guard:
             slots and metrics, too, that the first step made.
     """
 
-    def __init__(self, model: Any, plan: PlanTable | None, optimizer: Any, every: int):
+    def __init__(self, model: object, plan: PlanTable | None, optimizer: object, every: int):
         self._model, self._optimizer, self._every = model, optimizer, every
         self.plan = None if plan is None else Plan.of(plan)
         self._num_steps = 0
 
-    def __call__(self, model: Any = None, optimizer: Any = None) -> None:
+    def __call__(self, model: object = None, optimizer: object = None) -> None:
         """Note that a step has been taken, and look if it is time to.
 
         Args:
@@ -43,7 +43,7 @@ class Guard:
             self.check(model, optimizer)
         self._num_steps += 1
 
-    def check(self, model: Any = None, optimizer: Any = None) -> None:
+    def check(self, model: object = None, optimizer: object = None) -> None:
         """Compare now; all processes must ask.
 
         Raises:

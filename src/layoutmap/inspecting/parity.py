@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from layoutmap.adapters import Training, capable, get_adapter, imported_adapter
+from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
@@ -120,7 +121,7 @@ class ParityReport:
 
 
 def check_parity(
-    make_model: Callable[[], Any],
+    make_model: Callable[[], object],
     layout_map: LayoutMap,
     batch: object,
     *,
@@ -192,7 +193,7 @@ def check_parity(
     return report
 
 
-def plain_beside(adapter: Training, make_model: Callable[[], Any], layout_map: LayoutMap) -> Any:
+def plain_beside(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
     """Return another plain model, on one device of the type that the mesh of a map has."""
     assert layout_map.mesh is not None  # else no model is built
     mesh = get_engine(adapter.engine_name).bind(layout_map.mesh)
@@ -335,7 +336,7 @@ def compared_variables(
         expected, actual = adapter.read(plain_variable), adapter.read(variable)
         left_out = _rounding_of(path, expected.shape, rounding or {})
         if left_out is not None and expected.shape == actual.shape:
-            actual = cast("npt.NDArray[Any]", np.where(left_out, expected, actual))
+            actual = cast("NumpyArray", np.where(left_out, expected, actual))
         count = 0 if left_out is None else int(left_out.sum())
         yield ParityRow(stage, path, _difference(expected, actual), tolerance, count)
 
@@ -350,9 +351,7 @@ def _rounding_of(
     return found if found is not None and found.shape == shape and found.any() else None
 
 
-def _only_rounding(
-    expected: npt.NDArray[Any], actual: npt.NDArray[Any], largest: float
-) -> npt.NDArray[np.bool_]:
+def _only_rounding(expected: NumpyArray, actual: NumpyArray, largest: float) -> npt.NDArray[np.bool_]:
     """The elements that are no larger than a thousand times what rounding does to this gradient, and not plain zero.
 
     Where no element is larger than ten times what rounding does to the model's largest gradient, all of it is rounding,
@@ -366,7 +365,7 @@ def _only_rounding(
     return (np.abs(a) < _ROUNDING * rounding) & ((a != 0) | (b != 0))
 
 
-def _difference(expected: npt.NDArray[Any], actual: npt.NDArray[Any], *, least: float = 1.0) -> float:
+def _difference(expected: NumpyArray, actual: NumpyArray, *, least: float = 1.0) -> float:
     """The largest absolute difference, divided by the largest expected value, or by `least` if that is larger."""
     if expected.shape != actual.shape:
         return float("nan")
@@ -378,7 +377,7 @@ def _difference(expected: npt.NDArray[Any], actual: npt.NDArray[Any], *, least: 
     return float(np.max(np.abs(a - b)) / max(least, np.max(np.abs(a))))
 
 
-def _factor(expected: npt.NDArray[Any], actual: npt.NDArray[Any], tolerance: float) -> float | None:
+def _factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
     """By what one array is multiplied to be the other; `None`: by nothing."""
     if expected.shape != actual.shape or not np.any(expected):
         return None
@@ -389,7 +388,7 @@ def _factor(expected: npt.NDArray[Any], actual: npt.NDArray[Any], tolerance: flo
     return factor if _difference(a * factor, b, least=float(np.max(np.abs(b)))) <= 10 * tolerance else None
 
 
-def _flat(outputs: object) -> list[npt.NDArray[Any]]:
+def _flat(outputs: object) -> list[NumpyArray]:
     """The arrays in nested mappings and sequences, in order."""
     parts: list[Any]
     if isinstance(outputs, Mapping):

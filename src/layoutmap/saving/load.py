@@ -43,7 +43,7 @@ def load(
     missing: Missing = "error",
     extra: Extra = "error",
     cast: bool = False,
-    override: Mapping[str, Any] | None = None,
+    override: Mapping[str, object] | None = None,
     verify: Verify = "first",
     room_bytes: int = 2**30,
     progress: bool | None = None,
@@ -260,7 +260,7 @@ class _Loading:  # why: decisions/0138
         values: Values,
         processes: Group,
         progress: bool | None,
-        override: Mapping[str, Any] | None,
+        override: Mapping[str, object] | None,
     ):
         self._adapter = adapter
         self._engine = get_engine(adapter.engine_name)

@@ -51,7 +51,7 @@ _MOST_PRODUCTS = 256
 """Of a larger result a convolution would be too many products for one program."""
 
 _Axes = Sequence[int]
-Form = Callable[..., Any]
+Form = Callable[..., object]
 """Computes what a primitive does: called with its operands and parameters."""
 
 _without_devices: ContextVar[bool] = ContextVar("layoutmap_lowers_without_devices", default=False)
@@ -111,7 +111,7 @@ class _Lowering:
             self._found.remove(found)
 
 
-def _lowered(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> Any:
+def _lowered(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> object:
     axes = context.module_context.axis_context
     if _inside.get() or not _is_for_a_mesh(axes):
         return plain(context, *operands, **params)
@@ -382,7 +382,13 @@ def _reach(number: int, step: int) -> int:
 
 
 def _multiplied(
-    spec: str, lhs: jax.Array, rhs: jax.Array, sums: np.dtype[Any], *, precision: Any, **_: object
+    spec: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sums: np.dtype[Any],
+    *,
+    precision: jax.lax.PrecisionLike,
+    **_: object,
 ) -> jax.Array:
     return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=sums)
 
