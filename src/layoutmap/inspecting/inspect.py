@@ -20,38 +20,15 @@ from layoutmap.inspecting.replicas import Held, differences
 from layoutmap.plan.problems import Problem, in_order
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.context import Scope
-from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 
 Place = Layout | Unplaced
 
 
-class InspectedPlan(Plan):
-    """The plan of a model that exists."""
-
-    def to_layout_map(self) -> LayoutMap:
-        """Make the map with the fewest rules that give the model its layouts; see `LayoutMap.from_plan`.
-
-        Raises:
-            RuleError: No rules give a variable its layout.
-
-        Example:
-            >>> import jax, layoutmap as lm
-            >>> sharding = jax.NamedSharding(jax.make_mesh((2, 4), ("data", "model")), jax.P(None, "model"))
-            >>> kernel = jax.device_put(jax.numpy.ones((64, 256)), sharding)
-            >>> params = {"h": [{"up": kernel, "norm": jax.numpy.ones(64)} for _ in range(4)]}
-            >>> print(lm.inspect(params).to_layout_map())
-            LayoutMap on data=2, model=4, 1 rule
-               1  .*\\.\\d+\\.up$  (unsharded, model)
-            the rest is replicated
-        """
-        return LayoutMap.from_plan(self)
-
-
 # why: decisions/0162
 def inspect(
     model: object, optimizer: object = None, *, batch_dim: str | None = None, across: bool = False
-) -> InspectedPlan:
+) -> Plan:
     """Return the plan of a model that exists: where each variable is, whoever has put it there.
 
     Nothing is started, sent, gathered or changed, and nothing is guessed: an array that no layout can say is not in
@@ -94,7 +71,7 @@ def inspect(
         return _inspected(model, optimizer, batch_dim, across)
 
 
-def _inspected(model: object, optimizer: object, batch_dim: str | None, across: bool) -> InspectedPlan:
+def _inspected(model: object, optimizer: object, batch_dim: str | None, across: bool) -> Plan:
     adapter = capable(adapter_of_model(model), Inspecting, "inspect")
     stored = adapter.described(model, optimizer)
     engine = get_engine(adapter.engine_name)
@@ -118,7 +95,7 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
     problems = [problem for each in held for problem in _problems_of(each, mesh)]
     if across:
         problems += differences(held, engine, mesh)
-    plan = InspectedPlan(mesh, tuple(assignments), in_order(problems))
+    plan = Plan(mesh, tuple(assignments), in_order(problems))
     if scope is not None:
         return _with_rules(plan, scope.plan)
     return plan.with_problems([*_unused_dims(plan, batch_dim)])
@@ -236,7 +213,7 @@ def _parts(layout: Layout) -> tuple[Mesh, list[list[str]]]:
     ]
 
 
-def _with_rules(found: InspectedPlan, planned: PlanTable) -> InspectedPlan:
+def _with_rules(found: Plan, planned: PlanTable) -> Plan:
     """A plan with the rules, notes and problems of the scope in which its model was laid out."""
     known: dict[str, list[Assignment]] = {}
     for each in planned.assignments:

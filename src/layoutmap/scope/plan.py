@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any, ParamSpec
 
 from layoutmap.core.layout import Layout
@@ -157,6 +158,28 @@ class Plan(PlanTable):  # why: decisions/0041
         from layoutmap.plan.json import fingerprint
 
         return fingerprint(self)
+
+    def to_layout_map(self) -> Any:
+        """Make the map with the fewest rules that give the layouts of this plan; see `LayoutMap.from_plan`.
+
+        Returns:
+            A `LayoutMap`.
+
+        Raises:
+            RuleError: No rules give a variable its layout.
+
+        Example:
+            >>> import jax, layoutmap as lm
+            >>> sharding = jax.NamedSharding(jax.make_mesh((2, 4), ("data", "model")), jax.P(None, "model"))
+            >>> kernel = jax.device_put(jax.numpy.ones((64, 256)), sharding)
+            >>> params = {"h": [{"up": kernel, "norm": jax.numpy.ones(64)} for _ in range(4)]}
+            >>> print(lm.inspect(params).to_layout_map())
+            LayoutMap on data=2, model=4, 1 rule
+               1  .*\\.\\d+\\.up$  (unsharded, model)
+            the rest is replicated
+        """
+        # By name, since a map makes plans and its module imports this one.
+        return import_module("layoutmap.scope.layout_map").LayoutMap.from_plan(self)
 
     # -- for other libraries
 
