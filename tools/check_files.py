@@ -119,6 +119,12 @@ def check_first_words(text: str) -> list[str]:
 
 
 def main() -> int:
+    if "--counts" in sys.argv:
+        import structure  # late: it reads all imports
+
+        table, missed = structure.count_structure(ROOT)
+        print(table, *(f"missed: {each}" for each in missed), sep="\n")
+        return 1 if missed else 0
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
