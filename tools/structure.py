@@ -34,7 +34,9 @@ def count_structure(root: Path) -> tuple[str, list[str]]:
     rows += [f"{len(cycles):>7}  cycles of packages {', '.join(cycles)}".rstrip()]
     rows += [f"{len(upward):>7}  imports that go up {', '.join(upward)}".rstrip()]
     missed = [f"{name}: {n:,} lines, of {TARGETS[name]:,}" for name, n in totals.items() if n > TARGETS[name]]
-    missed += [f"cycle of packages: {each}" for each in cycles] + [f"import goes up: {each}" for each in upward]
+    missed += [f"cycle of packages: {each}" for each in cycles] + [
+        f"import goes up: {each}" for each in upward
+    ]
     return "\n".join(rows), missed
 
 

@@ -1,0 +1,366 @@
+"""Layout maps that are made of a plan, a model, or the rules of other libraries."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Self
+
+from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError, counted
+from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.users_line import level_of_user
+from layoutmap.plan.table import PlanTable
+from layoutmap.plan.to_rules import rules_of_plan
+from layoutmap.rules.keras_rules import rules_of
+from layoutmap.rules.logical_axes import Semantics, logical_specs
+from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shapes_of, specs_of_tree
+from layoutmap.rules.rule_set import RuleSet, given_mesh
+from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
+from layoutmap.scope.plan import make_plan
+from layoutmap.scope.scope import plan
+
+
+class ImportedMaps(RuleSet):
+    """The constructors of `LayoutMap` from what users have already; each is a class method."""
+
+    @classmethod
+    def from_plan(cls, plan: PlanTable) -> Self:
+        """Make the map with the fewest rules that give the layouts of a plan.
+
+        A plan with these rules is compared with the given one, so a model from elsewhere can be planned on another
+        mesh, searched from, or built here.
+
+        Args:
+            plan: A plan that was read off a model (`lm.inspect(model)`) or from a file (`lm.Plan.from_json(text)`).
+
+        Returns:
+            The map, on the mesh of the plan. It replicates a variable that no rule matches. It has the rules for
+            activations that the plan uses.
+
+        Raises:
+            RuleError: No rules give a variable its layout.
+
+        Warns:
+            LayoutMapWarning: The plan has arrays without a layout, or slots in another layout than their weights, and
+                no rule can give those.
+
+        Example:
+            >>> import layoutmap as lm
+            >>> from layoutmap.core.variables import VariableSpec
+            >>> variables = [VariableSpec(f"h.{i}.up", (64, 256), "float32") for i in range(4)]
+            >>> rules = lm.LayoutMap("data=2,model=4", {r"h\\.[0-3]\\.up": (None, "model")})
+            >>> print(lm.LayoutMap.from_plan(make_plan(variables, rules)))
+            LayoutMap on data=2, model=4, 1 rule
+               1  .*\\.\\d+\\.up$  (unsharded, model)
+            the rest is replicated
+        """
+        rules = rules_of_plan(plan)
+        if lost := _not_in_rules(plan, rules):
+            _warn(
+                f"from_plan: {counted(len(lost), 'variable')} of the plan {'is' if len(lost) == 1 else 'are'} not in "
+                "the map",
+                lost,
+                "rules give layouts of variables, and slots follow their weights",
+                "print the plan to see all of it",
+            )
+        outputs = sorted({m.rule for m in plan.activations if m.rule}, key=lambda rule: rule.number)
+        activations = {rule.pattern: rule.layout for rule in outputs}
+        return cls(
+            rules.mesh, {rule.pattern: rule.layout for rule in rules.rules}, activations, rest="replicated"
+        )
+
+    @classmethod
+    def from_model(cls, model: object, optimizer: object = None) -> Self:
+        """Make the map of a model that exists: an alias of `lm.inspect(model, optimizer).to_layout_map()`.
+
+        Args:
+            model: See `layoutmap.inspect`; or a plan, see `from_plan`.
+            optimizer: See `layoutmap.inspect`.
+
+        Raises:
+            RuleError: No rules give a variable its layout.
+            ScopeError: `model` is no model of a supported library.
+        """
+        # By name, since `inspect` reads models through scopes and lies above them.
+        plan = model if isinstance(model, PlanTable) else import_module("layoutmap").inspect(model, optimizer)
+        return cls.from_plan(plan)
+
+    @classmethod
+    def from_tp_plan(
+        cls,
+        plan: Any,
+        mesh: Mesh,
+        *,
+        dim: str = "model",
+        batch_dim: str | None = None,
+        prefix: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        activations: bool = True,
+    ) -> Self:
+        """Make a map of the tensor parallel plan of a Hugging Face transformers model.
+
+        Args:
+            plan: A function that makes the model: a dry run of it shows the plan and the parameters.
+                Or a model, which has both. Or the config of a base model or a plan itself, a dict of styles by path:
+                their paths may need a `prefix`, and what parameters there are is guessed if not given.
+            mesh: The mesh.
+            dim: The mesh dim that weights are sharded over.
+            batch_dim: The mesh dim that batches are sharded over; `None`: they are not.
+            prefix: What stands before the plan's paths in the model, as in `"model."`.
+            parameters: All parameters by path: shapes, or anything with a `shape`, such as a state dict.
+            activations: Whether the styles that say how a layer's output is laid out become `activations`. They are for
+                outputs of shape (batch, sequence, features), and (tokens, features) of experts. Where a model calls
+                other layers with tokens in one axis, the first call says so: give those layers rules of their own.
+
+        Returns:
+            The map. Each rule ends in `$`, and is for one name of parameter.
+
+        Raises:
+            RuleError: There is no plan; a style is not known; or the mesh has no such dim.
+
+        Warns:
+            LayoutMapWarning: Something of the plan cannot be said in layouts, or is for nothing in the model.
+
+        Example:
+            >>> plan = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+            >>> shapes = {"layers.0.mlp.up_proj.weight": (64, 16), "layers.0.mlp.down_proj.weight": (16, 64)}
+            >>> print(lm.LayoutMap.from_tp_plan(plan, lm.Mesh(None, "model=4"), parameters=shapes))
+            LayoutMap on model=4, 2 rules
+               1  layers\\.\\d+\\.mlp\\.up_proj\\.weight$    (model, unsharded)
+               2  layers\\.\\d+\\.mlp\\.down_proj\\.weight$  (unsharded, model)
+            Activations on model=4, 1 rule
+               1  layers\\.\\d+\\.mlp\\.down_proj$  (unsharded, unsharded, unsharded)
+
+        References:
+            `transformers.distributed.tensor_parallel` of transformers 5.23.
+        """
+        mesh = given_mesh(mesh) or mesh
+        check_dim("from_tp_plan: dim", dim, mesh, "weights are sharded over it", RuleError, "")
+        check_dim("from_tp_plan: batch_dim", batch_dim, mesh, "batches are sharded over it", RuleError)
+        layers: list[str] | None = None
+        if is_maker(plan):
+            plan, parameters = _make_dry(plan, mesh)
+        if hasattr(plan, "named_parameters"):
+            layers = [path for path, _ in plan.named_modules(remove_duplicate=False)]
+            parameters = parameters or dict(plan.named_parameters(remove_duplicate=False))
+        made = tp_rules(
+            plan_of(plan), dim=dim, batch_dim=batch_dim, prefix=prefix, parameters=parameters, layers=layers
+        )
+        for text in made.warnings:
+            warnings.warn(text, LayoutMapWarning, stacklevel=2)
+        return cls(mesh, made.rules, made.activations if activations else None)
+
+    @classmethod
+    def from_keras(cls, keras_map: object, mesh: Mesh | str | None = None) -> Self:
+        """Take over a layout map of Keras's own, `keras.distribution.LayoutMap`.
+
+        Its keys are regexes over `variable.path`, the names of layers joined by slashes. They are kept as they are,
+        as rules that begin with `keras:`, and mean what they mean to Keras 3.15: an exact name comes first, else the
+        regex that matches all of the name; two that match one name are an error of the plan; and axes that a layout
+        leaves out are unsharded. Where Keras adds a number to a name that nobody gave, it counts from the beginning of
+        the scope, as in a process in which nothing was made before.
+
+        Rules over object paths can be added. A rule that is exactly a variable's path or name wins, else the first rule
+        that matches it, of either sort.
+
+        Args:
+            keras_map: The map.
+            mesh: The mesh to use instead of the map's, with the dims that its layouts name.
+
+        Raises:
+            RuleError: It is no such map, it has no mesh, or a rule of it is not allowed.
+            MeshError: Its mesh is not allowed.
+
+        Example:
+            >>> import keras
+            >>> devices = keras.distribution.DeviceMesh((2, 4), ("batch", "model"), keras.distribution.list_devices())
+            >>> theirs = keras.distribution.LayoutMap(devices)
+            >>> theirs["up/kernel"] = (None, "model")
+            >>> layout_map = lm.LayoutMap.from_keras(theirs)
+            >>> layout_map["keras:up/kernel"].sharding_specs
+            ('unsharded', 'model')
+            >>> print(layout_map)
+            LayoutMap on batch=2, model=4, 1 rule
+               1  keras:up/kernel  (unsharded, model)
+        """
+        found, rules = rules_of(keras_map, given_mesh(mesh))
+        return cls(found, rules)
+
+    @classmethod
+    def from_partition_specs(cls, specs: object, mesh: Mesh | str, parameters: object) -> Self:
+        """Make a map of the `PartitionSpec`s or `NamedSharding`s of arrays.
+
+        Args:
+            specs: They, in a dict by path (`{"d1.kernel": P(None, "model")}`) or in nested dicts. `None` means
+                replicated.
+            mesh: The mesh.
+            parameters: The shapes of all arrays by path: a plan, a dict, or nested dicts of shapes or of anything with
+                a shape. An array without a spec gets no rule.
+
+        Returns:
+            The map. Its rules match these paths, and those of further blocks that differ from them in numbers only.
+
+        Raises:
+            RuleError: A spec does not fit its array, has no array, or says what a layout cannot express.
+
+        Example:
+            >>> specs = {"d1": {"kernel": (None, "model"), "bias": ()}}
+            >>> shapes = {"d1": {"kernel": (8, 16), "bias": (16,)}}
+            >>> print(lm.LayoutMap.from_partition_specs(specs, "batch=2,model=4", shapes))
+            LayoutMap on batch=2, model=4, 2 rules
+               1  d1\\.kernel$  (unsharded, model)
+               2  d1\\.bias$    (unsharded,)
+        """
+        where, on = "from_partition_specs", _mesh(mesh)
+        return cls(on, rules_by_path(specs_of_tree(specs, shapes_of(parameters, where), on, where)))
+
+    @classmethod
+    def from_partition_rules(cls, rules: object, mesh: Mesh | str, parameters: object) -> Self:
+        """Make a map of rules as EasyLM and many others write them: `[(regex, PartitionSpec), ...]`.
+
+        They mean what they mean there: the first regex wins that `re.search` finds in an array's path, its parts joined
+        by slashes; an array of one element is replicated; and each other array must have a rule.
+
+        Args:
+            rules: The pairs, in order.
+            mesh: The mesh.
+            parameters: See `from_partition_specs`; every array gets a rule.
+
+        Returns:
+            The map, with rules over paths joined by dots; see `from_partition_specs`.
+
+        Raises:
+            RuleError: There is no rule for an array, or a rule is none, does not fit its array or says what a layout
+                cannot express.
+
+        Warns:
+            LayoutMapWarning: A rule decides nothing.
+
+        Example:
+            >>> rules = [("attention/(wq|wk|wv)/kernel", ("fsdp", "model")), (".*", ())]
+            >>> shapes = {f"h.{i}.attention.{name}.kernel": (16, 64) for i in range(32) for name in ("wq", "wo")}
+            >>> print(lm.LayoutMap.from_partition_rules(rules, "fsdp=2,model=4", shapes))
+            LayoutMap on fsdp=2, model=4, 2 rules
+               1  h\\.\\d+\\.attention\\.wq\\.kernel$  (fsdp, model)
+               2  h\\.\\d+\\.attention\\.wo\\.kernel$  (unsharded, unsharded)
+
+        References:
+            `match_partition_rules` of EasyLM.
+        """
+        where, on = "from_partition_rules", _mesh(mesh)
+        specs, unused = searched_specs(rules, shapes_of(parameters, where), where)
+        if unused:
+            _warn(
+                f"{where}: {counted(len(unused), 'rule')} without effect",
+                {"rules": ", ".join(unused)},
+                "they match no path, or earlier rules match first",
+                "ignore this if the model has no such part, else correct them or move them up",
+            )
+        return cls(on, rules_by_path(specs))
+
+    @classmethod
+    def from_logical_axes(
+        cls,
+        rules: object,
+        axes: object,
+        mesh: Mesh | str,
+        parameters: object,
+        *,
+        semantics: Semantics = "linen",
+    ) -> Self:
+        """Make a map of logical axis rules, as flax and MaxText have them, and the names of each array's axes.
+
+        Args:
+            rules: Pairs of the name of an axis and the mesh dims it is sharded over, in order:
+                `[("embed", "fsdp"), ("mlp", ("tensor",)), ("norm", None)]`.
+            axes: The names of the axes of each array, by path or in nested dicts, as `nn.get_partition_spec` returns
+                them: `{"mlp": {"kernel": P("embed", "mlp")}}`.
+            mesh: The mesh.
+            parameters: See `from_partition_specs`.
+            semantics: What the rules mean where several are for one name, or none is. `"linen"`, that of `flax.linen`
+                and MaxText: in order, each rule is taken whose axis has no dims yet and whose dims shard no other
+                axis of the array; a name without a rule is unsharded. `"nnx"`, that of `flax.nnx`: the last rule for
+                a name wins, and a name without a rule is that of a mesh dim.
+
+        Returns:
+            The map; see `from_partition_specs`.
+
+        Raises:
+            RuleError: A rule is none, or axes or dims do not fit their array or the mesh.
+
+        Warns:
+            LayoutMapWarning: In linen, a name has no rule.
+
+        Example:
+            >>> axes = {"mlp": {"kernel": ("embed", "mlp")}, "norm": {"scale": ("embed",)}}
+            >>> shapes = {"mlp": {"kernel": (16, 64)}, "norm": {"scale": (16,)}}
+            >>> rules = [("mlp", "tensor"), ("embed", "fsdp")]
+            >>> print(lm.LayoutMap.from_logical_axes(rules, axes, "fsdp=2,tensor=4", shapes))
+            LayoutMap on fsdp=2, tensor=4, 2 rules
+               1  mlp\\.kernel$  (fsdp, tensor)
+               2  norm\\.scale$  (fsdp,)
+
+        References:
+            `flax.linen.logical_to_mesh_axes` and `flax.nnx.get_partition_spec` of flax 0.12.8.
+        """
+        where, on = "from_logical_axes", _mesh(mesh)
+        specs, without = logical_specs(rules, axes, shapes_of(parameters, where), semantics, where)
+        if without:
+            _warn(
+                f"{where}: {len(without)} names of axes have no rule",
+                {"names": ", ".join(without)},
+                "linen leaves such an axis unsharded",
+                f"say so, with ({without[0]!r}, None) among the rules, or say over which dim it is sharded",
+            )
+        return cls(on, rules_by_path(specs))
+
+
+def _mesh(mesh: Mesh | str) -> Mesh:
+    """Return the mesh of a map that needs one.
+
+    Raises:
+        MeshError: There is none.
+    """
+    found = given_mesh(mesh)
+    if found is None:
+        raise MeshError(
+            "there is no mesh",
+            why="specs name dims of one",
+            fix='pass one, as in lm.create_mesh("batch=2,model=4"), or that text',
+        )
+    return found
+
+
+def _not_in_rules(found: PlanTable, rules: RuleSet) -> dict[str, object]:
+    """Return the variables of a plan whose layouts no rule can give, with the reason of each, by path."""
+    planned = make_plan([a.variable for a in found.assignments], rules, complete=False)
+    lost: dict[str, object] = {
+        problem.subject: problem.what.removeprefix(f"{problem.subject}: ")
+        for problem in found.problems
+        if problem.kind in ("no layout", "another mesh", "uneven") and problem.severity == "warning"
+    }
+    for here, there in zip(found.assignments, planned.assignments, strict=True):
+        if here.layout != there.layout:
+            lost[here.variable.path] = f"in {here.layout}, and as its weight it would be in {there.layout}"
+    return lost
+
+
+def _warn(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:
+    warnings.warn(LayoutMapWarning(what, facts=facts, why=why, fix=fix), stacklevel=level_of_user())
+
+
+def _make_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """Make a model in a dry run, and return it with the shapes of its variables under all their paths."""
+    made: list[Any] = []
+
+    def make_and_keep() -> Any:
+        made.append(make_model())
+        return made[0]
+
+    weights = [
+        a.variable
+        for a in plan(make_and_keep, RuleSet(mesh), library="torch").assignments
+        if a.variable.kind == "weight"
+    ]
+    return made[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}
