@@ -16,7 +16,7 @@ from layoutmap.core import tf_format
 from layoutmap.core.arguments import as_axis, as_int, as_rank, as_shape, kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapError
 from layoutmap.core.mesh import UNSHARDED, Mesh, as_mesh, is_tensorflows
-from layoutmap.core.specs import ShardingSpec, dims_of, format_specs, read_specs
+from layoutmap.core.specs import ShardingSpec, dims_of, format_specs, read_specs, spec_from_dims
 
 __all__ = ["UNSHARDED", "Layout", "as_layout"]
 
@@ -61,7 +61,9 @@ class Layout:
                 why=f"it is {kind_of(mesh)}, not a layoutmap.Mesh",
                 fix='make one: layoutmap.create_mesh("batch=2,model=4")',
             )
-        specs = read_specs(sharding_specs, mesh)
+        self._set(read_specs(sharding_specs, mesh), mesh)
+
+    def _set(self, specs: tuple[ShardingSpec, ...], mesh: Mesh) -> None:
         object.__setattr__(self, "sharding_specs", specs)
         object.__setattr__(self, "mesh", mesh)
         sizes = mesh.dim_sizes
@@ -71,13 +73,27 @@ class Layout:
     # -- making layouts
 
     @classmethod
+    def from_valid_specs(cls, specs: Iterable[ShardingSpec], mesh: Mesh) -> Layout:
+        """Make a layout of specs that are known to be valid, without checking them.
+
+        Args:
+            specs: For each axis a dim, a tuple of dims, which may be empty, or `UNSHARDED`, of a layout on this mesh.
+            mesh: The mesh.
+        """
+        layout = object.__new__(cls)
+        layout._set(tuple(map(spec_from_dims, map(dims_of, specs))), mesh)
+        return layout
+
+    @classmethod
     def replicated(cls, mesh: Mesh, rank: int) -> Layout:
         """Every device holds the global tensor.
 
         Raises:
             LayoutError: The rank is negative.
         """
-        return cls((UNSHARDED,) * as_rank(rank), mesh)
+        if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return cls((UNSHARDED,) * as_rank(rank), mesh)
+        return cls.from_valid_specs((UNSHARDED,) * as_rank(rank), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
@@ -131,7 +147,8 @@ class Layout:
         """
         given: Iterable[Any] = dims if isinstance(dims, Iterable) and not isinstance(dims, str) else [dims]
         gone = {as_axis(axis, self.rank) for axis in given}
-        return Layout([s for i, s in enumerate(self.sharding_specs) if i not in gone], self.mesh)
+        kept = (s for i, s in enumerate(self.sharding_specs) if i not in gone)
+        return Layout.from_valid_specs(kept, self.mesh)
 
     # -- asking a layout
 

@@ -32,7 +32,7 @@ class LayoutPolicy:
     def computing_layout(self, layout: Layout) -> Layout:
         """Return the layout in which a weight takes part in a computation: not sharded over the batch's dim."""
         dims = ([d for d in layout.mesh_dims_of(axis) if d != self.batch_dim] for axis in range(layout.rank))
-        return Layout([tuple(each) for each in dims], layout.mesh)
+        return Layout.from_valid_specs(map(tuple, dims), layout.mesh)
 
     def batch_layout(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a batch: sharded along its first axis where that divides, else replicated."""

@@ -53,6 +53,11 @@ def dims_of(spec: ShardingSpec) -> tuple[str, ...]:
     return () if spec == UNSHARDED else (spec,)
 
 
+def spec_from_dims(dims: tuple[str, ...]) -> ShardingSpec:
+    """Return the spec of an axis that is sharded over mesh dims, major to minor."""
+    return dims[0] if len(dims) == 1 else dims or UNSHARDED
+
+
 def _choices(mesh: Mesh) -> str:
     return f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
 
@@ -84,7 +89,7 @@ def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
     names: tuple[Any, ...] = tuple(spec) if isinstance(spec, (tuple, list)) else (None,)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if all(isinstance(dim, str) for dim in names):
         names = tuple(map(as_text, names))
-        return names[0] if len(names) == 1 else names or UNSHARDED
+        return spec_from_dims(names)
     raise LayoutError(
         f"sharding spec {spec!r} cannot be read",
         facts={"mesh": str(mesh)},

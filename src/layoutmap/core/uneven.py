@@ -68,7 +68,7 @@ def fitted(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
     for axis in bad:
         dims = layout.mesh_dims_of(axis) if uneven == "shrink" else ()
         specs[axis] = _largest(dims, as_shape(shape)[axis] or 0, layout)
-    return Layout(specs, layout.mesh)
+    return Layout.from_valid_specs(specs, layout.mesh)
 
 
 def _largest(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def with_single_dims(layout: Layout) -> Layout:  # why: decisions/0147
         largest = max(layout.mesh_dims_of(axis), key=layout.mesh.dim_size, default="")
         if largest and layout.num_shards(axis) > layout.mesh.dim_size(largest):
             specs[axis] = largest
-    return Layout(specs, layout.mesh)
+    return Layout.from_valid_specs(specs, layout.mesh)
 
 
 def derived_layout(parent: Layout, axes: Axes) -> Layout:
@@ -133,5 +133,5 @@ def sharded_further(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
     for axis, size in enumerate(shape):
         if size and size % (layout.num_shards(axis) * layout.mesh.dim_size(dim)) == 0:
             dims[axis] = (*dims[axis], dim)
-            return Layout(dims, layout.mesh)
+            return Layout.from_valid_specs(dims, layout.mesh)
     return layout

@@ -46,7 +46,8 @@ def layout_for(rule: Rule, rank: int) -> Layout:
     layout = rule.layout
     if not is_named(rule.pattern) or layout.rank >= rank:
         return layout
-    return Layout([*layout.sharding_specs, *[UNSHARDED] * (rank - layout.rank)], layout.mesh)
+    padding = [UNSHARDED] * (rank - layout.rank)
+    return Layout.from_valid_specs([*layout.sharding_specs, *padding], layout.mesh)
 
 
 def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:
