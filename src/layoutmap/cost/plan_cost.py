@@ -22,7 +22,7 @@ from layoutmap.cost.machines import machine_for
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import usual_batch_dim
-from layoutmap.plan.planner import problems_of_free_activations
+from layoutmap.plan.variable_problems import find_free_activations
 from layoutmap.plan.ways import Way, preset_of
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
@@ -253,7 +253,7 @@ class _Counting:
         machine = Machine(self._request.machine.device, policy.mesh.size)
         is_open = plan.free_activations and not policy.activations and dim is not None
         if is_open and not any(problem.kind == "no activations" for problem in plan.problems):
-            plan = plan.with_problems([*problems_of_free_activations(plan.assignments, dim)])
+            plan = plan.with_problems([*find_free_activations(plan.assignments, dim)])
         cost = Cost(counted, machine, batch_dim=dim, verified=verified)
         return plan.with_cost(cost).judged(device_memory=self._request.device_memory)
 

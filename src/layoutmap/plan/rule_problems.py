@@ -1,0 +1,139 @@
+"""Find the problems of rules in a plan, and word them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from layoutmap.core.errors import counted, listed
+from layoutmap.core.match import Match, Rule
+from layoutmap.core.paths import path_pattern
+from layoutmap.plan.problems import Problem
+from layoutmap.plan.slots import NO_RULES, SLOTS
+from layoutmap.rules.index import RuleIndex
+from layoutmap.rules.keras_rules import is_named
+from layoutmap.rules.near_misses import Candidates
+from layoutmap.rules.rules import Rules
+
+MOST_COMPARISONS = 20_000
+"""Comparisons for near misses of each sort, which take a second."""
+
+
+def find_idle_activation_rules(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
+    """Yield a problem for each rule for activations that lays out no layer's output."""
+    won = dict.fromkeys(range(1, len(rules) + 1), 0)
+    beaten: dict[int, tuple[Rule, str]] = {}
+    for match in matches:
+        if match.rule:
+            won[match.rule.number] += 1
+            for other in match.others:
+                beaten.setdefault(other.number, (match.rule, match.path))
+    yield from find_idle_rules(rules, won, beaten, [match.path for match in matches], "layer")
+
+
+def find_idle_rules(
+    rules: Rules,
+    won: Mapping[int, int],
+    beaten: Mapping[int, tuple[Rule, str]],
+    paths: Sequence[str],
+    of: str,
+) -> Iterator[Problem]:
+    """Yield a problem for each rule that decides nothing.
+
+    Args:
+        rules: The rules.
+        won: How many paths each rule lays out, by its number.
+        beaten: For each rule that lost, by its number: the rule that won, and the path.
+        paths: All paths.
+        of: What has the paths: `"variable"` or `"layer"`.
+    """
+    candidates: dict[bool, tuple[int, Candidates]] = {}
+    idle = [rule for rule in rules.rules if not won[rule.number]]
+    inside = _find_unanchored(
+        {r.pattern for r in idle if r.number not in beaten and not is_named(r.pattern)}, paths
+    )
+    for rule in idle:
+        name = rules.name_of(rule)
+        if rule.number in beaten:
+            winner, path = beaten[rule.number]
+            yield Problem(
+                "shadowed rule",
+                "warning",
+                rule.pattern,
+                f"{name}: never used, since earlier rules match all its {of}s",
+                (("first lost", f"{path} to {winner}"),),
+                "the first rule that matches wins",
+                f"put it before rule {winner.number}, or delete it",
+            )
+            continue
+        named = is_named(rule.pattern)
+        if named not in candidates:
+            tried = [path for path in paths if is_named(path) == named]
+            candidates[named] = len(tried), Candidates(tried, MOST_COMPARISONS)
+        count, candidate_paths = candidates[named]
+        if of == "variable" and SLOTS.match(rule.pattern):
+            yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
+            continue
+        near = candidate_paths.nearest(rule.pattern)
+        yield Problem(
+            "unused rule",
+            "warning",
+            rule.pattern,
+            f"{name}: matches no {of}",
+            (("near misses", ", ".join(near)),),
+            f"such a rule matches whole names, and none of Keras's {counted(count, 'name')}"
+            if named
+            else "rules match from the start of a path, and none of the model's "
+            f"{counted(count, 'path')} starts like this",
+            f'to match anywhere in a path: r".*{rule.pattern}"'
+            if rule.pattern in inside
+            else f"did you mean {path_pattern(near[:1])}? else delete it"
+            if near
+            else "fix it, or delete it",
+        )
+
+
+def _find_unanchored(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
+    """Return the patterns that match inside of a path, with the index that the rules of a map use."""
+    listed, found = list(patterns), set[str]()
+    index = RuleIndex(map(re.compile, listed), anywhere=True)
+    for path in paths if listed else ():
+        found.update(listed[number] for number in index.matches(path))
+    return found
+
+
+def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) -> Iterator[Problem]:
+    """Yield the problems, with another fix where an unused rule comes near a variable without a rule.
+
+    Adding a rule would end the warning and keep the typo, so the fix is to correct the unused one.
+    """
+    for problem in problems:
+        near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
+        meant = [unused[pattern] for pattern in near if pattern in unused]
+        meant.sort(key=lambda rule: not dict(rule.facts)["near misses"].startswith(problem.subject))
+        if meant:
+            name = meant[0].what.partition(": matches no")[0]
+            problem = replace(
+                problem, fix=f"correct {name} to {path_pattern([problem.subject])}, or add a rule"
+            )
+        yield problem
+
+
+def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
+    """Yield a note for each of Keras's rules with which Keras lays out outputs of layers, too."""
+    above = {path[:at] for path in paths if is_named(path) for at, sign in enumerate(path) if sign == "/"}
+    outputs: dict[Rule, list[str]] = {}
+    for layer in sorted(above):
+        for rule in rules.matching_rules(f"{layer}/output"):
+            outputs.setdefault(rule, []).append(f"{layer}/output")
+    for rule, names in outputs.items():
+        yield Problem(
+            "layer output",
+            "note",
+            rule.pattern,
+            f"{rules.name_of(rule)}: in Keras it also lays out outputs of layers; in this map it does not",
+            (("outputs", listed(names)),),
+            "Keras looks up the output of a layer in the map of its variables, as the layer's path and /output",
+            "if that is meant, add a rule for the layer's path: layout_map.activations[...]",
+        )

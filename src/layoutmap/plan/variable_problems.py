@@ -1,0 +1,196 @@
+"""Find the problems of variables in a plan, and word them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from layoutmap.core.errors import LayoutError
+from layoutmap.core.layout import Layout
+from layoutmap.core.match import Match, Rule
+from layoutmap.core.paths import path_pattern
+from layoutmap.core.uneven import with_single_dims
+from layoutmap.core.unsupported import Unsupported
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
+from layoutmap.plan.problems import Problem, Severity
+from layoutmap.plan.slots import problems_of_slot
+
+_NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
+
+
+def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
+    """Return the problem of a variable whose name several of Keras's rules match."""
+    return Problem(
+        "contradiction",
+        "error",
+        variable.path,
+        f"{variable.path}: {len(rules)} of Keras's rules match its name",
+        tuple((str(rule), str(rule.layout)) for rule in rules),
+        "Keras refuses a name that several keys of a layout map match",
+        f"make one of them more specific, or add a rule that is the path itself: layout_map[{variable.path!r}]",
+    )
+
+
+def find_tied(variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], num_paths: int) -> Problem:
+    """Return the problem of a variable whose paths match rules with different layouts.
+
+    Args:
+        variable: The variable.
+        rule: The rule that gives its layout.
+        winners: The first rule that matches each of its paths.
+        num_paths: The number of its paths.
+    """
+    return Problem(
+        "tied",
+        "warning",
+        variable.path,
+        f"{variable.path}: its paths get different layouts",
+        tuple((path, f"{r.layout}  {r}") for path, r in winners.items()),
+        f"it is one variable with {num_paths} paths, and {rule} comes first",
+        "make the rules agree, or leave out one of them",
+    )
+
+
+def find_variable_problems(assignment: Assignment, asked: Layout) -> Iterator[Problem]:
+    """Yield the problems of a variable: axes that do not divide, no rule, a global initial value.
+
+    Args:
+        assignment: The variable and its layout.
+        asked: The layout that its rule asks for.
+    """
+    variable, layout, match = assignment.variable, assignment.layout, assignment.match
+    is_its_parents = variable.follows and match is None and layout == asked
+    if layout.rank != len(variable.shape):
+        if not is_its_parents:
+            shape = variable.rule_shape if variable.is_packed else variable.shape
+            error = layout.rank_error(shape, variable.path)
+            yield _describe_layout_error("rank", "error", error, assignment)
+        return
+    for axis in () if is_its_parents else asked.uneven_axes(variable.shape):
+        error = asked.uneven_error(variable.shape, axis, variable.path)
+        if layout == asked:
+            problem = _describe_layout_error("uneven", "error", error, assignment)
+            yield replace(problem, fix=f'{problem.fix}, or set uneven="shrink"')
+        else:
+            yield _describe_replacement(error, assignment, axis)
+    yield from problems_of_slot(variable)
+    if match is not None and not (match.rule or match.is_rest) and variable.kind in _NEED_A_RULE:
+        near = ", ".join(match.near_misses)
+        yield Problem(
+            "no rule",
+            "warning",
+            variable.path,
+            f"{variable.path}: no rule matches, so it is replicated",
+            (("shape", str(variable.shape)), ("near misses", near)),
+            f"every device holds all {variable.global_bytes:,} bytes of it",
+            f"add a rule: layout_map[{path_pattern([variable.path])}] = {(None,) * len(variable.shape)}",
+        )
+    if assignment.global_init:
+        yield Problem(
+            "global init",
+            "note",
+            variable.path,
+            f"{variable.path}: its global value is initialized on one device, then sharded",
+            (("bytes", f"{variable.global_bytes:,}"),),
+            assignment.global_init,
+            "use one of the library's own initializers, or load a checkpoint",
+        )
+
+
+def find_unsupported(
+    unsupported: Sequence[Unsupported], assignments: Sequence[Assignment]
+) -> Iterator[Problem]:
+    """Yield a problem for each layer and variable that the backend cannot compute in its layout."""
+    sharded = {
+        (a.variable.model, path, axis)
+        for a in assignments
+        for path in (a.variable.path, *a.variable.aliases)
+        for axis, count in enumerate(a.layout.shard_counts)
+        if count > 1
+    }
+    several = has_several_models([a.variable for a in assignments])
+    for each in unsupported:
+        if each.if_sharded is None or any(
+            (each.model, each.path, axis) in sharded for axis in each.if_sharded
+        ):
+            what = f"{each.path}: {each.what}"
+            problem = Problem("unsupported", each.severity, each.path, what, why=each.why, fix=each.fix)
+            yield problem.of_model(each.model if several else "")
+
+
+def _describe_layout_error(
+    kind: str, severity: Severity, error: LayoutError, assignment: Assignment
+) -> Problem:
+    facts = {name: str(value) for name, value in error.facts.items()}
+    if assignment.match and assignment.match.rule:
+        facts["layout"] += f"     {assignment.match.rule}"
+    path = assignment.variable.path
+    return Problem(kind, severity, path, error.what, tuple(facts.items()), error.why, error.fix)
+
+
+def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
+    """Return the note of an axis that does not divide, so that other dims shard it."""
+    dims = assignment.layout.mesh_dims_of(axis)
+    taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
+    problem = _describe_layout_error("uneven", "note", error, assignment)
+    rule = assignment.match.rule if assignment.match else None
+    if assignment.variable.is_packed:
+        reason = "it is sharded as its rule shards the weight that it replaces, as far as that divides it"
+    elif rule is not None:
+        reason = f'rule {rule.number} has uneven="{rule.uneven}"'
+    else:
+        reason = f"it follows {assignment.variable.parent} as far as that divides it"
+    return replace(
+        problem,
+        what=f"{problem.subject}: axis {axis} cannot be split evenly, so it is {taken}",
+        why=f"{error.why}, and {reason}",
+        fix="",
+    )
+
+
+def find_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
+    """Yield a problem for each axis over several dims, for an engine that shards an axis over one."""
+    taken = with_single_dims(layout)
+    for axis in range(layout.rank):
+        if layout.num_shards(axis) > taken.num_shards(axis):
+            yield Problem(
+                "unsupported layout",
+                "warning",
+                match.path,
+                f"{match.path}: axis {axis} is sharded over {taken.sharding_specs[axis]} only",
+                (("layout", f"{layout}     {match.rule}"), ("mesh", str(layout.mesh))),
+                "arrays of this engine have an axis over one mesh dim, so each device holds more of it",
+                f"shard axis {axis} over one dim, or make a mesh with one dim of size {layout.num_shards(axis)}",
+            )
+
+
+def find_free_activations(
+    assignments: Sequence[Assignment], batch_dim: str | None = None
+) -> Iterator[Problem]:
+    """Yield a problem if weights are sharded along two axes, or as the batch is, without rules for activations.
+
+    Args:
+        assignments: The weights and their layouts.
+        batch_dim: The mesh dim over which batches are sharded; `None`: weights along two axes are looked for.
+    """
+
+    def is_open(layout: Layout) -> bool:
+        if batch_dim is None:
+            return sum(count > 1 for count in layout.shard_counts) > 1
+        dims = [dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)]
+        return layout.rank > 1 and batch_dim in dims and layout.mesh.dim_size(batch_dim) > 1
+
+    sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and is_open(a.layout)]
+    if sharded:
+        first = sharded[0]
+        how = f"over {batch_dim}, as the batch is" if batch_dim else "along two axes"
+        yield Problem(
+            "no activations",
+            "warning",
+            first.variable.path,
+            f"{first.variable.path}: sharded {how}, and no rule is for activations",
+            (("layout", str(first.layout)), ("such weights", f"{len(sharded)}")),
+            "the compiler then chooses, and may send several times as many bytes in each step",
+            "add rules for the outputs of the main blocks, as in "
+            'layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)',
+        )
