@@ -91,6 +91,16 @@ def fitted_late(model, number, calls):
     return of(model)
 
 
+def stepped_late(model, number, calls):
+    """Train by hand, on other rows in the last call."""
+    model.compile("sgd", "mse")
+    for call in range(1, calls + 1):
+        model.train_on_batch(
+            np.full((4, 6), number * (call == calls), np.float32), np.zeros((4, 8), np.float32)
+        )
+    return of(model)
+
+
 def fitted_in_epochs(model, number):
     model.compile("sgd", "mse")
     model.fit(Epochs(number), epochs=2, verbose=0, shuffle=False)
@@ -126,6 +136,7 @@ def cases(number):
         add("unused rule", strict=True, rules=RULES | ({"none": (None,)} if number else {}))
         add("rows", fit=number)
         found[f"{how} rows of call 16"] = lambda how=how: fitted_late(laid_out(how, number), number, 16)
+        found[f"{how} rows by hand"] = lambda how=how: stepped_late(laid_out(how, number), number, 9)
         found[f"{how} rows of an epoch"] = lambda how=how: fitted_in_epochs(laid_out(how, number), number)
         add("split rows", fit=number, batch_dim="model")
         add("rows that are not compared", fit=number, check_batches=False)

@@ -42,9 +42,9 @@ def train_keras(mesh, after_step):
             after_step(batch)
 
     with lm.LayoutMap(lm.create_mesh(mesh), {"up.kernel": (None, "model")}, rest="replicated").scope():
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8, name="up")])
+        model = keras.Sequential([keras.Input((24,)), keras.layers.Dense(24, name="up")])
         model.compile("sgd", "mse")
-    x = np.ones((4 * (STEPS + 1), 8), np.float32)
+    x = np.ones((4 * (STEPS + 1), 24), np.float32)
     model.fit(x, x, batch_size=4, epochs=1000, verbose=0, callbacks=[AfterStep()], shuffle=False)
 
 
@@ -76,9 +76,9 @@ def train_torch(mesh, after_step):
 
     torch.manual_seed(0)
     with lm.LayoutMap(lm.create_mesh(mesh), {"weight": ("model", None)}, rest="replicated").scope():
-        model = torch.nn.Linear(64, 64)
+        model = torch.nn.Linear(96, 96)
     for at in range(10**6):
-        model(torch.ones(4, 64)).sum().backward()
+        model(torch.ones(4, 96)).sum().backward()
         after_step(at)
 
 

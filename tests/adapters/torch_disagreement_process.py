@@ -213,7 +213,12 @@ def main():
         for calls in (15, 16, 32):
             last = functools.partial(stepped, rows=number, calls=calls, same=calls - 1)
             add(f"rows of call {calls}", lambda how, last=last, **o: last(laid_out(how, **o)))
-        add("seed of constants", built, make=changed(lambda m: [p.fill_(0.5) for p in m.parameters()]), seed=number)
+        add(
+            "seed of constants",
+            built,
+            make=changed(lambda m: [p.fill_(0.5) for p in m.parameters()]),
+            seed=number,
+        )
         add("rules", built, rules=RULES if number else {"up.w.*": ("model", None)} | RULES)
         add(
             "rows that are not compared",

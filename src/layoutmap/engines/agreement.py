@@ -160,11 +160,13 @@ class CallSchedule:
     Attributes:
         calls: The number of calls so far.
         begins_epoch: Whether the next call is the first of an epoch.
+        is_in_epochs: Whether the program runs a loop that tells when an epoch begins.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.begins_epoch = False
+        self.is_in_epochs = False
 
     def count_call(self) -> bool:
         """Count a call, and return whether it is one of those that are compared."""

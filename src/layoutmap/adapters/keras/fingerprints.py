@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import keras
-
 from layoutmap.adapters.fingerprints import describe_function, describe_value
 from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.paths import find_layers

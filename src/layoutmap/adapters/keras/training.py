@@ -8,8 +8,9 @@ are wrapped is in `backends`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutMapError, ScopeError, brief
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
+from layoutmap.engines.patches import temporarily
 
 
 def complete(model: Any, inputs: object) -> None:
@@ -120,6 +122,7 @@ def step_wraps(
     session: KerasSession,
     schedule: CallSchedule,
     step: Callable[[str, Callable[[], Any]], Any],
+    wraps: Mapping[str, Callable[..., object]] = MappingProxyType({}),
 ) -> dict[str, Callable[..., object]]:
     """Return what to wrap on a model: the methods that make its steps, and that which begins an epoch, by their names.
 
@@ -128,13 +131,8 @@ def step_wraps(
         session: Its scope.
         schedule: Decides which steps the processes compare.
         step: Returns the step of a name, `"train"`, `"test"` or `"predict"`; what it is given beside returns Keras's.
+        wraps: The methods that the backend has wrapped already.
     """
-    reset = model.reset_metrics
-
-    @functools.wraps(reset)
-    def begin_epoch() -> None:
-        schedule.begins_epoch = True  # `fit` and `evaluate` reset metrics when an epoch begins
-        reset()
 
     def making(name: str) -> Callable[..., object]:
         plain, attribute = getattr(model, f"make_{name}_function"), f"{name}_function"
@@ -154,8 +152,34 @@ def step_wraps(
 
         return make
 
-    wraps = {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
-    return {**wraps, "reset_metrics": begin_epoch} if session.context.across else wraps
+    makes = {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
+    epochs = _epoch_wraps(model, schedule, wraps) if session.context.across else {}
+    return {**wraps, **makes, **epochs}
+
+
+def _epoch_wraps(
+    model: Any, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
+) -> dict[str, Callable[..., object]]:
+    """Return what to wrap on a model so that its schedule knows the first step of each epoch."""
+    reset = model.reset_metrics
+
+    @functools.wraps(reset)
+    def begin_epoch() -> None:
+        # `fit` and `evaluate` reset metrics when an epoch begins; `train_on_batch` does at each call.
+        schedule.begins_epoch = schedule.is_in_epochs
+        reset()
+
+    def looping(name: str) -> Callable[..., object]:
+        plain = wraps.get(name) or getattr(model, name)
+
+        @functools.wraps(plain)
+        def run(*args: object, **kwargs: object) -> object:
+            with temporarily(schedule, "is_in_epochs", True):
+                return plain(*args, **kwargs)
+
+        return run
+
+    return {"reset_metrics": begin_epoch, "fit": looping("fit"), "evaluate": looping("evaluate")}
 
 
 def build_for_step(model: keras.Model, session: KerasSession, batch: object) -> bool:

@@ -51,7 +51,7 @@ def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:  # why: 
         with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
             return _step(own(), session, name, schedule)
 
-    wraps |= step_wraps(model, session, schedule, step)
+    wraps = step_wraps(model, session, schedule, step, wraps)
     wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
     wraps["_make_function"] = lent.noting(model._make_function, session)
     return wraps
