@@ -29,8 +29,6 @@ STATE = {
     "adapters.torch.from_pretrained._patches": "what replaces functions of transformers while scopes are open",
     "adapters.torch.optimizer_hooks._replaced": "tensors that a model had before a layout, while they live",
     "adapters.torch.optimizer_hooks._compared": "optimizers that all processes have compared, while they live",
-    "engines.peers._alive": "connections to other processes, while a scope or a step uses them",
-    "engines.peers._close_in_forks": "a hook of Python's on forks, registered once",
     "engines.tensorflow.selfcheck._sound": "whether DTensor computes right in this process: found by experiments",
     "engines.torch.deferred_init.jump.works": "whether torch's generators jump as they should: found by one experiment",
     # what is known of a framework's objects that cannot be told from the objects

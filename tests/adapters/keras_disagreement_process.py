@@ -64,6 +64,49 @@ def fitted(model, rows, optimizer="sgd", loss="mse", **options):
     return of(model)
 
 
+class Epochs(keras.utils.PyDataset):
+    """Ten batches, of which the first of the second epoch is another one."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.epoch = change, 0
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, place):
+        changes = self.change if (self.epoch, place) == (1, 0) else 0
+        return np.full((4, 6), changes, np.float32), np.zeros((4, 8), np.float32)
+
+    def on_epoch_end(self):
+        self.epoch += 1
+
+
+def fitted_late(model, number, calls):
+    """Train, on other rows from the call before the last."""
+    model.compile("sgd", "mse")
+    x = np.ones((4 * calls, 6), np.float32)
+    x[-4:] += number
+    model.fit(x, np.zeros((4 * calls, 8), np.float32), batch_size=4, verbose=0, shuffle=False)
+    return of(model)
+
+
+def stepped_late(model, number, calls):
+    """Train by hand, on other rows in the last call."""
+    model.compile("sgd", "mse")
+    for call in range(1, calls + 1):
+        model.train_on_batch(
+            np.full((4, 6), number * (call == calls), np.float32), np.zeros((4, 8), np.float32)
+        )
+    return of(model)
+
+
+def fitted_in_epochs(model, number):
+    model.compile("sgd", "mse")
+    model.fit(Epochs(number), epochs=2, verbose=0, shuffle=False)
+    return of(model)
+
+
 def cases(number):
     """What this process does in each case."""
     found = {}
@@ -92,6 +135,9 @@ def cases(number):
         add("wrong batch_dim", batch_dim="none" if number else "model")
         add("unused rule", strict=True, rules=RULES | ({"none": (None,)} if number else {}))
         add("rows", fit=number)
+        found[f"{how} rows of call 16"] = lambda how=how: fitted_late(laid_out(how, number), number, 16)
+        found[f"{how} rows by hand"] = lambda how=how: stepped_late(laid_out(how, number), number, 9)
+        found[f"{how} rows of an epoch"] = lambda how=how: fitted_in_epochs(laid_out(how, number), number)
         add("split rows", fit=number, batch_dim="model")
         add("rows that are not compared", fit=number, check_batches=False)
         add("masks", fit=0, seed=7 + number, make=lambda: make(dropout=0.5))
@@ -221,7 +267,15 @@ def programs(number, folder):
 
     clipped = keras.optimizers.SGD(0.01, clipnorm=1.0 if number else None)
     scaled = [lambda x: x * 2.0, lambda x: x * 3.0][number]
-    found = {
+    compiled = {  # only what JAX compiles shows it
+        "lambda": lambda: fit(lambda: make(activation=scaled)),
+        "closure": lambda: fit(loss=closed_over(1.0 + number)),
+        "attribute": lambda: fit(lambda: make(more=[Scale(2.0 + number, "a")])),
+        "constant of a module": other_numbers,
+        "variable of a module": other_variables,
+    }
+    found = compiled if BACKEND == "jax" else {}
+    found |= {
         "activation": lambda: fit(lambda: make(activation=activation)),
         "loss": lambda: fit(loss=loss),
         "clipnorm": lambda: fit(optimizer=clipped),
@@ -230,12 +284,7 @@ def programs(number, folder):
         "predict": predicted,
         "rate": lambda: fit(lambda: make(dropout=0.1 + 0.1 * number)),
         "way": lambda: fit(lambda: skipping(number)),
-        "lambda": lambda: fit(lambda: make(activation=scaled)),
         "function": lambda: fit(loss=absolute if number else closed_over(1.0)),
-        "closure": lambda: fit(loss=closed_over(1.0 + number)),
-        "attribute": lambda: fit(lambda: make(more=[Scale(2.0 + number, "a")])),
-        "constant of a module": other_numbers,
-        "variable of a module": other_variables,
         "alike": lambda: fit(
             lambda: make(activation=lambda x: keras.ops.tanh(x), more=[Scale(2.0, f"rank{number}")]),
             loss=functools.partial(weighted, 2.0),

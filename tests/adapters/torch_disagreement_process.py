@@ -53,7 +53,7 @@ class Theirs(torch.nn.Module):
 
 
 class Scale(nn.Module):
-    """Reads attributes and functions; it holds also what it does not read, and what one process may have changed."""
+    """Holds attributes and functions, some of which are other ones in each process."""
 
     def __init__(self, scale=2.0, number=0, act=torch.tanh):
         super().__init__()
@@ -133,9 +133,6 @@ def programs(number, folder, laid_out, stepped):
         "module": lambda: step((nn.GELU, nn.ReLU)[number]()),
         "setting": lambda: step(nn.GELU(approximate=("none", "tanh")[number])),
         "forward": lambda: step(doubling(number)),
-        "attribute": lambda: step(Scale(2.0 + number)),
-        "lambda": lambda: step(Scale(act=(lambda x: x * 2, lambda x: x * 3)[number])),
-        "function": lambda: step(Scale(act=(torch.tanh, torch.sigmoid)[number])),
         "training": lambda: step(change=lambda model: model.train(not number)),
         "frozen": lambda: step(change=lambda model: model.up.bias.requires_grad_(not number)),
         "release": of_another_release,
@@ -166,10 +163,10 @@ def main():
     def of(model):
         return held("torch", dict(model.state_dict(keep_vars=True)))
 
-    def stepped(model, seed=0, rows=0, calls=1):
+    def stepped(model, seed=0, rows=0, calls=1, same=0):
         torch.manual_seed(seed)
-        for _ in range(calls):
-            model(torch.arange(256.0).reshape(4, 64) + rows).sum().backward()
+        for call in range(calls):
+            model(torch.arange(256.0).reshape(4, 64) + rows * (call >= same)).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
@@ -213,6 +210,16 @@ def main():
         for dim in (None, "model"):
             add(f"rows {dim}", lambda how, **o: stepped(laid_out(how, **o), rows=number), batch_dim=dim)
         add("same rows", lambda how, **o: stepped(laid_out(how, **o)), batch_dim="model")
+        for calls in (15, 16, 32):
+            last = functools.partial(stepped, rows=number, calls=calls, same=calls - 1)
+            add(f"rows of call {calls}", lambda how, last=last, **o: last(laid_out(how, **o)))
+        add(
+            "seed of constants",
+            built,
+            make=changed(lambda m: [p.fill_(0.5) for p in m.parameters()]),
+            seed=number,
+        )
+        add("rules", built, rules=RULES if number else {"up.w.*": ("model", None)} | RULES)
         add(
             "rows that are not compared",
             lambda how, **o: stepped(laid_out(how, **o), rows=number) and {"none": {"compared": 0}},

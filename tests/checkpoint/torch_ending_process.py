@@ -19,7 +19,7 @@ create = LocalStorage.create
 
 def killed(model, number, folder, dead):
     """What a process says whose peer is killed in a save beside the training, and how long it took."""
-    manager = lm.CheckpointManager(folder / "steps")
+    manager = lm.CheckpointManager(folder / "steps", patience_seconds=2)
     manager.save(model, 1)
     manager.wait()
 

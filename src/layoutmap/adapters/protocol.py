@@ -106,10 +106,6 @@ class ScopeContext(Protocol):  # why: decisions/0042
         """Return initial values, each in its layout, by the keys given; all processes of the mesh must ask."""
         ...
 
-    def begin(self) -> None:
-        """Note that a computation begins that all processes of the mesh take part in; raises if one has ended."""
-        ...
-
     def gather(self, values: NumpyArray) -> NumpyArray:
         """Return the values of each process of the mesh, one row each; they must all ask, with values of one shape."""
         ...

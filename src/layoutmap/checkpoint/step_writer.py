@@ -80,7 +80,6 @@ class StepWriter:  # why: decisions/0079
         count: How many processes there are.
         states: States of this process alone, encoded.
         patience_seconds: How long to wait for a process that does not respond; `None`: `PATIENCE_SECONDS`.
-        ended: Returns the processes that have died, by number, and what is known of each.
     """
 
     _is_over = True  # until all of it is here
@@ -97,7 +96,6 @@ class StepWriter:  # why: decisions/0079
         count: int = 1,
         states: Mapping[str, Any] | None = None,
         patience_seconds: float | None = None,
-        ended: Callable[[], Mapping[int, str]] = dict,
     ):
         self.where = f"{storage.where}/{storage.folder(manifest.step)}"
         self._storage = storage
@@ -111,7 +109,6 @@ class StepWriter:  # why: decisions/0079
         self._states = states or {}
         patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
         self._patience_seconds = patience * (2 if number else 1)  # the first knows who is missing
-        self._ended = ended
         self._watched: Collection[int] = (0,) if number else range(1, count)
         self._silent: Collection[int] = ()
         self._failed: tuple[int, str] | None = None
@@ -230,15 +227,6 @@ class StepWriter:  # why: decisions/0079
         began = look = last = time.monotonic()
         while not reached():
             self._check_watched()
-            ended = {number: text for number, text in self._ended().items() if number in missing()}
-            if ended and not reached():  # else it has done its part, and ended then
-                self._silent = tuple(ended)
-                raise CheckpointError(
-                    f"{self.where}: {', '.join(f'process {number}' for number in ended)} has ended",
-                    facts={f"process {number}": text for number, text in ended.items()},
-                    why="a step exists only if every process writes its part; nothing of this one is kept",
-                    fix="read what it printed last, and start all processes again; existing steps are unchanged",
-                )
             if (now := time.monotonic()) >= look:
                 look = now + self._patience_seconds / 20
                 seen = [self._storage.size(self._folder, data_name(n)) for n in range(self._count)]

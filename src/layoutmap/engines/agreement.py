@@ -7,11 +7,10 @@ must ask alike, each with its own part and a `gather` that gathers from all. Whe
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,12 +19,16 @@ from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import CheckpointError, ScopeError, listed
 from layoutmap.engines.checks import processes_differ
 
+_FIRST_CALLS = 8  # what feeds a loop wrongly does so from the first batch on
 _MAX_SHOWN = 200  # characters of a process's text in a message
 
 Result = TypeVar("Result")
 
 Gather = Callable[[NumpyArray], NumpyArray]
 """Returns the values of each process, one row each; all must call it, with values of one shape."""
+
+Part = tuple[str, str]
+"""A part of what processes compare: its name, in the user's words, and a text."""
 
 
 def gather_texts(text: str, gather: Gather) -> list[str]:
@@ -103,96 +106,24 @@ def short(text: str) -> str:
     return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"
 
 
-class Trait(NamedTuple):
-    """A part of what makes a program.
-
-    Attributes:
-        name: What it is, in the words of who wrote the program.
-        text: What is compared.
-        shown: What messages show of it; empty: the text.
-        may_be_number: Whether it is a value of the user's code, which may be the number of the process.
-    """
-
-    name: str
-    text: str
-    shown: str = ""
-    may_be_number: bool = False
-
-
-def check_program(
-    call: str, parts: Iterable[Trait], gather: Gather, terms: Callable[[], Iterable[Trait]] = tuple
-) -> None:
-    """Raise a `ScopeError` if the processes would run different programs; it names the first difference.
-
-    Args:
-        call: What runs it, as in `"fit"`.
-        parts: What makes the program.
-        gather: Gathers from all processes.
-        terms: Parts that say a difference in better words. Where only they differ, the programs are the same.
-    """
-    own = list(parts)
-    name = f"the program of {call}"
-    sums = _checksums(own)
-    texts, _ = check_alike(f"{name}, checksum {zlib.crc32(sums.tobytes()):08x}", gather)
-    if any(not text.startswith(f"{name}, ") for text in texts):
-        raise ScopeError(
-            f"{call}: the processes do different things",
-            facts=of_processes(texts),
-            why="all processes of a mesh must make the same calls",
-            fix="make the same calls in all processes, in the same order",
-        )
-    if texts and (found := _first_difference(own, gather)) is not None:
-        raise _different(call, _first_difference(list(terms()), gather) or found)
-
-
-def _checksums(parts: Sequence[Trait]) -> NumpyArray:
-    return np.array([zlib.crc32(f"{part.name}\0{part.text}".encode()) for part in parts], np.uint32)
-
-
-def _first_difference(parts: Sequence[Trait], gather: Gather) -> list[Trait] | None:
-    """The first part that differs, as each process has it."""
-    sums = _gather_padded(_checksums(parts), gather)
-    most = max(map(len, sums))
-    rows = np.array([np.pad(row, (0, most - len(row))) for row in sums])
-    for place in np.flatnonzero((rows != rows[0]).any(axis=0)).tolist():
-        own = parts[place] if place < len(parts) else Trait("", "nothing more")
-        shown = own._replace(text=short(own.text), shown=short(own.shown))
-        each = [Trait(*json.loads(text)) for text in gather_texts(json.dumps(shown), gather)]
-        if not _are_numbers(each):
-            return each
-    return None
-
-
-def _are_numbers(parts: Sequence[Trait]) -> bool:
-    """Whether a part is the same in all processes but for their numbers, those of all or those on one host."""
-    if len({part.name for part in parts}) > 1 or not all(part.may_be_number for part in parts):
-        return False
-    largest = max(int(digits) for part in parts for digits in re.findall(r"\d+", f"{part.text} 0"))
-    return any(len(_without_numbers(parts, size)) == 1 for size in (len(parts), largest + 1))
-
-
-def _without_numbers(parts: Sequence[Trait], size: int) -> set[str]:
-    """The texts of processes without the number of each, which is counted up to a size, and anew from there."""
-    return {
-        re.sub(rf"(?<![\d.]){number % size}(?![\d.])", "#", part.text) for number, part in enumerate(parts)
-    }
-
-
-def _different(call: str, parts: Sequence[Trait]) -> ScopeError:
-    names = {part.name for part in parts}
-    told = [part.shown or part.text for part in parts]
-    if len(set(told)) == 1:  # as where two lines of source read other names
-        told = [part.text for part in parts]
-    if len(names) > 1:
-        told = [f"{part.name}: {each}" if part.name else each for part, each in zip(parts, told, strict=True)]
-    other = next(number for number, part in enumerate(parts) if part[:2] != parts[0][:2])
-    start = f"{parts[0].name}: " if len(names) == 1 else ""
-    return ScopeError(
-        f"{start}{told[0]} in process 0, {told[other]} in process {other}",
-        facts={"in": call} | (of_processes(told) if len(told) > 2 else {}),
+def check_program(call: str, parts: Iterable[Part], gather: Gather) -> None:
+    """Raise a `ScopeError` if the fingerprints of a call's program differ; it names the first part that does."""
+    found = differing_name([("call", call), *parts], gather)
+    if found is None:
+        return
+    name, texts = found
+    raise ScopeError(
+        describe_difference(name, texts),
+        facts={"in": call} | (of_processes(texts) if len(texts) > 2 else {}),
         why="each process computes its part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
+
+
+def describe_difference(name: str, texts: Sequence[str]) -> str:
+    """Return the texts of process 0 and of the first process with another one."""
+    other = next(number for number, text in enumerate(texts) if text != texts[0])
+    return f"{name}: {texts[0]} in process 0, {texts[other]} in process {other}"
 
 
 def check_values(checksums: Iterable[tuple[str, int]], gather: Gather) -> None:
@@ -221,14 +152,43 @@ def check_computed(checksums: Sequence[tuple[str, int]], gather: Gather) -> None
         )
 
 
-def check_batch(arrays: Sequence[Any], gather: Gather) -> None:  # why: decisions/0030
-    """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it."""
+class CallSchedule:
+    """Decide which calls of a model the processes compare: the first eight, later each power of two, without end.
+
+    The first call of an epoch is one of them, too. A run of n calls compares log2(n) of them (why: decisions/0181).
+
+    Attributes:
+        calls: The number of calls so far.
+        begins_epoch: Whether the next call is the first of an epoch.
+        is_in_epochs: Whether the program runs a loop that tells when an epoch begins.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.begins_epoch = False
+        self.is_in_epochs = False
+
+    def count_call(self) -> bool:
+        """Count a call, and return whether it is one of those that are compared."""
+        self.calls += 1
+        begins, self.begins_epoch = self.begins_epoch, False
+        return begins or self.calls <= _FIRST_CALLS or not self.calls & (self.calls - 1)
+
+
+def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None) -> None:
+    """Raise a `ScopeError` if the processes pass different batches, where each of them brings all of it.
+
+    Args:
+        arrays: The batch of this process.
+        gather: Gathers from all processes.
+        call: The number of the call of the model, for the message; `None`: it is not known.
+    """
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)
     if texts:
         raise ScopeError(
             "the processes pass different batches",
-            facts=of_processes(texts),
+            facts=of_processes(texts) | ({} if call is None else {"in call": call}),
             why="every process passes the global batch here, and computes its part of it",
             fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
             "sampler that gives each process its own rows",
@@ -249,7 +209,7 @@ def differing_name(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tu
     Where the processes have different names it is one that some do not have.
     """
     texts, _ = check_alike(json.dumps(list(named_texts)), gather)
-    lists: list[list[tuple[str, str]]] = [[(name, of) for name, of in json.loads(text)] for text in texts]
+    lists = [_parts_from_json(text) for text in texts]
     known = [{name for name, _ in each} for each in lists]
     nothing = ("", "nothing")
     for each in zip_longest(*lists, fillvalue=nothing):
@@ -260,3 +220,11 @@ def differing_name(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tu
             lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
             return name, [short(line) for line in next(line for line in lines if len(set(line)) > 1)]
     return None
+
+
+def _parts_from_json(text: str) -> list[Part]:
+    """Return the parts of a process; one that compares something else has sent another text."""
+    try:
+        return [(name, of) for name, of in json.loads(text)]
+    except ValueError:
+        return [("what it compares", text)]

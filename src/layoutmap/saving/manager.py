@@ -21,7 +21,6 @@ from layoutmap.checkpoint.retention import Retention, check_metrics
 from layoutmap.checkpoint.step_writer import Memory, StepWriter
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.users_line import level_of_user
-from layoutmap.engines.peers import Peers
 from layoutmap.saving.load import load
 from layoutmap.saving.preemption import Preemption
 from layoutmap.saving.save import begin_save, check_step, group_of
@@ -54,8 +53,8 @@ class CheckpointManager:
             decides, which costs a collective at each call. With neither of the two, every step is due; with both,
             a step is due if one of them says so.
         wait: Whether `save` returns only when the step exists.
-        patience_seconds: How long a process waits in a save for another one that is alive and writes nothing; `None`:
-            ten minutes. One that has died ends the wait at once.
+        patience_seconds: How long a process waits in a save for another one that writes nothing; `None`: ten minutes.
+            Where a launcher ends all processes when one dies, as torchrun does, it ends this wait, too.
         preemption_seconds: How long the machine still runs after SIGTERM, by which schedulers announce that they take
             it away; `None`: SIGTERM ends the program. With it the next call of `save`, in all processes though one
             alone got the signal, waits for the save in flight, saves its step, due or not, and returns when that is
@@ -111,7 +110,6 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._group: Group | None = None
         self._patience_seconds = patience_seconds
-        self._peers: Peers | None = None
         self._preemption = None if preemption_seconds is None else Preemption(preemption_seconds)
         self._is_preempted = False
         weakref.finalize(self, _report, self._failures)
@@ -187,8 +185,8 @@ class CheckpointManager:
             after=self.wait,
             make_way=lambda token: self._make_way(number, token),
             patience_seconds=self._patience_seconds,
-            hear=self._heard,
         )
+        self._group = self._group or group_of(model)
         saved = saved_step(number, writer.facts)
         with writer:
             if self._waits or self._is_preempted:
@@ -375,10 +373,6 @@ class CheckpointManager:
             self._group.first(delete)
         for step in steps:
             self._history.forget(step)
-
-    def _heard(self, group: Group) -> Peers:
-        self._group, self._peers = group, self._peers or Peers(group.texts, grace_seconds=None)
-        return self._peers
 
     def _is_due(self, model: object, step: int) -> bool:
         """Whether a step is due, or is the last that can be saved; all processes decide alike."""

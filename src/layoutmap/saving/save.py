@@ -29,7 +29,6 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.agreement import check_values
-from layoutmap.engines.peers import Peers
 from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.group import Group
@@ -100,7 +99,6 @@ def begin_save(
     after: Callable[[], object] = lambda: None,
     make_way: Callable[[str], SavedStep] | None = None,
     patience_seconds: float | None = None,
-    hear: Callable[[Group], Peers] | None = None,
 ) -> tuple[StepWriter, dict[str, VariableSpec]]:
     """Agree with the other processes on a step, and make the folder in which it is written.
 
@@ -118,7 +116,6 @@ def begin_save(
         make_way: What the first process does then, before the step is begun; if it raises, all raise. It is given the
             id of the save, and returns which step this one comes from; `None`: the one that was saved last.
         patience_seconds: See `StepWriter`.
-        hear: Returns by what each of several processes hears that another one has died; `None`: it hears nothing.
 
     Returns:
         What writes the step, and the variables that this process writes.
@@ -164,7 +161,6 @@ def begin_save(
         check_saves(saved.items(), group.gather)
         plain = [each for each in kept if layouts[each.variable.path] is None]
         check_values(((each.variable.path, _checksum(engine, each.array)) for each in plain), group.gather)
-    peers = hear(group) if hear is not None and group.several else None
     own_token = new_token()
 
     def begin() -> list[str]:
@@ -192,7 +188,6 @@ def begin_save(
             count=group.count,
             states=own_states,
             patience_seconds=patience_seconds,
-            ended=dict if peers is None else peers.ended,
         )
         written = {each.variable.path for each in todo}
         return writer, {v.path: v for each in kept if (v := each.variable).path in written}

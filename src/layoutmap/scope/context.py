@@ -31,7 +31,6 @@ from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
     from layoutmap.core.blocks import Index, NumpyArray
-    from layoutmap.engines.peers import Peers
 
 
 class SavedValues(Protocol):
@@ -78,7 +77,6 @@ class Scope:
         self.plan_only = engine is None  # a dry run: nothing may get a value
         self.across = across  # whether the mesh has devices of other processes
         self._engine = engine
-        self._peers: Peers | None = self._all_peers() if across else None
         self._warned: set[str] = set()
         self.values: SavedValues | None = None
         self.layers: Sequence[str] | None = None
@@ -124,9 +122,16 @@ class Scope:
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
+                from layoutmap.adapters.fingerprints import versions
                 from layoutmap.scope.processes import check_plans
 
-                check_plans(self.plan, self.gather, strict=self.options.strict)
+                check_plans(
+                    self.plan,
+                    self.gather,
+                    strict=self.options.strict,
+                    rules=str(self.layout_map),
+                    versions=versions(*dict.fromkeys((self._engine_name, self.adapter.name))),
+                )
             self.plan.check(strict=self.options.strict)
             unbuilt = self.session.unbuilt()
             if unbuilt:
@@ -185,18 +190,6 @@ class Scope:
     def gather(self, values: Any) -> Any:
         """The numpy values of each process of the mesh, one row each; they must all ask."""
         return self.engine.all_gather(values, self.mesh)
-
-    def _all_peers(self) -> Peers:
-        """The other processes of the mesh, of which any that dies ends this one from now on; all of them must ask."""
-        from layoutmap.engines.agreement import gather_texts
-        from layoutmap.engines.peers import Peers
-
-        return Peers(lambda text: gather_texts(text, self.gather))
-
-    def begin(self) -> None:
-        """Note that a computation begins that all processes of the mesh take part in; raises if one has ended."""
-        if self._peers is not None:
-            self._peers.begin()
 
     def _layout_of_output(self, path: str) -> Layout | None:
         layout = self.layout_map.activations[path]

@@ -15,8 +15,10 @@ from collections.abc import Iterable
 from layoutmap.core.errors import CheckpointError, PlanError, ScopeError
 from layoutmap.engines.agreement import (
     Gather,
+    Part,
     check_alike,
     check_equal,
+    describe_difference,
     differing_name,
     gather_texts,
     of_processes,
@@ -38,26 +40,39 @@ def check_options(options: str, gather: Gather) -> None:
         )
 
 
-def check_plans(plan: PlanTable, gather: Gather, *, strict: bool = False) -> None:
+def check_plans(
+    plan: PlanTable,
+    gather: Gather,
+    *,
+    strict: bool = False,
+    rules: str = "",
+    versions: Iterable[Part] = (),
+) -> None:
     """Raise a `PlanError` if the processes have other plans, or some would refuse theirs and others would not.
 
     Args:
         plan: The plan of this process; it may have problems.
         gather: Gathers from all processes.
         strict: Whether what is only worth a warning is an error.
+        rules: The rules that the plan follows from.
+        versions: The releases of the libraries that compute.
     """
     refusal = ""
     try:
         plan.check(strict=strict)
     except PlanError as error:
         refusal = str(error)
-    if not check_alike(f"{fingerprint(plan)} {plan.mesh.devices} {refusal}", gather)[0]:
+    devices = ", ".join(plan.mesh.devices or ())
+    own = [*versions, ("plan", f"{fingerprint(plan)} {devices}"), ("problems", refusal), ("rules", rules)]
+    found = differing_name(own, gather)
+    if found is None:
         return
+    name, texts = found
     plans = [plan_from_json(text) for text in gather_texts(plan_to_json(plan), gather)]
     refusals = [text.partition("\n")[0] for text in gather_texts(refusal, gather)]
-    keys = [(fingerprint(each), each.mesh.devices) for each in plans]
-    other = next((i for i, key in enumerate(keys) if key != keys[0]), None)
-    if other is None:
+    orders = gather_texts(devices, gather)
+    other = next(i for i, text in enumerate(texts) if text != texts[0])
+    if name == "problems":
         raise PlanError(
             "the processes find different problems in one plan",
             facts=of_processes([text or "no problem" for text in refusals]),
@@ -65,12 +80,13 @@ def check_plans(plan: PlanTable, gather: Gather, *, strict: bool = False) -> Non
             fix="give all processes the same layout map, and make the same model in each",
         )
     difference = diff_plans(plans[0], plans[other])
-    devices = [", ".join(each.mesh.devices or ()) for each in (plans[0], plans[other])]
+    same = "no difference" if orders[0] == orders[other] else f"{orders[0]}\n{orders[other]}"
+    what = f"process {other} has a different plan from process 0"
     raise PlanError(
-        f"process {other} has a different plan from process 0",
-        facts={"from 0 to it": str(difference) if difference else "\n".join(devices)},
+        what if name == "plan" else describe_difference(name, texts),
+        facts={"from 0 to it": str(difference) if difference else same},
         why="each process holds its part of one model, so all must build the same model by the same rules",
-        fix="give all processes the same layout map, and make the same model in each",
+        fix="give all processes the same layout map and the same releases, and make the same model in each",
     )
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from layoutmap.adapters.fingerprints import hash_lowered, versions
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Arguments, path_text
 from layoutmap.adapters.jax.signatures import (
@@ -32,15 +33,13 @@ from layoutmap.adapters.jax.signatures import (
     parameters_of,
     without,
 )
-from layoutmap.adapters.programs import Program, lowered_lines, versions
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, brief
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import Trait, check_program, gather_texts
-from layoutmap.engines.peers import Peers
+from layoutmap.engines.agreement import check_program
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
 
@@ -107,7 +106,6 @@ def jit_step(
         MeshError: Arguments are on different meshes.
         ScopeError: There is no such dim or argument, an object of nnx is inside of another argument or is returned, the
             step changes more of it than arrays, or several processes would run different steps.
-        EngineError: Another process, which is to run the step too, has ended.
 
     Example:
         >>> import jax, optax
@@ -148,7 +146,6 @@ class _Program:
         avals: The shape and element type of each leaf.
         places: The leaves that are not on the mesh when they are passed: where they are placed, whether they are a
             batch, and the shape in which they are passed.
-        peers: The other processes that run it; `None`: this one runs it alone.
     """
 
     name: str
@@ -158,7 +155,6 @@ class _Program:
     shardings: list[NamedSharding]
     avals: list[jax.core.AbstractValue]
     places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
-    peers: Peers | None
 
     def placed(self, leaves: Sequence[Any]) -> list[jax.Array] | None:
         """The leaves, those off the mesh placed; `None`: the program is not for them."""
@@ -179,8 +175,6 @@ class _Program:
         signature = self.signature
         if any(x.is_deleted() for x in leaves) or len({*map(id, leaves)}) < len(leaves):
             check_given(self.name, signature.names, leaves, signature.donated)
-        if self.peers is not None:
-            self.peers.begin()
         args, kwargs = signature.arguments(leaves)
         out = self.compiled(*args, **kwargs)
         out, changed = out if signature.where else (out, {})
@@ -212,7 +206,6 @@ class JitStep:
         self._signatures: list[Signature] = []
         self._programs: dict[Hashable, _Program] = {}
         self._last: _Program | None = None
-        self._peers: dict[Mesh, Peers] = {}
         self._objects: StepObjects | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -389,9 +382,10 @@ class JitStep:
         if key not in self._programs:
             arguments = signature.arguments(leaves)
             compiled, constants = self._compiled(signature, leaves, arguments, native, rows)
-            peers = self._compared(mesh, compiled, arguments) if native.is_multi_process else None
+            if native.is_multi_process:
+                self._compare(mesh, compiled, arguments)
             self._programs[key] = _Program(
-                self._name, signature, compiled, constants, shardings, avals, places, peers
+                self._name, signature, compiled, constants, shardings, avals, places
             )
         program = self._programs[key]
         program.places.update(places)
@@ -499,24 +493,14 @@ class JitStep:
             shardings = shardings, {n: leaves[num_plain + n].sharding for n in changed}
         return jax.jit(run, out_shardings=shardings, **options), constants
 
-    def _compared(self, mesh: Mesh, compiled: jax.stages.Wrapped, arguments: Any) -> Peers:
-        """Return the other processes of a mesh, after all have compared what they are about to run."""
+    def _compare(self, mesh: Mesh, compiled: jax.stages.Wrapped, arguments: Any) -> None:
+        """Refuse a step that is another one in another process of a mesh."""
         args, kwargs = arguments
         # On CPUs, the step before and what is gathered could block each other.
         jax.block_until_ready(arguments)
         gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
-        releases = list(versions("jax", "jaxlib"))
-
-        def terms() -> list[Trait]:
-            program = Program()
-            program.function(self._function)
-            return [*releases, *program.settings, *program.lines]
-
-        lowered = lowered_lines(self._name, compiled.lower(*args, **kwargs))
-        check_program(self._name, [*releases, *lowered], gather, terms)
-        if mesh not in self._peers:
-            self._peers[mesh] = Peers(lambda text: gather_texts(text, gather))
-        return self._peers[mesh]
+        lowered = hash_lowered(self._name, compiled.lower(*args, **kwargs))
+        check_program(self._name, [*versions("jax", "jaxlib"), lowered], gather)
 
     def _check_no_object(self, out: object) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:

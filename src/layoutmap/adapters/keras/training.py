@@ -8,17 +8,19 @@ are wrapped is in `backends`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.programs import program_of
+from layoutmap.adapters.keras.fingerprints import describe_model
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutMapError, ScopeError, brief
-from layoutmap.engines.agreement import check_batch, check_program
+from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
+from layoutmap.engines.patches import temporarily
 
 
 def complete(model: Any, inputs: object) -> None:
@@ -116,14 +118,20 @@ def materialize_for_training(model: keras.Model, session: KerasSession) -> None:
 
 
 def step_wraps(
-    model: keras.Model, session: KerasSession, step: Callable[[str, Callable[[], Any]], Any]
+    model: keras.Model,
+    session: KerasSession,
+    schedule: CallSchedule,
+    step: Callable[[str, Callable[[], Any]], Any],
+    wraps: Mapping[str, Callable[..., object]] = MappingProxyType({}),
 ) -> dict[str, Callable[..., object]]:
-    """Return what to wrap on a model: the methods that make its steps, by their names.
+    """Return what to wrap on a model: the methods that make its steps, and that which begins an epoch, by their names.
 
     Args:
         model: The model.
         session: Its scope.
+        schedule: Decides which steps the processes compare.
         step: Returns the step of a name, `"train"`, `"test"` or `"predict"`; what it is given beside returns Keras's.
+        wraps: The methods that the backend has wrapped already.
     """
 
     def making(name: str) -> Callable[..., object]:
@@ -137,28 +145,41 @@ def step_wraps(
 
             materialize_for_training(model, session)
             if getattr(model, attribute) is None or force:
-                across = session.context.across
-                made = step(name, own)
-                setattr(model, attribute, _compared(made, model, session, name) if across else made)
+                if session.context.across:
+                    check_program(f"the {name} step", describe_model(model, name), session.context.gather)
+                setattr(model, attribute, step(name, own))
             return getattr(model, attribute)
 
         return make
 
-    return {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
+    makes = {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
+    epochs = _epoch_wraps(model, schedule, wraps) if session.context.across else {}
+    return {**wraps, **makes, **epochs}
 
 
-def _compared(
-    step: Callable[..., object], model: object, session: KerasSession, name: str
-) -> Callable[..., object]:
-    """A step of which the processes have compared the program, and which counts how often it is begun."""
-    check_program(f"the {name} step", program_of(model, name), session.context.gather)
+def _epoch_wraps(
+    model: Any, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
+) -> dict[str, Callable[..., object]]:
+    """Return what to wrap on a model so that its schedule knows the first step of each epoch."""
+    reset = model.reset_metrics
 
-    @functools.wraps(step)
-    def compared(*args: object) -> object:
-        session.context.begin()
-        return step(*args)
+    @functools.wraps(reset)
+    def begin_epoch() -> None:
+        # `fit` and `evaluate` reset metrics when an epoch begins; `train_on_batch` does at each call.
+        schedule.begins_epoch = schedule.is_in_epochs
+        reset()
 
-    return compared
+    def looping(name: str) -> Callable[..., object]:
+        plain = wraps.get(name) or getattr(model, name)
+
+        @functools.wraps(plain)
+        def run(*args: object, **kwargs: object) -> object:
+            with temporarily(schedule, "is_in_epochs", True):
+                return plain(*args, **kwargs)
+
+        return run
+
+    return {"reset_metrics": begin_epoch, "fit": looping("fit"), "evaluate": looping("evaluate")}
 
 
 def build_for_step(model: keras.Model, session: KerasSession, batch: object) -> bool:
@@ -186,15 +207,28 @@ def place_batch(batch: object, session: KerasSession) -> Any:
     return keras.tree.map_structure(place, batch, none_is_leaf=True)
 
 
-def check_same_batch(batch: object, session: KerasSession) -> None:
+def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
     """Refuse a batch that is another one in another process, where every process brings all of it.
 
+    Args:
+        batch: The batch.
+        session: The scope.
+        schedule: Decides whether this call is compared; `None`: it is.
+
+    Returns:
+        Whether the processes have compared it.
+
     Raises:
-        ScopeError: It is; in all processes.
+        ScopeError: It is another one; in all processes.
     """
-    if session.context.across and session.context.options.check_batches:
-        leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
-        check_batch(list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather)
+    if not (session.context.across and session.context.options.check_batches):
+        return False
+    if schedule is not None and not schedule.count_call():
+        return False
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
+    call = None if schedule is None else schedule.calls
+    check_batch(list(map(keras.ops.convert_to_numpy, leaves)), session.context.gather, call)
+    return True
 
 
 def has_own_step(model: keras.Model) -> bool:

@@ -22,15 +22,15 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summed_up, tensors_in
 from layoutmap.adapters.torch.compiled import Compiled, as_called, by_options
 from layoutmap.adapters.torch.dynamo import go_on_compiling, not_compiled, stop_compiling
+from layoutmap.adapters.torch.fingerprints import describe_module
 from layoutmap.adapters.torch.fsdp_own import Order
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
 from layoutmap.adapters.torch.mesh_context import here, is_running, running, summing_up
-from layoutmap.adapters.torch.programs import program_of
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, PlanError, ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.engines.agreement import check_batch, check_program, check_values
+from layoutmap.engines.agreement import CallSchedule, check_batch, check_program, check_values
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import keep
@@ -44,7 +44,6 @@ with Needed("torch"):
 
 _ATTRIBUTE = "forward"
 _ALONE = "a module in layouts is a graph of its own: call torch.compile(module) or module.compile()"
-_CHECKED_CALLS = 8  # how often what a module is given is compared between processes
 
 
 _OF_EXPORTS = {
@@ -92,7 +91,7 @@ class Forward:
         self.valueless = valueless
         self._output = context.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
-        self._num_checked = 0
+        self._schedule = CallSchedule()
         self._compared: set[object] = set()  # modes in which the processes have compared their programs
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
@@ -203,7 +202,6 @@ class Forward:
             raise self._in_a_graph("torch.jit.trace")
         if self.context.across:
             self._compare()
-            self.context.begin()
         if torch.is_grad_enabled():
             if self._watch is None or not self._watch.is_of(self._the_module()):
                 self._watch = self._new_watch()
@@ -243,7 +241,7 @@ class Forward:
         module = self._the_module()
         mode = module.training, torch.is_grad_enabled()  # a program may branch on either
         if mode not in self._compared:
-            parts = program_of(module, (each._before for each in self.inside()))
+            parts = describe_module(module, (each._before for each in self.inside()))
             check_program(f"{type(module).__name__}.forward", parts, self.context.gather)
             self._compared.add(mode)
 
@@ -259,14 +257,14 @@ class Forward:
 
     @contextmanager
     def _checked(self, args: Args, kwargs: Kwargs) -> Generator[None]:
-        """In the first calls, refuse data and random numbers that are not the same in all processes."""
+        """In calls that are due, refuse data and random numbers that are not the same in all processes."""
         context = self.context
-        if not (context.across and context.options.check_batches) or self._num_checked == _CHECKED_CALLS:
+        if not (context.across and context.options.check_batches and self._schedule.count_call()):
             yield
             return
-        self._num_checked += 1
         given = tensors_in((args, kwargs))
-        check_batch([context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)], context.gather)
+        values = [context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)]
+        check_batch(values, context.gather, self._schedule.calls)
         with same_draws(context.engine.native(context.policy.replicated(0), 0)[0], context.gather):
             yield
 
@@ -338,6 +336,7 @@ class Forward:
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
         made._compared = set()
+        made._schedule = CallSchedule()
         made._as_called = {}
         return made
 

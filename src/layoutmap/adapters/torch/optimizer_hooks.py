@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.programs import Program
+from layoutmap.adapters.torch.fingerprints import describe_optimizer
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
@@ -72,14 +72,8 @@ def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
     engine = get_engine("torch")
     layout = engine.layout_of(parameter)
     if layout is not None:
-        program, kind = Program(), type(optimizer)
-        program.value("optimizer", kind)
-        for number, group in enumerate(optimizer.param_groups):
-            for name, value in group.items():
-                if name != "params":
-                    program.value(f"{kind.__name__}, group {number}: {name}", value)
         gather = functools.partial(engine.all_gather, mesh=layout.mesh)
-        check_program("optimizer.step", program.settings, gather)
+        check_program("optimizer.step", describe_optimizer(optimizer), gather)
     _compared.add(optimizer)  # once: it costs an exchange of all processes
 
 

@@ -121,8 +121,9 @@ class TorchEngine:
         try:
             used = {key: initializers[key] for key in assignments}
             seeds = common_seeds(used)
-            if across() and any(initializer.blocks is not None for initializer in used.values()):
-                # Blocks differ between processes, so the random state that they come from is compared.
+            # Blocks differ between processes, so the random state that they come from is compared; a recipe names that
+            # state where it draws, and the scope has compared it.
+            if across() and any(each.blocks is not None and each.recipe is None for each in used.values()):
                 check_computed([("the random state", random_state())], gathered)
             with torch.no_grad():
                 for key, assignment in assignments.items():

@@ -24,7 +24,7 @@ from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.agreement import check_alike
+from layoutmap.engines.agreement import CallSchedule, check_alike, of_processes
 
 GATHERED = "_layoutmap_gathered"
 """Where a variable has its value on the host while its model is saved."""
@@ -39,14 +39,16 @@ class Rows:  # why: decisions/0019
     Args:
         session: The scope.
         name: The kind of step, for messages: `"train"`, `"test"` or `"predict"`.
+        schedule: Decides of which batches the values are compared.
 
     Raises:
         ScopeError: Processes share some of their rows and not others.
     """
 
-    def __init__(self, session: KerasSession, name: str):
+    def __init__(self, session: KerasSession, name: str, schedule: CallSchedule):
         self._context, self._policy, self._engine = session.context, session.policy, session.engine
         self._verb = _VERBS[name]
+        self._schedule = schedule
         layout = self._policy.replicated(0)
         devices: NumpyArray = self._engine.native(layout, 0).mesh.devices
         self._processes = _processes(session)
@@ -84,8 +86,9 @@ class Rows:  # why: decisions/0019
             )
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
         brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
-        shared = len(self._parts) < len(self._processes)
-        self._compare(brought, checksum(*arrays) if shared and self._context.options.check_batches else 0)
+        shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
+        # Shapes are compared each time: processes with other shapes, or no more batches, would wait forever.
+        self._compare(brought, checksum(*arrays) if shared and self._schedule.count_call() else 0)
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
     def _compare(self, brought: str, own: int) -> None:
@@ -98,7 +101,9 @@ class Rows:  # why: decisions/0019
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows pass different ones",
-                facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)},
+                facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)}
+                | of_processes([f"checksum {each:08x}" for each in checksums])
+                | {"in call": self._schedule.calls},
                 why="the batch is not sharded over these processes, so each of them passes all of its rows",
                 fix="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
                 "before; or shard the batch: scope(batch_dim=..) with a dim that goes over the processes",

@@ -21,11 +21,11 @@ import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
+from layoutmap.adapters.fingerprints import hash_lowered
 from layoutmap.adapters.keras.backends.jax_processes import Rows, reporting
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import check_same_batch, step_wraps
-from layoutmap.adapters.programs import lowered_lines
-from layoutmap.engines.agreement import check_program
+from layoutmap.engines.agreement import CallSchedule, check_program
 from layoutmap.engines.patches import temporarily
 
 PRIVATE = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
@@ -43,13 +43,15 @@ def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:  # why: 
         wraps |= {name: reporting(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
     wraps |= {f"{name}_step": _in_layouts(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
 
+    schedule = CallSchedule()
+
     def step(name: str, own: Callable[[], Method]) -> Method:
         # After another `compile` it computes another loss, and `jax.jit` takes up what it has traced of a function.
         kept = getattr(model, f"{name}_step")
         with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
-            return _step(own(), session, name)
+            return _step(own(), session, name, schedule)
 
-    wraps |= step_wraps(model, session, step)
+    wraps = step_wraps(model, session, schedule, step, wraps)
     wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
     wraps["_make_function"] = lent.noting(model._make_function, session)
     return wraps
@@ -202,9 +204,9 @@ def _entry(plain: Method, lent: _Lent) -> Method:
 # -- steps
 
 
-def _step(step: Method, session: KerasSession, name: str) -> Method:
+def _step(step: Method, session: KerasSession, name: str, schedule: CallSchedule) -> Method:
     if session.context.across:
-        return _across(step, Rows(session, name), name, session)
+        return _across(step, Rows(session, name, schedule), name, session)
     return lambda state, data: step(state, (placed(batch, session) for batch in data))
 
 
@@ -215,8 +217,8 @@ def _compared(step: Any, session: KerasSession) -> Method:
     def compared(state: State, data: object) -> object:
         signature = tuple((np.shape(each), jax.numpy.result_type(each)) for each in jax.tree.leaves(data))
         if signature not in known:
-            lowered = lowered_lines(step.__name__, step.lower(state, data))
-            check_program(f"the {step.__name__}", lowered, session.context.gather)
+            lowered = hash_lowered(step.__name__, step.lower(state, data))
+            check_program(f"the {step.__name__}", [lowered], session.context.gather)
             known.add(signature)
         return step(state, data)
 

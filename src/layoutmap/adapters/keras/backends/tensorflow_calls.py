@@ -27,6 +27,7 @@ from layoutmap.adapters.keras.training import check_same_batch, place_batch
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
+from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import temporarily
 
 dtensor = tf.experimental.dtensor
@@ -180,12 +181,12 @@ def as_read(gradient: object, held: Any, session: KerasSession) -> Any:
     return gradient if held.read_layout is None else session.engine.relayout(gradient, held.read_layout)
 
 
-def placed(batch: object, session: KerasSession) -> Any:
-    """Return a batch on the mesh, compared between the processes."""
+def placed(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> Any:
+    """Return a batch on the mesh, compared between the processes if it is due."""
 
     def as_numpy(value: object) -> object:
         return value.numpy() if isinstance(value, tf.Tensor) and is_plain(value) else value
 
     batch = keras.tree.map_structure(as_numpy, batch, none_is_leaf=True)
-    check_same_batch(batch, session)
+    check_same_batch(batch, session, schedule)
     return place_batch(batch, session)

@@ -22,27 +22,30 @@ from layoutmap.adapters.keras.training import (
     step_wraps,
 )
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.agreement import CallSchedule
 
 dtensor = tf.experimental.dtensor
 
 
 def training_wraps(model: Any, session: KerasSession) -> Wraps:
     """Return what to wrap on a model: steps that take each batch off the iterator and run compiled on the mesh."""
+    schedule = CallSchedule()
 
     def step(name: str, own: object) -> Callable[..., object]:
-        made = _MeshStep(model, session, name)
+        made = _MeshStep(model, session, name, schedule)
         return made.on_list if name == "predict" else made.on_iterator
 
-    return step_wraps(model, session, step)
+    return step_wraps(model, session, schedule, step)
 
 
 class _MeshStep:
     """A training, test or predict step on the mesh."""
 
-    def __init__(self, model: keras.Model, session: KerasSession, name: str):
+    def __init__(self, model: keras.Model, session: KerasSession, name: str, schedule: CallSchedule):
         self._model = model
         self._session = session
         self._name = name
+        self._schedule = schedule
         self._known: set[object] = set()  # shapes and types of batches for which all is made and checked
         self._compiled = Regathered(self._traced, session, f"{model.name}: the {name} step")
 
@@ -87,7 +90,7 @@ class _MeshStep:
         )
         if signature not in self._known:
             self._make_all(batch)
-        batch = placed(batch, self._session)
+        batch = placed(batch, self._session, self._schedule)
         with explained(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
                 with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):

@@ -19,27 +19,32 @@ from layoutmap.adapters.keras.training import (
     step_wraps,
 )
 from layoutmap.core.errors import ScopeError
+from layoutmap.engines.agreement import CallSchedule
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.dtensor_ops import same_draws
 
 
 def training_wraps(model: Any, session: KerasSession) -> Wraps:
     """Return what to wrap on a model: steps that place each batch and run on the mesh."""
+    schedule = CallSchedule()
 
     def step(name: str, own: Callable[[], Callable[..., object]]) -> _MeshStep:
         _refuse_compiling(model)
-        return _MeshStep(model, session, own())
+        return _MeshStep(model, session, own(), schedule)
 
-    return step_wraps(model, session, step)
+    return step_wraps(model, session, schedule, step)
 
 
 class _MeshStep:
     """A step that places its batch, runs on the mesh, and returns plain results."""
 
-    def __init__(self, model: keras.Model, session: KerasSession, step: Callable[..., object]) -> None:
+    def __init__(
+        self, model: keras.Model, session: KerasSession, step: Callable[..., object], schedule: CallSchedule
+    ) -> None:
         self._model = model
         self._session = session
         self._step = step
+        self._schedule = schedule
 
     def __call__(self, data: Sequence[object]) -> object:
         model, session = self._model, self._session
@@ -47,17 +52,15 @@ class _MeshStep:
             materialize_for_training(model, session)
         session.refuse_in_a_plan(model.name)
         with temporarily(session.on_thread, "model_in_step", model):
-            check_same_batch(data, session)
+            is_compared = check_same_batch(data, session, self._schedule)
             batches = [placed(batch, session) for batch in data]
-            with self._same_draws(), running(session, batches):
+            with self._same_draws() if is_compared else nullcontext(), running(session, batches):
                 results = self._step(batches)
         with torch.no_grad():
             return plain(results)
 
     def _same_draws(self) -> AbstractContextManager[None]:
         session = self._session
-        if not (session.context.across and session.context.options.check_batches):
-            return nullcontext()
         native = session.engine.native(session.policy.replicated(0), 0)
         return same_draws(native[0], session.context.gather)
 

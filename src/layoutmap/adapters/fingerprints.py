@@ -1,0 +1,48 @@
+"""Fingerprints of a program: named texts that processes compare before its first call (why: decisions/0180)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import zlib
+from collections.abc import Iterator
+from textwrap import dedent
+from typing import Any
+
+from layoutmap.engines.agreement import Part
+
+
+def versions(*packages: str) -> Iterator[Part]:
+    """Yield the releases of Python, of this library, and of packages that are imported."""
+    yield "Python", "{}.{}".format(*sys.version_info)
+    for name in ("layoutmap", *packages):
+        if name in sys.modules:
+            yield name, str(sys.modules[name].__version__)
+
+
+def hash_lowered(name: str, lowered: Any) -> Part:
+    """Return the hash of a step that JAX has lowered: its text has no source line and no address."""
+    return f"the lowered {name}", f"hash {hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]}"
+
+
+def describe_function(function: Any) -> str:
+    """Return the qualified name of a function and a hash of its source, where that can be read."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    try:
+        return f"{name}, source {zlib.crc32(dedent(inspect.getsource(function)).encode()):08x}"
+    except (OSError, TypeError):  # typed in, or compiled
+        return name
+
+
+def describe_value(value: Any) -> str:
+    """Return a setting as text: a plain value, the name of a function, or the type of anything else."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(describe_value, value))}]"
+    return describe_function(value) if inspect.isroutine(value) else type(value).__qualname__

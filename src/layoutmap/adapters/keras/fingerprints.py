@@ -1,0 +1,55 @@
+"""The fingerprint of a Keras model: its layers, how they are joined, and what `compile` was given."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from layoutmap.adapters.fingerprints import describe_function, describe_value
+from layoutmap.adapters.keras.names import stable_names
+from layoutmap.adapters.keras.paths import find_layers
+from layoutmap.adapters.keras.private import Functional
+from layoutmap.engines.agreement import Part
+
+
+def describe_model(model: Any, step: str) -> Iterator[Part]:
+    """Yield what makes the program of a step, `"train"`, `"test"`, or `"predict"`, of a model."""
+    layers: dict[int, tuple[str, Any]] = {}
+    for path, layer in [("", model), *find_layers(model)]:
+        layers.setdefault(id(layer), (path, layer))
+    for path, layer in layers.values():
+        kind = type(layer)
+        name = f'{kind.__name__} "{path}"' if path else kind.__name__
+        yield path or "model", f"{kind.__qualname__} in {layer.compute_dtype}"
+        if kind.__module__.startswith("keras."):
+            yield from _describe_settings(f"{name}: ", layer)
+        else:
+            yield f"{name}: call", describe_function(kind.call)
+        if isinstance(layer, Functional):
+            names = dict(zip(map(id, layer.operations), stable_names(layer.operations), strict=True))
+            for node in (node for nodes in layer._nodes_by_depth.values() for node in nodes):
+                inputs = [names.get(id(parent.operation)) for parent in node.parent_nodes]
+                yield f"{name}: inputs of {names[id(node.operation)]}", str(inputs)
+    if step != "predict" and model.compiled:
+        for method in (f"{step}_step", "compute_loss"):
+            yield method, describe_function(getattr(type(model), method))
+        for key, value in model._compile_config.config.items():
+            if key != "optimizer" or step == "train":
+                yield key, type(value).__qualname__ if hasattr(value, "get_config") else describe_value(value)
+                yield from _describe_settings(f"{type(value).__name__}: ", value)
+
+
+def _describe_settings(prefix: str, thing: Any) -> Iterator[Part]:
+    """Yield the plain settings and the functions of an object of Keras; nothing where it has no configuration."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a lambda cannot be saved
+            config = thing.get_config()
+    except Exception:  # it holds a layer of the user that has none
+        return
+    for key, value in config.items():
+        own = getattr(thing, key, None)  # Keras writes a function with its file and line
+        if callable(own) and isinstance(value, dict):
+            yield f"{prefix}{key}", describe_function(own)
+        elif key not in ("name", "seed") and not isinstance(value, (dict, list)):  # 0029 compares seeds
+            yield f"{prefix}{key}", describe_value(value)

@@ -1,0 +1,40 @@
+"""The fingerprints of a torch module and of an optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from layoutmap.adapters.fingerprints import describe_function, describe_value
+from layoutmap.engines.agreement import Part
+from layoutmap.engines.torch.modules import modules_of
+
+
+def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[Part]:
+    """Yield the modules, which weights are trained, and each `forward`, also those that were set on a module."""
+    yield "gradients", str(torch.is_grad_enabled())
+    modules = modules_of(module)
+    for path, each in modules:
+        kind = type(each)
+        name = f'{kind.__name__} "{path}"' if path else kind.__name__
+        yield path or "model", kind.__qualname__
+        yield f"{name}: training", str(each.training)
+        weights = each.named_parameters(recurse=False)
+        yield f"{name}: trainable", str([name for name, weight in weights if weight.requires_grad])
+        if kind.__module__.startswith("torch.nn."):
+            # A list of parameters names the GPU of each, which is another one in each process.
+            yield f"{name}: settings", re.sub(r"(GPU |cuda:)\d+", r"\1", each.extra_repr())
+    for function in dict.fromkeys([*(type(each).forward for _, each in modules), *forwards]):
+        if function is not None:
+            yield "forward", describe_function(function)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """Yield the class of an optimizer, and the settings of its groups."""
+    kind = type(optimizer)
+    yield "optimizer", kind.__qualname__
+    for number, group in enumerate(optimizer.param_groups):
+        for name in sorted(group.keys() - {"params"}):
+            yield f"{kind.__name__}, group {number}: {name}", describe_value(group[name])
