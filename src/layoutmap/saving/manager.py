@@ -23,7 +23,7 @@ from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.users_line import level_of_user
 from layoutmap.saving.load import load
 from layoutmap.saving.preemption import Preemption
-from layoutmap.saving.save import begin_save, check_step, group_of
+from layoutmap.saving.save_plan import check_step, group_of, plan_save
 from layoutmap.scope.group import Group
 
 Later = Literal["refuse", "keep", "delete"]
@@ -174,19 +174,14 @@ class CheckpointManager:
                 self.wait()
             return False
         found = check_metrics(metrics, self._retention.best)
-        writer, _ = begin_save(
-            model,
-            self._directory,
-            number,
-            optimizer,
-            data,
-            metadata,
-            metrics=found,
-            after=self.wait,
-            make_way=lambda token: self._make_way(number, token),
-            patience_seconds=self._patience_seconds,
+        plan = plan_save(
+            model, self._directory, number, optimizer=optimizer, data=data, metadata=metadata, metrics=found
         )
-        self._group = self._group or group_of(model)
+        self._group = plan.group
+        self._group.agreed(self.wait, "save")  # if the save in flight failed in one process, all raise
+        writer = plan.begin(
+            lambda token: self._make_way(number, token), patience_seconds=self._patience_seconds
+        )
         saved = saved_step(number, writer.facts)
         with writer:
             if self._waits or self._is_preempted:

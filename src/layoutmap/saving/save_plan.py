@@ -1,0 +1,288 @@
+"""A save as a plan: all processes agree on the step, its manifest and who writes which shard; then each writes.
+
+plan_save --agree--> SavePlan --begin--> StepWriter --write--> the step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from layoutmap.adapters import Keeping, adapter_of_model, capable
+from layoutmap.adapters.data_states import state_of
+from layoutmap.adapters.protocol import Stored
+from layoutmap.checkpoint.lineage import History, SavedStep, facts_of, following
+from layoutmap.checkpoint.manifest import Manifest
+from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.checkpoint.states import encode
+from layoutmap.checkpoint.step_writer import StepWriter, begin_step
+from layoutmap.checkpoint.storage import MOST_STEP, Storage, new_token
+from layoutmap.checkpoint.writer import ToWrite
+from layoutmap.core.arguments import as_int
+from layoutmap.core.blocks import Index, full_index, held_shards
+from layoutmap.core.errors import CheckpointError
+from layoutmap.core.layout import UNSHARDED, Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.engines import Engine, get_engine
+from layoutmap.engines.agreement import check_values
+from layoutmap.plan.json import fingerprint
+from layoutmap.plan.table import PlanTable
+from layoutmap.scope.group import Group
+from layoutmap.scope.processes import check_saves
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """One step of a checkpoint that processes are about to write together.
+
+    Args:
+        storage: The directory of the checkpoint.
+        group: The processes that write.
+        manifest: The manifest without its id, files and chunks; equal in all processes.
+        shards: The shards that this process writes.
+        own_states: Random states and the position in the data of this process, encoded.
+        total_bytes: Size of all variables, of all processes.
+    """
+
+    storage: Storage
+    group: Group
+    manifest: Manifest
+    shards: Sequence[ToWrite]
+    own_states: Mapping[str, Any]
+    total_bytes: int
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """The variables that this process writes, by path."""
+        saved = [each.variable for each in self.shards]
+        return {v.path: VariableSpec(v.path, v.shape, v.dtype, v.kind) for v in saved}
+
+    def begin(
+        self,
+        choose_lineage: Callable[[str], SavedStep] | None = None,
+        *,
+        patience_seconds: float | None = None,
+    ) -> StepWriter:
+        """Make the folder of the step; all processes call this.
+
+        No process needs another one after it returns, so `StepWriter.write` may run on a thread.
+
+        Args:
+            choose_lineage: Called in the first process with the id of the save, returns the steps that it comes from.
+                `None`: it comes from the step that was saved last.
+            patience_seconds: See `StepWriter`.
+
+        Raises:
+            CheckpointError: The step exists already, or there is not enough space; in all processes.
+        """
+        own_token, step = new_token(), self.manifest.step
+
+        def make_folder() -> list[str]:
+            lineage = choose_lineage(own_token) if choose_lineage else self._follow_last_step(own_token)
+            folder = begin_step(self.storage, step, own_token, self.total_bytes)
+            return [own_token, folder, json.dumps(facts_of(lineage))]
+
+        try:
+            token, folder, lineage = self.group.first(make_folder)
+            facts = {"id": token, **json.loads(lineage), **self.manifest.facts}
+            return StepWriter(
+                self.storage,
+                folder,
+                replace(self.manifest, facts=facts),
+                self.shards,
+                total_bytes=self.total_bytes,
+                number=self.group.number,
+                count=self.group.count,
+                states=self.own_states,
+                patience_seconds=patience_seconds,
+            )
+        except BaseException:
+            self.storage.abandon(step, own_token)
+            raise
+
+    def _follow_last_step(self, token: str) -> SavedStep:
+        """Return the lineage of a step that comes from the one that was saved last."""
+        history, step = History(self.storage), self.manifest.step
+        last = history.last()
+        position = last if last is not None and last.step < step else None
+        return following(step, token, position, history.steps().values())
+
+
+def plan_save(
+    model: object,
+    directory: str | os.PathLike[str],
+    step: int,
+    *,
+    optimizer: object = None,
+    data: object = None,
+    metadata: object = None,
+    metrics: Mapping[str, float] | None = None,
+) -> SavePlan:
+    """Plan a step of a checkpoint with the other processes of the model; writes nothing.
+
+    Args:
+        model: See `save`, as for all but `metrics`.
+        directory: Where checkpoints of the model are kept.
+        step: The number of the step.
+        optimizer: The model's optimizer.
+        data: What has a position in the data.
+        metadata: What else to keep.
+        metrics: Numbers by which steps are compared; those of the first process are kept.
+
+    Raises:
+        CheckpointError: Something cannot be saved, or the processes differ; in all of them.
+    """
+    adapter = capable(adapter_of_model(model), Keeping, "save")
+    engine = get_engine(adapter.engine_name)
+    kept = list(adapter.stored(model, optimizer))
+    layouts = {each.variable.path: engine.layout_of(each.array) for each in kept}
+    mesh = _one_mesh(engine, layouts)
+    group = Group(engine, mesh)
+    storage = storage_of(directory)
+    variables = [_saved(each.variable, layouts[each.variable.path]) for each in kept]
+
+    def make_manifest() -> tuple[Manifest, dict[str, Any]]:
+        facts: dict[str, Any] = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "writer": f"layoutmap {sys.modules['layoutmap'].__version__}",  # it imports this file
+            "library": adapter.name,
+            "engine": engine.name,
+            "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
+            "plan": None if mesh is None else fingerprint(_table(kept, layouts, mesh)),
+        }
+        if metrics is not None:
+            facts["metrics"] = encode(metrics, "metrics")
+        settings = dict(adapter.settings(model, optimizer))
+        own = {"random": encode(settings.pop("random"), "random")}
+        own |= {} if data is None else {"data": encode(state_of(data), "data")}
+        states = {"settings": encode({"library": adapter.name} | settings, "settings")}
+        number = check_step(step)
+        return Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {}), own
+
+    manifest, own_states = group.agreed(make_manifest, "save")
+    if group.several:
+        saved = {"directory": storage.where, "step": str(manifest.step)}
+        saved["metadata"] = json.dumps(manifest.metadata)
+        saved |= {each.path: f"{each.shape} {each.dtype} {each.layout}" for each in variables}
+        check_saves(saved.items(), group.gather)
+        unsharded = [each for each in kept if layouts[each.variable.path] is None]
+        sums = ((each.variable.path, _checksum(engine, each.array)) for each in unsharded)
+        check_values(sums, group.gather)
+    shards = _assign_shards(group, engine, kept, layouts, variables)
+    total_bytes = sum(each.variable.global_bytes for each in kept)
+    return SavePlan(storage, group, manifest, shards, own_states, total_bytes)
+
+
+def _assign_shards(
+    group: Group,
+    engine: Engine,
+    kept: Sequence[Stored],
+    layouts: Mapping[str, Layout | None],
+    variables: Sequence[SavedVariable],
+) -> list[ToWrite]:
+    """Return the shards that this process writes.
+
+    Of the processes that hold a shard, the one with the fewest bytes so far writes it.
+    """
+    loads = [0] * group.count
+    todo: list[ToWrite] = []
+    for each, variable in zip(kept, variables, strict=True):
+        own: list[Index] = []
+        for holders, index, size in _find_shards(group, each.variable, layouts[variable.path]):
+            writer = min(holders, key=loads.__getitem__)
+            loads[writer] += size
+            if writer == group.number:
+                own.append(index)
+        if own:
+            todo.append(ToWrite(variable, own, _shards_of(engine, each.array)))
+    return todo
+
+
+def _find_shards(
+    group: Group, variable: VariableSpec, layout: Layout | None
+) -> Iterator[tuple[list[int], Index, int]]:
+    """Yield each different shard of a variable: the processes that hold it, its index, and its size in bytes."""
+    if layout is None:
+        yield [0], full_index(variable.shape), variable.global_bytes
+        return
+    process_of = {device: process for process, devices in enumerate(group.devices) for device in devices}
+    found = held_shards(layout, variable.shape, process_of)
+    size = variable.global_bytes // max(1, len(found))
+    for index, devices in found.values():
+        yield list(dict.fromkeys(process_of[each] for each in devices)), index, size
+
+
+def group_of(model: object) -> Group:
+    """Return the processes that a model is on."""
+    adapter = capable(adapter_of_model(model), Keeping, "save")
+    engine = get_engine(adapter.engine_name)
+    layouts = {each.variable.path: engine.layout_of(each.array) for each in adapter.stored(model)}
+    return Group(engine, _one_mesh(engine, layouts))
+
+
+def _saved(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
+    specs = None if layout is None else tuple(None if s == UNSHARDED else s for s in layout.sharding_specs)
+    return SavedVariable(
+        variable.path, variable.shape, variable.dtype, variable.kind, variable.aliases, specs
+    )
+
+
+def _shards_of(engine: Engine, array: object) -> Any:
+    return lambda: iter(engine.to_shards(array, copy=False))
+
+
+def _table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], mesh: Mesh) -> PlanTable:
+    found = [(each.variable, layouts[each.variable.path]) for each in kept]
+    return PlanTable(mesh, tuple(Assignment(v, layout) for v, layout in found if layout is not None))
+
+
+def _one_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
+    meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
+    # A slot that torch makes knows the devices of its mesh, and not whether a program has named them.
+    bound = {engine.bind(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
+    if len(bound) > 1:
+        (one, path), (other, other_path) = list(bound.values())[:2]
+        raise CheckpointError(
+            f"{path} and {other_path} are on different meshes",
+            facts={path: str(one), other_path: str(other)},
+            why="the processes of one mesh save together",
+            fix="lay all out on one mesh, or save them as two models",
+        )
+    mesh = next(iter(meshes), None)
+    if mesh is not None and not engine.bind(mesh).local_device_ids:
+        raise CheckpointError(
+            f"{meshes[mesh]}: this process has no device of its mesh",
+            facts={"mesh": str(mesh)},
+            why="the processes that have devices of a mesh save what is on it, and they alone",
+            fix="call it only in these processes",
+        )
+    return mesh
+
+
+def check_step(step: object) -> int:
+    """Return the number of a step.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    number = as_int(step)
+    if number is None or not 0 <= number <= MOST_STEP:
+        raise CheckpointError(
+            f"step={step!r}: this is not a step",
+            why="a step is a whole number, 0 or more, of at most 18 digits",
+            fix="pass the number of the training step, as in step=1000",
+        )
+    return number
+
+
+def _checksum(engine: Engine, array: object) -> int:
+    from layoutmap.core.checksums import checksum
+
+    return checksum(engine.to_numpy(array))
