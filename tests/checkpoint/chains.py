@@ -20,7 +20,7 @@ from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
-from layoutmap.scope import loading
+from layoutmap.saving import load as loading
 
 RULES = {
     r"middle\.(weight|kernel)": ("model", "batch"),

@@ -26,7 +26,7 @@ from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
-from layoutmap.scope import saving
+from layoutmap.saving import save_plan
 
 PROCESSES = ("jax",)
 
@@ -487,7 +487,7 @@ def test_a_clock_that_is_set_back_changes_no_order(tmp_path: Path, monkeypatch: 
         def now(cls, tz: Any = None) -> datetime:
             return datetime(next(years), 1, 1, tzinfo=tz)
 
-    monkeypatch.setattr(saving, "datetime", Clock)
+    monkeypatch.setattr(save_plan, "datetime", Clock)
     with lm.CheckpointManager(tmp_path, keep_last=2, wait=True) as manager:
         for step in (10, 20):
             manager.save(model_of(step), step)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.cli.main import main
-from layoutmap.scope import advising
+from layoutmap.cost import advise
 
 PROCESSES = ("jax",)
 LENGTH, WIDTH, HEADS = 128, 32, 4
@@ -68,11 +68,11 @@ def taken(tmp_path, monkeypatch):
         return code, out.getvalue(), lm.Plan.from_json((tmp_path / "plan.json").read_text()).verdict
 
     def taken(layout_map, batch, memory, most):
-        monkeypatch.setattr(advising, "PATIENCE_SECONDS", 1e6)
+        monkeypatch.setattr(advise, "PATIENCE_SECONDS", 1e6)
         inputs = ("--inputs", f"float32[{batch},{LENGTH},{WIDTH}]")
         code, out, verdict = run(layout_map, memory, *inputs)
         assert (1, False) == (code, verdict.fits)
-        monkeypatch.setattr(advising, "PATIENCE_SECONDS", 0)
+        monkeypatch.setattr(advise, "PATIENCE_SECONDS", 0)
         for each in verdict.advice[:most]:
             assert not each.command or each.text(1024 * memory, as_command=True).partition("\n")[0] in out
             by_file, flags = advice.as_command(each.command, layout_map)

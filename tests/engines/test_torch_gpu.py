@@ -31,7 +31,7 @@ def test_a_gpu_is_there():
 
 PEAK = """
 import torch
-from layoutmap.engines.torch import speeds
+from layoutmap.testing import torch_speeds as speeds
 
 kind = speeds.facts()["kind"]
 torch.empty(2**26, device="cuda" if kind != "CPU" else "cpu")
