@@ -14,7 +14,7 @@ RULES = {r".*\.weight": ("model", None), r".*bias": (None,)}
 REPLACED = """\
 0.weight: the parameter was replaced by one that has no layout
   shape       (8, 4)
-  layout was  model, unsharded
+  layout was  (model, unsharded)
   why         each device holds all of it, and an optimizer that was made before trains the former parameter
   fix         assign values in place: module.weight.data.copy_(values); or lay it out: layout_map.apply(model)"""
 UNEVEN = """\
@@ -81,7 +81,7 @@ def test_parameters_that_are_not_replaced():
     """Adapters, parametrizations, and values of a state dict are no replaced parameters."""
     _, model = build()
     model[2] = nn.Sequential(model[2], nn.Linear(8, 2))
-    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Softplus())
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
     model[2][0].load_state_dict(nn.Linear(8, 8).state_dict(), assign=True)
 
     assert [] == warned(train, model, 8)
