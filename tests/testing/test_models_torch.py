@@ -9,6 +9,7 @@ from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 from layoutmap.adapters import get_adapter
 from layoutmap.adapters.torch.training import call, loss_of
 from layoutmap.testing import models
+from layoutmap.testing.models.torch.drawing import HOOKS
 from layoutmap.testing.models.torch.kinds import KINDS
 
 PROCESSES = ("torch",)
@@ -24,6 +25,9 @@ def test_every_kind_and_every_pair_of_kinds_is_drawn():
     assert set(KINDS) < set(kinds)
     assert [] == pairs_not_drawn(KINDS, pairs)
     assert min(styles.values()) > 300
+    assert set(HOOKS) == {hook for each in drawn for hook in each.hooks}
+    assert {1, 2, 3} == {each.num_passes for each in drawn if each.hooks}
+    assert 1000 < sum(bool(each.hooks) for each in drawn) < 1500
     assert 2000 < sum(each.returns_loss for each in drawn) < 3000
 
 

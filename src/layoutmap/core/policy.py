@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.users_line import level_of_user
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,24 @@ class LayoutPolicy:
         if not divides:
             return self.replicated(len(shape))
         return Layout.batch_sharded(self.mesh, dim, len(shape))
+
+    def warn_of_uneven_batch(self, caller: str, library: str) -> None:
+        """Warn that no batch could be sharded.
+
+        Args:
+            caller: The name of the function or model that was given the batches.
+            library: The name of the library that calls it, whose lines are not the user's.
+        """
+        dim = self.batch_dim
+        assert dim is not None, "without it no batch is sharded"
+        rows, size = self.batches[False], self.mesh.dim_size(dim)
+        warning = LayoutMapWarning(
+            f"{caller}: no batch was sharded over mesh dim {dim!r}",
+            facts={"rows": rows, "mesh": str(self.mesh)},
+            why=f"{rows} is not a multiple of {size}, so every device computed with all rows",
+            fix=f"use a batch_size that is a multiple of {size}",
+        )
+        warnings.warn(warning, stacklevel=level_of_user({library}))
 
     def activation_layout(self, path: str) -> Layout | None:
         """Return the layout that a rule gives to what the layer at a path returns; `None`: no rule does."""

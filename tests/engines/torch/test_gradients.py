@@ -126,6 +126,16 @@ def test_a_pass_that_fails():
     pair.check()
 
 
+def test_gradients_that_autograd_returns():
+    """`torch.autograd.grad` leaves the gradients that there are."""
+    pair = Pair()
+    pair.backward()
+    parameters = list(pair.laid_out.parameters())
+    torch.autograd.grad(loss_of(pair.laid_out, 1, on_mesh=True), parameters)
+
+    pair.check()
+
+
 def test_removed():
     """Once removed, gradients are as they come."""
     pair = Pair()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import keras
 
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.core.errors import LayoutMapWarning, ScopeError
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.errors import ScopeError
 
 
 def checking_callbacks(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
@@ -46,20 +44,7 @@ def sharding_batches(fit: Callable[..., object], session: KerasSession) -> Calla
         batches.clear()
         result = fit(*args, **kwargs)
         if batches and True not in batches:
-            _warn(batches[False], session)
+            session.policy.warn_of_uneven_batch("fit", "keras")
         return result
 
     return checked_fit
-
-
-def _warn(rows: int, session: KerasSession) -> None:
-    dim, mesh = session.policy.batch_dim, session.policy.mesh
-    assert dim is not None, "without it no batch is sharded"
-    size = mesh.dim_size(dim)
-    warning = LayoutMapWarning(
-        f"fit: no batch was sharded over mesh dim {dim!r}",
-        facts={"rows": rows, "mesh": str(mesh)},
-        why=f"{rows} is not a multiple of {size}, so every device computed with all rows",
-        fix=f"use a batch_size that is a multiple of {size}",
-    )
-    warnings.warn(warning, stacklevel=level_of_user({"keras"}))

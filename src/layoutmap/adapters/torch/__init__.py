@@ -162,26 +162,32 @@ class TorchAdapter(Adapter):
     def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, object]]:
         """The loss of a batch, and its gradient for each trainable parameter by path."""
         model.zero_grad()  # what a step of the program has left
-        with self._drawing(model):
-            loss = loss_of(model, batch)
-            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        loss = self._add_gradients(model, batch)
         gradients: dict[str, object] = {}
         for each in find_tensors(model):
             if each.tensor.requires_grad:
                 gradient = torch.zeros_like(each.tensor) if each.tensor.grad is None else each.tensor.grad
                 gradients[each.path] = _array(gradient)
         model.zero_grad()
-        return {"loss": loss.item()}, gradients
+        return {"loss": loss}, gradients
 
     def train_step(self, model: torch.nn.Module, batch: object) -> dict[str, float]:
         """One step of the optimizer that `train_with` was called with; returns the loss before it."""
         optimizer = optimizer_of(model)
         optimizer.zero_grad()
-        with self._drawing(model):
-            loss = loss_of(model, batch)
-            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        loss = self._add_gradients(model, batch)
         optimizer.step()
-        return {"loss": loss.item()}
+        return {"loss": loss}
+
+    def _add_gradients(self, model: torch.nn.Module, batch: object) -> float:
+        """Add the gradients of each pass of a batch; returns the last loss."""
+        loss = float("nan")
+        for _ in range(training_of(model).num_passes):
+            with self._drawing(model):
+                value = loss_of(model, batch)
+                value.backward()  # pyright: ignore[reportUnknownMemberType]
+            loss = value.item()
+        return loss
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
         """Return what a checkpoint keeps of a model."""

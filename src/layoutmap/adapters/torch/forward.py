@@ -89,9 +89,12 @@ class Forward:
         self.context = context
         self.gather = gather
         self.valueless = valueless
+        own = module.named_parameters(recurse=False) if layouts else ()
+        self.weights = {name: layouts[id(each)] for name, each in own if layouts and id(each) in layouts}
         self._output = context.policy.activation_layout(path) if path else None
         self._watch: Watch | None = None
         self._schedule = CallSchedule()
+        self._has_warned = False
         self._compared: set[object] = set()  # modes in which the processes have compared their programs
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
@@ -209,9 +212,18 @@ class Forward:
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         with self._checked(args, kwargs), running(self.context):
             args, kwargs = on_mesh((args, kwargs), self.context)
+            self._check_rows()
             with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
                 result = self._run(args, kwargs)
         return plain(result) if is_plain else summed_up(result)
+
+    def _check_rows(self) -> None:
+        """Warn once of a model that is trained with batches that do not divide, where none has divided."""
+        batches = self.context.policy.batches
+        if not batches or True in batches or self._has_warned or not torch.is_grad_enabled():
+            return
+        self._has_warned = True
+        self.context.policy.warn_of_uneven_batch(type(self._the_module()).__name__, "torch")
 
     def _refuse_transforms(self) -> None:
         transform = transform_of_functions()
@@ -253,7 +265,12 @@ class Forward:
             check_values(
                 ((n, checksum(context.engine.to_numpy(p.detach()))) for n, p in others), context.gather
             )
-        return Watch(module)
+        layouts = {
+            id(each): (forward.path, forward.weights)
+            for each in module.modules()
+            if (forward := forward_of(each))
+        }
+        return Watch(module, layouts)
 
     @contextmanager
     def _checked(self, args: Args, kwargs: Kwargs) -> Generator[None]:

@@ -6,8 +6,9 @@ state dict brought; so each call of a model looks whether all that need them hav
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.optimizer_hooks import look_after_optimizers
+from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.layout import Layout
+from layoutmap.core.users_line import level_of_user
 from layoutmap.engines.torch.gather import Gradients
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.modules import members_of_module
@@ -23,9 +27,18 @@ _WATCHED = "_layoutmap_watched"  # on a parameter: its id, which a copy of it ha
 
 
 class Watch:
-    """Sees to the gradients of the parameters of one module and of those below it."""
+    """Sees to the gradients of the parameters of one module and of those below it.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    Args:
+        module: The module.
+        laid_out: The paths of modules in layouts, and the layouts that their weights were given, by id.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, laid_out: Mapping[int, tuple[str, Mapping[str, Layout]]]
+    ) -> None:
+        self._laid_out = laid_out
+        self._reported: set[tuple[str, str]] = set()
         self._modules = [id(each) for each in module.modules()]
         self._held = [
             (members_of_module(each)[0], name, weakref.ref(each))
@@ -44,6 +57,8 @@ class Watch:
         holders: dict[int, Callable[[], Any]] = {}  # which hooks may keep, as parameters have the hooks
         for parameters, name, holder in self._held:
             parameter = parameters.get(name)
+            if type(parameter) is torch.nn.Parameter:
+                self._warn_of_replaced(name, parameter, holder())
             if not isinstance(parameter, DTensor) or not (parameter.requires_grad and parameter.is_leaf):
                 continue
             if vars(parameter).get(_WATCHED) != id(parameter):
@@ -53,6 +68,23 @@ class Watch:
         if new:
             look_after_optimizers()
             Gradients(new, refer_to=lambda parameter: holders[id(parameter)])
+
+    def _warn_of_replaced(
+        self, name: str, parameter: torch.nn.Parameter, holder: torch.nn.Module | None
+    ) -> None:
+        """Warn once of a plain parameter in the place of one that had a layout."""
+        path, layouts = self._laid_out.get(id(holder), ("", {}))
+        if name not in layouts or (path, name) in self._reported:
+            return
+        self._reported.add((path, name))
+        kind = type(holder).__name__
+        warning = LayoutMapWarning(
+            f"{path or kind}.{name}: the parameter was replaced by one that has no layout",
+            facts={"shape": tuple(parameter.shape), "layout was": str(layouts[name])},
+            why="each device holds all of it, and an optimizer that was made before trains the former parameter",
+            fix="assign values in place: module.weight.data.copy_(values); or lay it out: layout_map.apply(model)",
+        )
+        warnings.warn(warning, stacklevel=level_of_user({"torch"}))
 
 
 def _held_by(holder: weakref.ref[torch.nn.Module], name: str) -> object:

@@ -31,12 +31,14 @@ class Training:
         loss: Called with what the model returns and the targets; `None`: the model returns its loss.
         make_optimizer: Called with the model's parameters, when they have their values.
         optimizer: What it made.
+        num_passes: How many backward passes of a batch add up their gradients before a step.
         num_draws: How often random numbers were drawn for it: each time from a seed of its own.
     """
 
     loss: Loss | None = None
     make_optimizer: MakeOptimizer | None = None
     optimizer: torch.optim.Optimizer | None = None
+    num_passes: int = 1
     num_draws: int = 0
 
 
@@ -44,7 +46,9 @@ _trainings: weakref.WeakKeyDictionary[torch.nn.Module, Training] = weakref.WeakK
 
 
 # why: decisions/0015
-def train_with(model: Model, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None) -> Model:
+def train_with(
+    model: Model, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None, num_passes: int = 1
+) -> Model:
     """Say how a model is trained, for `layoutmap.check_parity`; a program's own loop needs it not.
 
     Args:
@@ -52,6 +56,7 @@ def train_with(model: Model, *, loss: Loss | None = None, optimizer: MakeOptimiz
         loss: Called with what the model returns and the targets of a batch, returns a number; `None`: the model returns
             its loss, alone or as `loss` among others, as models of transformers do when they are given labels.
         optimizer: Makes the optimizer, given the model's parameters; `None`: no steps are taken.
+        num_passes: How many backward passes of a batch, each with its own draws, add up their gradients before a step.
 
     Returns:
         The model.
@@ -62,7 +67,7 @@ def train_with(model: Model, *, loss: Loss | None = None, optimizer: MakeOptimiz
         >>> train_with(model, loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-3))
         Linear(in_features=8, out_features=4, bias=True)
     """
-    _trainings[model] = Training(loss, optimizer)
+    _trainings[model] = Training(loss, optimizer, num_passes=num_passes)
     return model
 
 

@@ -3,9 +3,11 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle, unserializable_hook  # pyright: ignore[reportUnknownVariableType]
 
 from layoutmap.engines.tested import check_names
 
@@ -15,6 +17,9 @@ check_names(
     (torch.nn.Module, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
     (torch.Tensor, "_backward_hooks _post_accumulate_grad_hooks"),
 )
+
+
+_IS_OWN = "_layoutmap_own"  # of a hook of this library
 
 
 def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -37,8 +42,46 @@ def hooks_of_module(module: torch.nn.Module) -> list[list[object]]:
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
-    """The hooks of a tensor's gradient, and those that are called when it has been added to `grad`."""
+    """The program's hooks of a tensor's gradient, and those that are called when it has been added to `grad`."""
     return (
-        list((tensor._backward_hooks or {}).values()),
-        list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()),  # unset before the first  # pyright: ignore[reportUnknownArgumentType]
+        [hook for hook in (tensor._backward_hooks or {}).values() if not hasattr(hook, _IS_OWN)],
+        [hook for hook in (_hooks_afterwards(tensor) or {}).values() if not hasattr(hook, _IS_OWN)],
     )
+
+
+def has_foreign_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a program, or torch, has hooks on the gradient of a tensor."""
+    return any(hooks_of_tensor(tensor))
+
+
+def add_first_hooks(
+    tensor: torch.Tensor,
+    before: Callable[[torch.Tensor], torch.Tensor | None],
+    after: Callable[[Any], None],
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Have functions called before all hooks of a tensor that there are.
+
+    Args:
+        tensor: The tensor, a leaf.
+        before: Called with its gradient; what it returns takes the gradient's place.
+        after: Called with the tensor when the gradient has been added.
+    """
+    for hook in (before, after):
+        unserializable_hook(hook)  # torch.save warns of others
+        setattr(hook, _IS_OWN, True)
+    untyped: Any = tensor
+    handles: tuple[RemovableHandle, RemovableHandle] = (
+        untyped.register_hook(before),
+        untyped.register_post_accumulate_grad_hook(after),
+    )
+    kinds: tuple[Any, Any] = tensor._backward_hooks, _hooks_afterwards(tensor)
+    for hooks, handle in zip(kinds, handles, strict=True):
+        others = dict(hooks)
+        own = others.pop(handle.id)
+        hooks.clear()  # torch calls them in the order in which they were put in, whatever `move_to_end` says
+        hooks.update({handle.id: own} | others)
+    return handles
+
+
+def _hooks_afterwards(tensor: torch.Tensor) -> dict[int, Any] | None:
+    return getattr(tensor, "_post_accumulate_grad_hooks", None)  # unset before the first

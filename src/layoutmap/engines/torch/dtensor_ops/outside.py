@@ -4,6 +4,7 @@ From the first tensor on a mesh on, operators are guarded, plain tensors count a
 
 tensor[2:4].zero_()      torch changes a copy where the axis is sharded: `memories` writes it back
 tensor.data = value      torch assigns to the shell of a DTensor only, which goes on with the values that it had
+model.double(), .to(...) torch swaps DTensors, which it cannot where a graph or a weak reference has one
 tensor[index] = value    torch changes a copy where the axis is sharded
 tensor.numpy(), tolist() torch refuses them of all that is no plain tensor
 copy.deepcopy(tensor)    torch fails for one that begins inside of a storage, as gradients of `fully_shard` do
@@ -37,7 +38,7 @@ from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_p
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed_in, summed_placements
-from layoutmap.engines.torch.specs import local_of, make_of_view, set_pieces, spec_of
+from layoutmap.engines.torch.specs import dtensor, local_of, make_of_view, set_pieces, spec_of
 from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, hide, memory_of
 
@@ -79,6 +80,23 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
             count(memory_of(tensor))
         set_pieces(tensor, local_of(value), spec_of(value))
     own(tensor, value)
+
+
+@plainly
+@torch.no_grad()
+def _swap(own: Callable[..., None], first: torch.Tensor, second: torch.Tensor) -> None:  # why: decisions/0178
+    """`torch.utils.swap_tensors(first, second)`: two tensors on meshes get each other's values, type and layout."""
+    both = [each for each in (first, second) if isinstance(each, DTensor) and is_guarded(each.device_mesh)]
+    if len(both) < 2:
+        own(first, second)
+        return
+    contents = [(local_of(each), spec_of(each)) for each in both]
+    set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    for each, (local, spec) in zip(both, reversed(contents), strict=True):
+        if each.is_leaf:
+            count(memory_of(each))  # autograd may have saved the tensor itself
+        set_shell(each, dtensor(local, spec))
+        set_pieces(each, local, spec)
 
 
 def _assign_part(own: Callable[..., None], tensor: DTensor, index: object, value: object) -> None:
@@ -217,6 +235,7 @@ _CHANGES = (
             lambda tensor: hide(own.__get__(tensor)), functools.partial(_assign_data, own.__set__)
         ),
     ),
+    _method("swap_tensors", _swap, torch.utils),
     _method("__setitem__", _assign_part),
     Attribute(DTensor, "__tensor_unflatten__", lambda own: staticmethod(functools.partial(_of_pieces, own))),
     _method("__deepcopy__", _copied),

@@ -82,11 +82,11 @@ class _Weights:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
         if not self._numbers or not (isinstance(tensor, DTensor) or is_of_graph(tensor)):
-            return tensor
+            return cut_from_graph(tensor)
         piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
         number = self._numbers.get(storage_key(piece))
         if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
-            return tensor
+            return cut_from_graph(tensor)
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
         return _View(number, spec_of(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
@@ -104,6 +104,19 @@ class _Weights:
             viewed = {rank: piece.as_strided(*view.of_piece) for rank, piece in pieces.items()}
             with simulation.on_mesh(base.device_mesh):
                 return dtensor(simulation.join(viewed, base.dtype), view.spec)
+
+
+@plainly
+def cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor for autograd to keep: without its node, which would keep itself alive by its own result.
+
+    Autograd attaches the node again when it unpacks the tensor.
+    """
+    if tensor.grad_fn is None:
+        return tensor
+    if type(tensor) is DTensor and not (tensor.is_conj() or tensor.is_neg()):
+        return dtensor(local_of(tensor), spec_of(tensor))  # `detach` goes through DTensor's dispatcher
+    return tensor.detach()
 
 
 def is_of_graph(tensor: torch.Tensor) -> bool:

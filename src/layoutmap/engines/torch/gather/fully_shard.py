@@ -23,10 +23,10 @@ from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx, backward_pass, is_checkpoint, saver
 from layoutmap.engines.torch.gather.fsdp import as_sum, changed_too_early
-from layoutmap.engines.torch.gather.fsdp_saved import is_of_graph
+from layoutmap.engines.torch.gather.fsdp_saved import cut_from_graph, is_of_graph
 from layoutmap.engines.torch.gather.fully_sharded import FullySharded
 from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.modules import hooks_of_tensor
+from layoutmap.engines.torch.modules import has_foreign_hooks
 from layoutmap.engines.torch.specs import DTensorSpec, axis_of, dtensor, local_of, placed_over, spec_of
 from layoutmap.engines.torch.storages import storage_key, version_of
 
@@ -117,7 +117,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         if not (around is None or isinstance(around, _Call) or is_checkpoint(around)):
             return False
         return all(
-            each is parameter and local_of(each) is local and not _has_foreign_hooks(parameter)
+            each is parameter and local_of(each) is local and not has_foreign_hooks(parameter)
             for each, (parameter, local) in zip(held, self._sharded, strict=True)
         )
 
@@ -249,14 +249,16 @@ class _Reachable(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Ctx, node: object, gathered: DTensor, *sharded: DTensor) -> torch.Tensor:
-        ctx.node, ctx.number = node, len(sharded)
+        ctx.node, ctx.sharded = node, sharded
         return gathered.view_as(gathered)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         if not will_be_reached(ctx.node):
             raise RuntimeError(_BY_WEIGHTS)
-        return None, *upstream, *[None] * ctx.number
+        if any(map(has_foreign_hooks, ctx.sharded)):  # autograd would call them without a gradient
+            raise RuntimeError(_LATE_HOOKS)
+        return None, *upstream, *[None] * len(ctx.sharded)
 
 
 class _Call:
@@ -274,7 +276,7 @@ class _Call:
         if isinstance(tensor, DTensor) or is_of_graph(tensor):
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             call = self.calls.get(storage_key(local))
-        return tensor if call is None else _Kept(tensor, call)
+        return cut_from_graph(tensor) if call is None else _Kept(tensor, call)
 
     def unpack(self, packed: torch.Tensor | _Kept) -> torch.Tensor:
         if not isinstance(packed, _Kept):
@@ -301,16 +303,18 @@ _BY_WEIGHTS = format_message(
     "torch's fully_shard has gradients only in the .grad of all weights, after loss.backward()",
     'call loss.backward(), or open the scope with gather="own"',
 )
+_LATE_HOOKS = format_message(
+    "a weight was given a hook on its gradient between the forward pass and the backward pass",
+    {},
+    "torch's fully_shard has gathered it for a backward pass without hooks",
+    'register the hook before the model is called, or open the scope with gather="own"',
+)
 _SECOND_DERIVATIVE = format_message(
     "gradients of gradients were asked for (create_graph=True)",
     {},
     "torch's fully_shard frees gathered weights after the first backward pass",
     'open the scope with gather="own"',
 )
-
-
-def _has_foreign_hooks(tensor: torch.Tensor) -> bool:
-    return any(not hasattr(hook, "__torch_unserializable__") for hook in hooks_of_tensor(tensor)[0])
 
 
 def _off_load(parameter: torch.Tensor, *, is_pinned: bool) -> None:

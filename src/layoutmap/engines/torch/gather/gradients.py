@@ -3,6 +3,8 @@
 Where the batch is sharded over a mesh dim, each device has the gradients of its own examples. DTensor leaves it to
 whoever reads them to make the sum: to each operation of the optimizer, for each parameter. Here they are laid end to
 end and summed up together, so that optimizers, clipping and reads find each gradient in the layout of its parameter.
+
+A program's own hooks of a parameter read its gradient during the pass, so that gradient is reduced before they run.
 """
 
 from __future__ import annotations
@@ -13,27 +15,28 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils.hooks import RemovableHandle, unserializable_hook  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.hooks import RemovableHandle
 
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import at_end_of_backward, backward_pass
 from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modules import add_first_hooks, has_foreign_hooks
 from layoutmap.engines.torch.placing import redistributed, summed_over
 from layoutmap.engines.torch.specs import dtensor, local_of, placed_over, spec_of
 
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
 
-class Gradients:
+class Gradients:  # why: decisions/0177
     """From now on, gives the gradient of each parameter that is a `DTensor` the parameter's layout.
 
     A pass adds to gradients that exist already, as always. Gradients that `torch.autograd.grad` returns are left as
-    they are.
+    they are, unless the program has hooks on the parameter.
 
     Args:
         parameters: The parameters of a model; plain tensors, and what has no gradient, are passed over.
-        refer_to: Gives a function that gives a parameter, without keeping it. Torch does not convert parameters that
-            have weak references, as by `model.to(dtype)`, so a model's are better reached through the model.
+        refer_to: Gives a function that gives a parameter, without keeping it. Torch does not swap parameters that
+            have weak references, so a model's are better reached through the model.
     """
 
     def __init__(
@@ -42,7 +45,8 @@ class Gradients:
         refer_to: Callable[[DTensor], Callable[[], torch.Tensor | None]] = weakref.ref,
     ) -> None:
         self._refer_to = refer_to
-        self._passes: dict[int, list[tuple[DTensor, torch.Tensor | None]]] = {}
+        # Autograd holds each pass until it ends or fails, so a pass that fails keeps no parameter alive.
+        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             if isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -54,48 +58,83 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _watch(self, parameter: DTensor) -> tuple[RemovableHandle, RemovableHandle]:
-        earlier: dict[int, torch.Tensor] = {}  # by pass, so that one that fails leaves nothing for the next
         parameter_of = self._refer_to(parameter)
 
-        @unserializable_hook
-        def before(gradient: torch.Tensor) -> None:
-            # Kept apart from the gradient that exists: DTensor would all-reduce this one by itself in order to add it.
+        @plainly
+        def before(gradient: torch.Tensor) -> torch.Tensor | None:
             parameter = parameter_of()
-            if parameter is not None and parameter.grad is not None and _is_partial(gradient):
-                earlier.clear()
-                earlier[backward_pass()] = parameter.grad
-                parameter.grad = None
+            if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+                return None
+            if has_foreign_hooks(parameter):
+                if (waiting := self._passes.get(backward_pass())) is not None:
+                    waiting.finish()  # a hook may read the gradients of other parameters
+                is_placed = gradient.placements == parameter.placements
+                return gradient if is_placed else redistributed(gradient, parameter.placements)
+            if parameter.grad is not None and _is_partial(gradient):
+                # Kept apart from the gradient that exists: DTensor would all-reduce this one in order to add it.
+                self._current_pass().set_aside(parameter)
+            return None
 
+        @plainly
         def after(parameter: DTensor) -> None:
-            added = earlier.pop(backward_pass(), None)
-            if added is not None or _differs(parameter):
-                self._note(parameter, added)
+            if has_foreign_hooks(parameter):  # a hook before this one may have returned a partial sum
+                gradient = parameter.grad
+                if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+                    parameter.grad = redistributed(gradient, parameter.placements)
+            elif _differs(parameter):
+                self._current_pass().wait_for(parameter)
 
-        return parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return add_first_hooks(parameter, before, after)
 
-    def _note(self, parameter: DTensor, earlier: torch.Tensor | None) -> None:
-        """Remember a parameter until the pass that runs now ends."""
+    def _current_pass(self) -> _Pass:
         number = backward_pass()
-        if number not in self._passes:
-            self._passes.clear()  # those of passes that failed
-            self._passes[number] = []
-            at_end_of_backward(lambda: self._finish(number))
-        self._passes[number].append((parameter, earlier))
+        current = self._passes.get(number)
+        if current is None:
+            current = self._passes[number] = _Pass()
+            at_end_of_backward(current.finish)
+        return current
+
+
+class _Pass:
+    """The gradients that one backward pass is still to reduce; a pass that fails puts back those that it set aside."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[int, tuple[DTensor, torch.Tensor]] = {}
+        self._waiting: dict[int, DTensor] = {}
+
+    def set_aside(self, parameter: DTensor) -> None:
+        """Keep the gradient that exists apart from the one that comes."""
+        assert parameter.grad is not None
+        self._earlier[id(parameter)] = parameter, parameter.grad
+        parameter.grad = None
+
+    def wait_for(self, parameter: DTensor) -> None:
+        """Have a gradient that has come reduced with the others."""
+        self._waiting[id(parameter)] = parameter
 
     @plainly
     @torch.no_grad()
-    def _finish(self, number: int) -> None:
-        noted = self._passes.pop(number, [])
-        for parameter, _ in noted:
+    def finish(self) -> None:
+        """Reduce what has come, and add what was set aside."""
+        waiting = list(self._waiting.values())
+        for parameter in waiting:
             _redistribute(parameter)
-        parameters = [parameter for parameter, _ in noted]
-        for mesh in {parameter.device_mesh for parameter in parameters}:
+        for mesh in {parameter.device_mesh for parameter in waiting}:
             with simulation.on_mesh(mesh):
                 for dim in range(mesh.ndim):
-                    _sum_up([each for each in parameters if each.device_mesh == mesh], dim)
-        for parameter, earlier in noted:
-            if earlier is not None and parameter.grad is not None:
-                parameter.grad = earlier.add_(parameter.grad)
+                    _sum_up([each for each in waiting if each.device_mesh == mesh], dim)
+        self._waiting.clear()
+        while self._earlier:
+            _, (parameter, earlier) = self._earlier.popitem()
+            # `torch.autograd.grad` returns the gradient that came, and adds none.
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    @plainly
+    def __del__(self) -> None:
+        for parameter in self._waiting.values():  # the pass has failed, and no other process may be here
+            parameter.grad = None
+        for parameter, earlier in self._earlier.values():
+            parameter.grad = earlier
 
 
 def _is_partial(gradient: torch.Tensor) -> bool:

@@ -46,6 +46,15 @@ def make_model(make=make_model):
 
 loss = lambda outputs, targets, loss=loss: loss(double(outputs), double(targets))
 """
+_HOOKS = """
+def halve(weight):
+    weight.grad.mul_(0.5)
+
+
+def clip(weight):
+    nn.utils.clip_grad_norm_(weight, 0.05)
+
+"""
 _CAST = "lambda _, inputs: tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)"
 _SGD = "partial(torch.optim.SGD, lr=0.05, momentum=0.9)"
 
@@ -186,6 +195,9 @@ class Model:
         outputs: Its outputs.
         returns_loss: Whether it is inside of a module that is passed the targets, too, and returns the loss and the
             outputs, as models of transformers do: a loss in layouts.
+        hooks: Lines of `make_model` that give a `weight` hooks on its gradient.
+        hooked: Which weights have them: each one from the first number on, by steps of the second.
+        num_passes: How many backward passes add up their gradients before a step.
     """
 
     library: ClassVar[str] = "torch"
@@ -226,6 +238,9 @@ from layoutmap.adapters.torch import train_with
     classes: tuple[Class, ...]
     outputs: tuple[Value, ...]
     returns_loss: bool = False
+    hooks: tuple[str, ...] = ()
+    hooked: tuple[int, int] = (0, 1)
+    num_passes: int = 1
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -262,17 +277,25 @@ from layoutmap.adapters.torch import train_with
         model = [f"model = {last.name}()"]
         if self.is_sequential:
             model = ["model = nn.Sequential(", *(f"{_INDENT}{part.made}," for part in last.parts), ")"]
-        returned = f"return train_with(model, loss=loss, optimizer={optimizer})"
+        options = f"optimizer={optimizer}" + f", num_passes={self.num_passes}" * (self.num_passes > 1)
+        if self.hooks:
+            first, step = self.hooked
+            model += [
+                "trained = [weight for weight in model.parameters() if weight.requires_grad]",
+                f"for weight in trained[{first}::{step}]:",
+                *(_INDENT + hook for hook in self.hooks),
+            ]
+        returned = f"return train_with(model, loss=loss, {options})"
         around = ""
         if self.returns_loss:
-            returned = f"return train_with(WithLoss(model), optimizer={optimizer})"
+            returned = f"return train_with(WithLoss(model), {options})"
             targets = "given[-1]" if len(self.outputs) == 1 else f"given[{-len(self.outputs)}:]"
             around = _WITH_LOSS.format(number=len(self.inputs), targets=targets)
         return "\n".join(
             [
                 f"{own}{classes}def loss(outputs, targets):",
                 f"{_INDENT}return {_loss(self.outputs)}",
-                f"\n{around}",
+                f"\n{around}{_HOOKS * bool(self.hooks)}",
                 "def make_model():",
                 *(_INDENT + line for line in [*model, returned]),
                 "",

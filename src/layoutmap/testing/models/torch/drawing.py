@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from dataclasses import replace
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
@@ -44,6 +46,14 @@ _WRAPPERS = {  # of a module `{m}`, or of what it is made with: a line of `__ini
     "spectral_norm": "",
     "checkpoint": "",
 }
+HOOKS = (  # on the gradient of a `weight`
+    "weight.register_hook(lambda gradient: gradient / (1 + gradient.norm()))",
+    "weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))",
+    "weight.register_hook(torch.tanh)",
+    "weight.register_post_accumulate_grad_hook(halve)",
+    "weight.register_post_accumulate_grad_hook(clip)",
+    "torch.autograd.graph.register_multi_grad_hook([weight], lambda gradients: None)",
+)
 _CHECKPOINT = "checkpoint({m}, {x}, use_reentrant=False)"
 _MOST_ELEMENTS = 1024
 
@@ -60,7 +70,14 @@ def draw_model(choices: Choices) -> Model:
     inputs, outputs = names
     net = Class("Net", choices.weighted(_STYLES), inputs, tuple(growing.parts), outputs)
     classes, returns_loss = (*growing.blocks, net), choices.one_in(2)
-    return Model(is_sequential, tuple(growing.inputs), classes, tuple(growing.outputs), returns_loss)
+    model = Model(is_sequential, tuple(growing.inputs), classes, tuple(growing.outputs), returns_loss)
+    # By the model, so that a seed's other choices stay what they were before there were hooks.
+    own = Choices.of_seed(zlib.crc32(repr(model).encode()))
+    if not own.one_in(3):
+        return model
+    hooks = own.taken(HOOKS, own.one_of(0, 1, 1, 2))
+    hooked = own.below(2), own.one_of(1, 1, 2)
+    return replace(model, hooks=tuple(hooks), hooked=hooked, num_passes=own.one_of(2, 1, 3))
 
 
 class _Growing:
