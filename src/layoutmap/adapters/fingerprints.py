@@ -1,5 +1,8 @@
 """Fingerprints of a program: named texts that processes compare before its first call (why: decisions/0180)."""
 
+# pyright: basic
+# Values of any type are looked into, which no annotation says.
+
 from __future__ import annotations
 
 import functools

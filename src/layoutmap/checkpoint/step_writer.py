@@ -232,7 +232,8 @@ class StepWriter:  # why: decisions/0079
                 seen = [self._storage.size(self._folder, data_name(n)) for n in range(self._count)]
                 if seen != signs:
                     signs, last = seen, now
-                elif now - last > self._patience_seconds:
+                # A launcher ends this process, too, when another one dies; this is for programs without one (0179).
+                elif now - last > self._patience_seconds:  # why: decisions/0179
                     self._silent = tuple(missing())
                     raise CheckpointError(
                         f"{self.where}: other processes do not respond",
