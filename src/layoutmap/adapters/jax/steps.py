@@ -88,10 +88,11 @@ def jit_step(
     """Compile a training step whose results stay in the layouts that its arguments have.
 
     Under plain `jax.jit` the compiler chooses the layouts of results, and weights drift: a step later some are
-    replicated. Here each result that corresponds to an argument, a subtree with the same structure and shapes, has that
-    argument's layouts. Modules and optimizers of flax.nnx among the arguments are changed in place, each Variable in
-    the layout that it has. Of other results those with as many rows as the batch are sharded as it is, and all else, a
-    loss and metrics, is replicated.
+    replicated. Here a result has an argument's layouts if it replaces it: the first result the first argument, the
+    second result the second, if it has the same structure and shapes and is an update of it, and a donated argument
+    wherever it is returned. All other results, as a loss, are where XLA leaves them. Modules and optimizers of flax.nnx
+    among the arguments are changed in place, each Variable in the layout that it has; neither they nor static arguments
+    are counted in that order.
 
     A step is compiled once for each structure, shapes and layouts of its arguments, and each value of those that are
     static. Functions and texts in a pytree, and all but the arrays of a module of Equinox, count as static, too.
@@ -178,9 +179,10 @@ class _Program:  # why: decisions/0186
         tree: The tree of the leaves.
         shardings: The sharding of each leaf.
         places: The leaves that are not on the mesh when they are passed, and whether each is a batch.
+        unplaced: Those of them that `jax.jit` places, which are no arrays of JAX. It can place positional arguments, in
+            a single process.
         compiled: The compiled function, which raises `_Retraced` where JAX would trace it again.
         results: The constants of its results; set when it is traced.
-        places_itself: Whether `jax.jit` places numpy arrays: it can for positional arguments of a single process.
         peers: The other processes that run it; `None`: this one runs it alone.
         is_traced: Whether it has run.
     """
@@ -194,9 +196,9 @@ class _Program:  # why: decisions/0186
     tree: Any
     shardings: list[NamedSharding]
     places: dict[int, bool]
+    unplaced: set[int]
     compiled: Any = None
     results: Constants = field(default_factory=lambda: Constants(None, {}))
-    places_itself: bool = True
     peers: Peers | None = None
     is_traced: bool = False
 
@@ -224,6 +226,10 @@ class _Program:  # why: decisions/0186
         out, changed = out if self.variant.objects else (out, {})
         return self.results.fill(jax.tree.leaves(out)) if self.results.values else out, changed
 
+    def list_leaves(self, key: Key) -> list[int]:
+        """List the leaves of an argument."""
+        return [number for number, each in enumerate(self.keys) if each == key]
+
     def _place(self, leaves: list[Any]) -> bool:
         """Place leaves that are off the mesh, in the list, unless `jax.jit` does; returns whether it did.
 
@@ -234,12 +240,14 @@ class _Program:  # why: decisions/0186
         for number, (leaf, sharding) in enumerate(zip(leaves, self.shardings, strict=True)):
             own = getattr(leaf, "sharding", None)
             if own is sharding or own == sharding:
+                if number in self.unplaced:  # JAX would trace it again for an array that is on a mesh
+                    raise _Retraced
                 continue
             if number not in self.places or isinstance(own, NamedSharding) or not isinstance(leaf, _VALUES):
                 raise _Retraced
             if isinstance(leaf, jax.core.Tracer):
                 raise _Retraced
-            if own is not None or not self.places_itself:
+            if own is not None or number not in self.unplaced:
                 leaves[number], moved = _place_leaf(leaf, sharding, self.places[number]), True
         return moved
 
@@ -419,8 +427,10 @@ class JitStep:
         check_leaves(self._name, names, leaves, [])
         mesh, native = self._find_mesh(names, leaves)
         places: dict[int, bool] = {}
+        can_place, unplaced = not given[1] and not native.is_multi_process, set[int]()
+        shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in leaves]
         for number, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
-            sharding = getattr(leaf, "sharding", None)
+            sharding = shardings[number]
             if not isinstance(leaf, kinds + NUMBERS):
                 self._refuse(names[number], leaf)
             if sharding is None or 1 == len(sharding.device_set) < mesh.size:
@@ -429,26 +439,30 @@ class JitStep:
                     self._check_rows(mesh, native, np.shape(leaf), names[number])
                 specs = [self._batch_dim] if is_batch and np.ndim(leaf) else []
                 target = NamedSharding(native, PartitionSpec(*specs, *[None] * (np.ndim(leaf) - len(specs))))
-                places[number], leaves[number] = is_batch, _place_leaf(leaf, target, is_batch)
-        shardings = [leaf.sharding for leaf in leaves]
+                places[number], shardings[number] = is_batch, target
+                if can_place and not isinstance(leaf, jax.Array) and key not in variant.objects:
+                    unplaced.add(number)
+                else:
+                    leaves[number] = _place_leaf(leaf, target, is_batch)
         given = replace_arguments(tree.unflatten(leaves), select_arguments(given, self._static))
         static = tuple((k, type(value), value) for k, value in select_arguments(given, self._static))
-        key = variant, static, tree, tuple(shardings), tuple(map(_aval, leaves))
-        if key not in self._programs:
-            donated = [each in self._donate for each in keys]
+        avals = tuple(map(jax.typeof, leaves))
+        signature = variant, static, tree, tuple(shardings), avals, frozenset(unplaced)
+        if signature not in self._programs:
+            donated = [key in self._donate for key in keys]
             program = _Program(
-                self._name, variant, self._static, names, keys, donated, tree, shardings, places
+                self._name, variant, self._static, names, keys, donated, tree, shardings, places, unplaced
             )
             self._compile(program, given)
             if native.is_multi_process:
-                program.peers, program.places_itself = self._compare(mesh, program.compiled, given), False
-            self._programs[key] = program
-        program = self._programs[key]
+                program.peers = self._compare(mesh, program.compiled, given)
+            self._programs[signature] = program
+        program = self._programs[signature]
         program.places.update(places)
         if call.objects is not None:
             call.objects.variant = variant
             # Those that were off the mesh are on it from now on.
-            of_objects = [n for each in variant.objects for n, key in enumerate(keys) if key == each]
+            of_objects = [n for key in variant.objects for n in program.list_leaves(key)]
             call.objects.write({at: leaves[n] for at, n in enumerate(of_objects) if n in places})
         return program, given
 
@@ -510,7 +524,7 @@ class JitStep:
     def _compile(self, program: _Program, given: Arguments) -> None:
         """Compile the step for arguments that are on the mesh, with the shardings of arguments and results."""
         (args, kwargs), objects = given, program.variant.objects
-        names = [program.names[n] for key in objects for n, each in enumerate(program.keys) if each == key]
+        names = [program.names[n] for key in objects for n in program.list_leaves(key)]
         options = _options("donate", self._donate & {*range(len(args)), *kwargs})
         options |= _options("static", (key for key, _ in select_arguments(given, self._static)))
 
@@ -534,16 +548,12 @@ class JitStep:
         out, changed = traced.out_info if objects else (traced.out_info, {})
         shardings = choose_shardings(out, traced.jaxpr.jaxpr, self._arguments(program, given))
         if objects:
-            of_objects = [leaf.sharding for _, arrays in select_arguments(given, objects) for leaf in arrays]
+            of_objects = [program.shardings[n] for key in objects for n in program.list_leaves(key)]
             shardings = shardings, {n: of_objects[n] for n in changed}
-        if kwargs:  # of which jax.jit takes no shardings
-            program.places_itself = False
-        else:
-            placed = clear_arguments(given, self._static)[0]
+        if not kwargs:  # of which jax.jit takes no shardings
+            placed = program.tree.unflatten(program.shardings)[0]
             options["in_shardings"] = tuple(
-                jax.tree.map(lambda leaf: leaf.sharding, each)
-                for key, each in enumerate(placed)
-                if key not in self._static
+                each for key, each in enumerate(placed) if key not in self._static
             )
         program.compiled = jax.jit(run, out_shardings=shardings, **options)
 
@@ -576,8 +586,9 @@ class JitStep:
                 continue
             is_donated = key in self._donate
             has_layouts = is_donated or any(n not in program.places for n in numbers)
-            shardings = [leaf.sharding for leaf in leaves] if has_layouts else []
-            names, shapes = program.names[numbers.start : numbers.stop], [leaf.shape for leaf in leaves]
+            of = slice(numbers.start, numbers.stop)
+            shardings = program.shardings[of] if has_layouts else []
+            names, shapes = program.names[of], [np.shape(leaf) for leaf in leaves]
             argument = Argument(tree, numbers.start, names, shapes, shardings, is_donated)
             place = len(self._parameters) if key not in self._parameters else self._parameters.index(str(key))
             found.append((key if isinstance(key, int) else place, argument))
@@ -628,10 +639,6 @@ def _options(what: str, keys: Iterable[Key]) -> dict[str, Any]:
         f"{what}_argnums": [key for key in every if isinstance(key, int)],
         f"{what}_argnames": [key for key in every if isinstance(key, str)],
     }
-
-
-def _aval(leaf: object) -> jax.core.AbstractValue:
-    return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)
 
 
 def _place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array | jax.ShapeDtypeStruct:
