@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.objects import is_nnx_optimizer, is_variable
 from layoutmap.adapters.jax.optimizers import params_of, weights_of
 from layoutmap.adapters.jax.pytrees import named_leaves
@@ -27,6 +28,7 @@ from layoutmap.engines import get_engine
 
 def stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
     """Return the arrays of a model, and those of an optimizer's state."""
+    check_immutable(model_in(model))
     found: list[Stored] = []
     for leaf in arrays_of(model).leaves:
         array = _data(leaf.value)

@@ -1,4 +1,4 @@
-"""What a compiled step is compiled for beside the shapes of its arrays: objects, and leaves that are no arrays."""
+"""Arguments of a compiled step, and the part of them that it is compiled for beside the shapes of arrays."""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
         if name in CALLS:
             for nested in inner:
                 yield from _mixing(nested)
-        elif name not in _SAME_WHEN_SHARDED and any(map(_rounds, (*eqn.invars, *eqn.outvars))):
+            continue
+        rounds = any(map(_rounds, (*eqn.invars, *eqn.outvars)))
+        if any(map(is_ref, eqn.invars)) or (name not in _SAME_WHEN_SHARDED and rounds):
             yield name
 
 
@@ -116,6 +118,11 @@ def inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
             yield param.jaxpr
         elif isinstance(param, Jaxpr):
             yield param
+
+
+def is_ref(var: Any) -> bool:
+    """Return whether a variable is a Ref, which operations change."""
+    return isinstance(var, Var) and not isinstance(var.aval, jax.core.ShapedArray)
 
 
 def _rounds(var: Any) -> bool:
