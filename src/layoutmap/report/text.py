@@ -30,9 +30,10 @@ def plan_line(plan: PlanTable) -> str:
     faults = [counted(len(plan.errors), "error")] * bool(plan.errors)
     faults += ["incomplete"] * (len(warnings) < len(plan.warnings))
     faults += [counted(len(warnings), "warning")] * bool(warnings)
+    host = f", {size(plan.host_bytes)} in host memory for each" if plan.host_bytes else ""
     return (
         f"{counted(len(plan), 'variable')} on {escaped(str(plan.mesh))}, {size(plan.global_bytes)}, "
-        f"{size(plan.device_bytes)} per device; {', '.join(faults) or 'no problems'}"
+        f"{size(plan.device_bytes)} per device{host}; {', '.join(faults) or 'no problems'}"
     )
 
 
@@ -121,7 +122,9 @@ def row_cells(row: Row) -> tuple[str, ...]:
             shape_text(a.shard_shape) if a.fits else "does not fit",
         )
     shape, layout, shard = cells
-    held = size(row.device_bytes) if a.fits else ""
+    if a.variable.memory:
+        layout = f"{layout} in {a.variable.memory}"
+    held = size(row.shard_bytes) if a.fits else ""
     return row.path, times, shape, a.variable.dtype, layout, shard, size(row.global_bytes), held, row.rule
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.layouts import find_memory
 
 
 def stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
@@ -32,7 +34,8 @@ def stored(model: object, optimizer: object, saved: Saved | None = None) -> list
     found: list[Stored] = []
     for leaf in arrays_of(model).leaves:
         array = _data(leaf.value)
-        spec = VariableSpec(leaf.path, tuple(array.shape), array.dtype.name, leaf.kind, leaf.aliases)
+        shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory(array)
+        spec = VariableSpec(leaf.path, shape, dtype, leaf.kind, leaf.aliases, memory=memory)
         found.append(Stored(spec, array))
     state = _state(model, optimizer, make=saved is not None and bool(saved.slots))
     found += [Stored(spec, _data(leaf)) for spec, leaf in _slots(model, optimizer, state)]
@@ -143,7 +146,9 @@ def _slots_as_they_are(
     if params is None:
         params = weights_of(_params(model, optimizer))[0] if leaves else {}
     specs = slot_variables(params, described)
-    return [(spec, leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)]
+    return [
+        (replace(spec, memory=find_memory(leaf)), leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)
+    ]
 
 
 def _in_weights_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from layoutmap.adapters.jax.tracing import is_array, is_key
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.variables import Kind, Use, VariableSpec
+from layoutmap.engines.jax.layouts import find_memory
 from layoutmap.engines.jax.trees import is_flax_box
 
 
@@ -66,6 +67,7 @@ class Parts:
                 leaf.kind,
                 leaf.aliases,
                 use=leaf.use,
+                memory=find_memory(leaf.value),
             )
             for leaf in self.leaves
         ]
