@@ -95,7 +95,7 @@ class StepObjects:  # why: decisions/0070
         leaves, tree = jax.tree.flatten(self._values())
         return self._by_owner(leaves) if tree == self._values_tree else None
 
-    def _by_owner(self, leaves: Iterable[Any]) -> list[list[Any]]:
+    def _by_owner(self, leaves: Iterable[object]) -> list[list[Any]]:
         grouped: list[list[Any]] = [[] for _ in self._nodes]
         for owner, leaf in zip(self._owners, leaves, strict=True):
             grouped[owner].append(leaf)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from layoutmap.core.errors import LayoutError
 from layoutmap.engines.jax.programs import CALLS, inner_jaxprs
@@ -49,7 +49,7 @@ class Argument:
 
 def choose_shardings(
     results: object, jaxpr: Jaxpr, arguments: Sequence[Argument]
-) -> Any:  # why: decisions/0185
+) -> object:  # why: decisions/0185
     """Return the sharding of each result that replaces an argument, and `None` for each other, in their tree.
 
     The first result replaces the first argument, the second result the second, if it has the structure and shapes of
@@ -111,13 +111,13 @@ def find_sources(jaxpr: Jaxpr) -> list[int]:
 
     An update has the shape of the input, as has each value on the way.
     """
-    sources: dict[Any, int] = {var: 1 << number for number, var in enumerate(jaxpr.invars)}
+    sources: dict[Var | Literal, int] = {var: 1 << number for number, var in enumerate(jaxpr.invars)}
 
-    def source(var: Any) -> int:
+    def source(var: Var | Literal) -> int:
         return 0 if isinstance(var, Literal) else sources.get(var, 0)
 
     for eqn in jaxpr.eqns:
-        operands: list[Any]
+        operands: list[Var | Literal]
         called = _called(eqn)
         for number, var in enumerate(eqn.outvars):
             if called is not None:
@@ -134,7 +134,7 @@ def find_sources(jaxpr: Jaxpr) -> list[int]:
     return [source(var) for var in jaxpr.outvars]
 
 
-def _shape(var: Any) -> object:
+def _shape(var: Var | Literal) -> object:
     return getattr(var.aval, "shape", None)
 
 

@@ -624,7 +624,7 @@ class JitStep:
                 )
 
 
-def _is_deleted(array: Any) -> bool:
+def _is_deleted(array: jax.Array) -> bool:
     return array.is_deleted()
 
 

@@ -113,7 +113,11 @@ class Trial:
         outputs = leaves(self.adapter.forward(model, self.case.batch))
         logs, gradients = self.adapter.gradients(model, self.case.batch)
         steps = [self.adapter.train_step(model, self.case.batch) for _ in range(3)]
-        numbers = [*outputs, *gradients.values(), *(number for each in (logs, *steps) for number in each.values())]
+        numbers = [
+            *outputs,
+            *gradients.values(),
+            *(number for each in (logs, *steps) for number in each.values()),
+        ]
         return all(np.isfinite(each).all() for each in numbers if each is not None)
 
     def beyond_rounding(self, rows: Sequence[ParityRow]) -> list[ParityRow]:
