@@ -25,7 +25,7 @@ from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.layouts import find_memory
+from layoutmap.engines.jax.trees import find_memory
 
 
 def stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:

@@ -14,7 +14,7 @@ import jax
 import jax.core
 from flax import nnx
 
-from layoutmap.adapters.jax.mutable_arrays import hides_tracer
+from layoutmap.adapters.jax.hidden_arrays import hides_tracer
 from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.core.arguments import kind_of
@@ -92,7 +92,7 @@ def check_all_found(nodes: Nodes, state: object) -> None:
                 why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
                 fix="mark it where it is assigned: nnx.data(..)",
             )
-        if id(node) not in checked and hides_tracer(node):
+        if id(node) not in checked and hides_tracer(node, _is_of_flax):
             raise ScopeError(
                 f"{'.'.join(map(key_text, path))}: an array is hidden in a static attribute",
                 facts={"value": kind_of(node)},

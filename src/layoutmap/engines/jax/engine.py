@@ -41,9 +41,10 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.jax.arrays import by_device, canonical, dtype_of, from_blocks, ready, shards_of
 from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names, simulate
-from layoutmap.engines.jax.layouts import ArrayLayouts, find_memory
+from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, undisturbed, why_global
+from layoutmap.engines.jax.trees import find_memory
 from layoutmap.engines.protocol import Unplaced
 
 

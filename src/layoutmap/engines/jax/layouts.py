@@ -115,16 +115,6 @@ class ArrayLayouts:  # why: decisions/0033
         return array
 
 
-def find_memory(array: Any) -> str:
-    """Find the kind of memory that holds an array, as `"pinned_host"`; empty: that of its devices, or not known."""
-    sharding = getattr(array, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if not isinstance(sharding, Sharding) or isinstance(mesh, jax.sharding.AbstractMesh):
-        return ""
-    kind = sharding.memory_kind
-    return "" if kind in (None, next(iter(sharding.device_set)).default_memory().kind) else str(kind)
-
-
 def _specs(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
     return [*spec, *[None] * (rank - len(spec))]
 
