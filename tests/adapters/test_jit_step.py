@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from cases import few
+from hypothesis import given
+from hypothesis import strategies as st
 from optax_optimizers import MESH, OPTIMIZERS, laid_out, misplaced, plain_params
 
 import layoutmap as lm
@@ -125,11 +127,10 @@ def test_what_is_donated_is_gone(layout_map):
 
 
 def test_where_results_go(layout_map):
-    """Rows of the batch are sharded as the batch; what corresponds to an argument as that; all else is replicated."""
+    """A result that replaces an argument has its layout; all others are where `jax.jit` leaves them."""
     params = laid_out(plain_params(), layout_map.mesh)
     key = jax.random.key(0)
 
-    @functools.partial(lm.jit_step, batch_dim="batch")
     def step(state, x, key):
         gradients = jax.grad(loss_of)(state["params"], x)
         state = {"params": state["params"], "step": state["step"] + 1}
@@ -140,8 +141,12 @@ def test_where_results_go(layout_map):
             "key": jax.random.split(key)[0],
         }
 
-    state, rest = step({"params": params, "step": jnp.int32(3)}, batch(), key)
-    assert [] == misplaced((state, rest["gradients"]))
+    start = {"params": params, "step": jnp.int32(3)}
+    state, rest = lm.jit_step(step, batch_dim="batch")(start, batch(), key)
+    x = lm.dtensor.relayout(batch(), lm.Layout(["batch", None], layout_map.mesh))
+    _, left = jax.jit(step)(start, x, jax.device_put(key, rest["key"].sharding))
+    assert [] == misplaced(state)
+    assert layouts(left) == layouts(rest)
     assert ["()", "(unsharded,)", "(batch,)"] == layouts([rest["key"], rest["norms"], rest["rows"]])
     assert 4 == int(state["step"])
 
@@ -396,3 +401,74 @@ def test_a_mesh_of_explicit_axes_stays_one():
     params, state = step(params, state, batch())
     found = [leaf.sharding for leaf in (params["kernel"], state[0].mu["kernel"])]
     assert [sharding] * 2 == found
+
+
+SHAPES = {"up": (8, 16), "down": (16, 8), "bias": (8,)}
+CHOICES = {
+    "up": [(None, "model"), ("batch", "model"), ("model", None), (None, None), (("model", "batch"), None)],
+    "down": [("model", None), ("model", "batch"), (None, "batch"), (None, None), (None, ("batch", "model"))],
+    "bias": [("model",), ("batch",), (None,)],
+}
+
+
+def drawn_argument(data, mesh, number):
+    """A drawn tree of arrays in drawn layouts: one array, or a dict of them."""
+    random = np.random.default_rng(number)
+
+    def array(name):
+        values = random.normal(size=SHAPES[name]).astype("float32")
+        return lm.dtensor.relayout(values, lm.Layout(data.draw(st.sampled_from(CHOICES[name])), mesh))
+
+    kind = data.draw(st.sampled_from(["up", "bias", "tree", "tree"]))
+    return array(kind) if kind in SHAPES else {name: array(name) for name in SHAPES}
+
+
+@given(data=st.data())
+def test_drawn_steps_have_the_values_and_layouts_of_jit(layout_map, data):
+    """Whatever arguments a step returns, in any order and container, donated or not, is where `jax.jit` leaves it."""
+    number = data.draw(st.integers(1, 3))
+    arguments = [drawn_argument(data, layout_map.mesh, n) for n in range(number)]
+    order = data.draw(st.lists(st.sampled_from(range(number)), min_size=1, max_size=number, unique=True))
+    how = data.draw(st.sampled_from(["one", "tuple", "list", "dict", "nested", "with a loss"]))
+    donated = data.draw(st.lists(st.sampled_from(order), unique=True))
+    scale = data.draw(st.sampled_from([1.0, 2.0]))
+
+    def step(*arguments):
+        found = [jax.tree.map(lambda a: a * scale if scale != 1 else a, arguments[n]) for n in order]
+        return {
+            "one": lambda: found[0],
+            "tuple": lambda: tuple(found),
+            "list": lambda: found,
+            "dict": lambda: {str(n): each for n, each in enumerate(found)},
+            "nested": lambda: ({"all": tuple(found)}, jnp.ones(4)),
+            "with a loss": lambda: (*found, sum(a.sum() for a in jax.tree.leaves(found))),
+        }[how]()
+
+    donated = [n for n in donated if how != "one" or n == order[0]]
+    expected = jax.jit(step)(*arguments)
+    step_of_ours = lm.jit_step(step, donate_argnums=donated)
+    for _ in range(2):
+        result = step_of_ours(*jax.tree.map(jnp.copy, arguments))
+        assert jax.tree.structure(expected) == jax.tree.structure(result)
+        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(result), strict=True):
+            assert np.array_equal(one, other)
+            assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+
+
+def test_a_result_that_replaces_no_argument_stays_where_jit_leaves_it(layout_map):
+    """One array, two trees in swapped order, and an array of an argument's shape that is no update of it."""
+    mesh = layout_map.mesh
+    rows, columns = (
+        lm.dtensor.relayout(np.ones((8, 8), np.float32), lm.Layout(specs, mesh))
+        for specs in (("model", None), (None, "model"))
+    )
+    trees = {"w": rows, "v": columns}, {"w": columns, "v": rows}
+    for step, arguments in (
+        (lambda w: w * 2, (rows,)),
+        (lambda a, b: (b, a), trees),
+        (lambda a, b: (jax.tree.map(jnp.exp, b), jax.tree.map(jnp.sin, a)), trees),
+        (lambda a: a.T, (rows,)),
+        (lambda a, b: b @ a, (rows, columns)),
+    ):
+        expected = jax.jit(step)(*arguments)
+        assert layouts(expected) == layouts(lm.jit_step(step)(*arguments))

@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layoutmap as lm
+from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.checkpoint.specs import variable_specs
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escaped
-from layoutmap.core.variables import VariableSpec
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.plan.table import PlanTable
+from layoutmap.report.contents import Contents, contents_html
 from layoutmap.scope.plan import make_plan
 
 HOSTILE = "a\x1b[31m\nforged: line\r\x9b2J\u202e\u2066\x07\t\x85\u2028b"
@@ -70,6 +74,40 @@ def test_a_hostile_path_is_escaped_in_every_view(view):
 
     assert escaped(text, keep="\n") == text
     assert [] == [line for line in text.splitlines() if line.startswith("forged")]
+
+
+NOTEBOOK_VIEWS = {
+    "plan": lambda name: _plan(name)._repr_html_(),
+    "difference": lambda name: _plan(name).diff(_plan(f"other{name}"))._repr_html_(),
+    "lint": lambda name: _plan(name).lint()._repr_html_(),
+    "layout map": lambda name: _layout_map(name)._repr_html_(),
+    "checkpoint": lambda name: contents_html(_contents(name)),
+}
+
+
+def _layout_map(name):
+    layout_map = lm.LayoutMap(lm.Mesh(None, "model=4"), {re.escape(name): (None, "model")})
+    layout_map.activations[re.escape(f"out{name}")] = (None, "model")
+    return layout_map
+
+
+def _contents(name):
+    variables = (
+        SavedVariable(name, (8, 6), "float32", Kind.WEIGHT),
+        SavedVariable(f"{name}.2", (8,), "int8"),
+    )
+    mesh = lm.Mesh(None, "model=4")
+    placed = (Assignment(v, lm.Layout.replicated(mesh, len(v.shape))) for v in variable_specs(variables))
+    return Contents(name, {"metadata": name}, variables, PlanTable(mesh, tuple(placed)))
+
+
+@pytest.mark.parametrize("view", NOTEBOOK_VIEWS)
+@given(name=st.text(st.characters(exclude_categories=()), min_size=1).map(lambda name: f"a{name}b"))
+def test_a_drawn_name_is_escaped_in_every_notebook_view(view, name):
+    """The HTML of a notebook has no control character and no control of direction of a name."""
+    html = NOTEBOOK_VIEWS[view](name)
+
+    assert escaped(html, keep="\n") == html
 
 
 def test_an_error_is_escaped_and_keeps_what_it_is_about():

@@ -29,3 +29,19 @@ def escaped(text: str, *, keep: str = "") -> str:
         b
     """
     return _UNSAFE.sub(lambda m: m[0] if m[0] in keep else _SHORT.get(m[0], f"\\u{ord(m[0]):04x}"), text)
+
+
+def escape_html(text: str, *, keep: str = "") -> str:
+    r"""Escape text for HTML: its markup, and the characters that `escaped` replaces.
+
+    Args:
+        text: Any text.
+        keep: Control characters to keep, as for `escaped`.
+
+    Example:
+        >>> print(escape_html("<b>" + chr(0x202E)))
+        &lt;b&gt;\u202e
+    """
+    from html import escape  # late: few programs write HTML
+
+    return escape(escaped(text, keep=keep))

@@ -6,12 +6,13 @@ import re
 import textwrap
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from layoutmap.core.escaping import escaped
+from layoutmap.core.escaping import escape_html, escaped
 
 _TABLE = "border-collapse:collapse;color:inherit"  # of a dark notebook, too
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
 _READABLE = 30  # characters of a column; it is not shortened to less while another can be left out
 _NAMED = re.compile(r" *\S+(?: \S+)* {2,}")  # a name, before the column of its text
+_LINE_END = "\n"
 ALL_COLUMNS = "to_text() shows all"
 """The last line of a table that is not complete; the command line puts its own option in its place."""
 
@@ -128,13 +129,17 @@ def _broken(line: str, width: int) -> str:
 
 def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Rows of text as an HTML table; everything is escaped."""
-    from html import escape
-
-    top = "".join(f'<th style="{_CELL}">{escape(cell)}</th>' for cell in head)
+    top = "".join(f'<th style="{_CELL}">{escape_html(cell)}</th>' for cell in head)
     body = "".join(
-        "<tr>" + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f'<td style="{_CELL}">{escape_html(cell)}</td>' for cell in row) + "</tr>"
+        for row in rows
     )
     return (
-        f'<table style="{_TABLE}"><caption style="text-align:left">{escape(caption)}</caption>'
+        f'<table style="{_TABLE}"><caption style="text-align:left">{escape_html(caption)}</caption>'
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
     )
+
+
+def format_pre(text: str) -> str:
+    """Format lines of text as an HTML block of fixed width; all but the line ends is escaped."""
+    return f"<pre>{escape_html(text, keep=_LINE_END)}</pre>"

@@ -66,6 +66,7 @@ class VariableSpec:
         trainable: Whether a weight is trained; a frozen one has no gradient. Of the other kinds none is trained.
         name: What its library calls it, for rules over such names: `keras:dense/kernel`; empty if there are none. It
             is no part of the plan's value: where a rule asks for it, it is an alias.
+        memory: The kind of memory that holds it, as `"pinned_host"`; empty: that of the devices.
 
     Example:
         >>> VariableSpec("d1.kernel", (512, 1024), "float32").global_bytes
@@ -84,6 +85,7 @@ class VariableSpec:
     use: Use | None = None
     trainable: bool = True
     name: str = field(default="", compare=False, repr=False)
+    memory: str = ""
 
     @property
     def is_trained(self) -> bool:
@@ -154,6 +156,11 @@ class Assignment:  # why: decisions/0002
     def shard_bytes(self) -> int:
         """Size in bytes of the piece that one device holds."""
         return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))
+
+    @property
+    def device_bytes(self) -> int:
+        """Size in bytes of that piece in the memory of the device; 0 for a variable in host memory."""
+        return 0 if self.variable.memory else self.shard_bytes
 
 
 def distinct(names: Sequence[str]) -> list[str]:

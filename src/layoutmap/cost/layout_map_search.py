@@ -17,7 +17,7 @@ from layoutmap.core.arguments import as_int, kind_of
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import merge_paths, starred
-from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.core.text_table import format_pre, html_table, size, text_table
 from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
@@ -120,10 +120,8 @@ class SearchResult:
         return f"<SearchResult: {self._line}; {self.verdict}>"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         table = html_table(f"Best: {self.verdict}; {self._line}", HEAD, self.rows)
-        return f"<pre>{escape(self.to_yaml())}</pre>{table}"
+        return f"{format_pre(self.to_yaml())}{table}"
 
 
 def search(

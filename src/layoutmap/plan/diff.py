@@ -25,8 +25,8 @@ class Change:
     Args:
         path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
             stands before it: `teacher: d1.kernel`.
-        what: What of it differs: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"layout"`, `"mesh"`, or
-            `"output"`: the layout of a layer's output.
+        what: What of it differs: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"memory"`, `"layout"`,
+            `"mesh"`, or `"output"`: the layout of a layer's output.
         before: How the first plan has it; empty if it has it not.
         after: How the second has it; empty if it has it not.
         weight: Of an optimizer's slot that changes as its weight does: the weight's path. Empty for all else.
@@ -159,6 +159,7 @@ def _of_variables(
             ("shape", was.shape, now.shape),
             ("dtype", was.dtype, now.dtype),
             ("kind", was.kind, now.kind),
+            ("memory", was.memory or "device", now.memory or "device"),
             # Not the meshes of the layouts: that they differ is one change.
             ("layout", old.layout.sharding_specs, new.layout.sharding_specs),
         ):

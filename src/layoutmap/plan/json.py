@@ -181,7 +181,7 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
-    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable"):
+    for field in ("kind", "aliases", "parent", "axes", "parent_shape", "model", "trainable", "memory"):
         if getattr(variable, field) != getattr(usual, field):
             written[field] = getattr(variable, field)
     if variable.use is not None:
@@ -308,6 +308,7 @@ def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
         read("model", a_text, ""),
         None if use is None else Use(use, read("head_size", or_null(a_count), None)),
         read("trainable", a_flag, True),
+        memory=read("memory", a_text, ""),
     )
     layout = read("layout", _layout(mesh))
     match = _read_match(variable.path, read, mesh, layout) if "rule" in read else None

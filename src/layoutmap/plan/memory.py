@@ -119,10 +119,11 @@ class Memory:
 def memory_of(plan: PlanTable) -> Memory:
     """Count the bytes by kind; variables that do not fit their layouts are left out."""
     fitting = [a for a in plan.assignments if a.fits]
-    weights = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
-    slots = sum(a.shard_bytes for a in fitting if a.variable.kind is Kind.SLOT)
+    weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
+    gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
+    slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)
     could = sorted(_could_shard(plan, fitting), key=lambda each: -each.saved_bytes)
-    return Memory(weights, weights, slots, plan.device_bytes - weights - slots, tuple(could))
+    return Memory(weights, gradients, slots, plan.device_bytes - weights - slots, tuple(could))
 
 
 def _could_shard(plan: PlanTable, fitting: list[Assignment]) -> Iterator[CouldShard]:

@@ -109,8 +109,13 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of what each device holds: the shards of all variables."""
-        return sum(a.shard_bytes for a in self.assignments if a.fits)
+        """Size in bytes of what each device holds: the shards of all variables that are not in host memory."""
+        return sum(a.device_bytes for a in self.assignments if a.fits)
+
+    @property
+    def host_bytes(self) -> int:
+        """Size in bytes of the shards in host memory, for each device."""
+        return sum(a.shard_bytes - a.device_bytes for a in self.assignments if a.fits)
 
     @property
     def unused_dims(self) -> tuple[MeshDimension, ...]:

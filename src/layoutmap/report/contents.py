@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from layoutmap.checkpoint.manifest import Manifest
@@ -15,7 +14,7 @@ from layoutmap.core.errors import aligned, listed
 from layoutmap.core.escaping import escaped
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.core.text_table import format_pre, html_table, size, text_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
 from layoutmap.report.rows import Row, plan_rows
@@ -97,10 +96,9 @@ def contents_text(contents: Contents, width: int | None = None) -> str:
 
 def contents_html(contents: Contents) -> str:
     """The same as HTML: one table, no scripts."""
-    facts = aligned("", list(contents.facts.items()))
-    return (
-        html_table(f"Checkpoint {contents_line(contents)}", COLUMNS, _cells(contents))
-        + f"<pre>{escape(facts.lstrip())}\n{_totals(contents.table.assignments)}</pre>"
+    facts = aligned("", [(name, escaped(text)) for name, text in contents.facts.items()])
+    return html_table(f"Checkpoint {contents_line(contents)}", COLUMNS, _cells(contents)) + format_pre(
+        f"{facts.lstrip()}\n{_totals(contents.table.assignments)}"
     )
 
 

@@ -38,8 +38,8 @@ class Row:
         return sum(a.variable.global_bytes for a in self.assignments)
 
     @property
-    def device_bytes(self) -> int:
-        """Size in bytes of what a device holds of them, as far as they fit their layouts."""
+    def shard_bytes(self) -> int:
+        """Size in bytes of one device's shards of them, as far as they fit their layouts."""
         return sum(a.shard_bytes for a in self.assignments if a.fits)
 
     @property
@@ -63,7 +63,7 @@ def plan_rows(plan: PlanTable) -> list[Row]:
         v = a.variable
         rule = a.match.rule.number if a.match and a.match.rule else None
         parent = layouts.get((v.model, v.parent or ""))
-        follows = v.kind is Kind.SLOT and parent == (v.shape, a.layout)
+        follows = v.kind is Kind.SLOT and parent == (v.shape, a.layout) and not v.memory
         if follows:
             key = (v.model, follows, v.path.rpartition(f"{v.parent}.")[2], v.dtype)
         else:
@@ -74,6 +74,7 @@ def plan_rows(plan: PlanTable) -> list[Row]:
                 v.shape,
                 v.dtype,
                 v.kind,
+                v.memory,
                 a.layout,
                 rule,
                 a.global_init,

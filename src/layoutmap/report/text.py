@@ -9,7 +9,7 @@ from layoutmap.core.errors import counted
 from layoutmap.core.escaping import escaped
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import merge_paths, path_shape
-from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.core.text_table import format_pre, html_table, size, text_table
 from layoutmap.core.variables import full_names, has_several_models
 from layoutmap.plan.completeness import NOT_BUILT
 from layoutmap.plan.problems import group_problems
@@ -30,9 +30,10 @@ def plan_line(plan: PlanTable) -> str:
     faults = [counted(len(plan.errors), "error")] * bool(plan.errors)
     faults += ["incomplete"] * (len(warnings) < len(plan.warnings))
     faults += [counted(len(warnings), "warning")] * bool(warnings)
+    host = f", {size(plan.host_bytes)} in host memory for each" if plan.host_bytes else ""
     return (
         f"{counted(len(plan), 'variable')} on {escaped(str(plan.mesh))}, {size(plan.global_bytes)}, "
-        f"{size(plan.device_bytes)} per device; {', '.join(faults) or 'no problems'}"
+        f"{size(plan.device_bytes)} per device{host}; {', '.join(faults) or 'no problems'}"
     )
 
 
@@ -121,7 +122,9 @@ def row_cells(row: Row) -> tuple[str, ...]:
             shape_text(a.shard_shape) if a.fits else "does not fit",
         )
     shape, layout, shard = cells
-    held = size(row.device_bytes) if a.fits else ""
+    if a.variable.memory:
+        layout = f"{layout} in {a.variable.memory}"
+    held = size(row.shard_bytes) if a.fits else ""
     return row.path, times, shape, a.variable.dtype, layout, shard, size(row.global_bytes), held, row.rule
 
 
@@ -148,13 +151,9 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 def plan_html(plan: PlanTable) -> str:
     """The verdict on a plan and its table, with its errors and warnings below."""
-    from html import escape
-
     rows = [row_cells(row) for row in plan_rows(plan)]
-    found = "".join(
-        f"<pre>{p.severity}: {escape(str(p))}</pre>" for p in group_problems(plan.errors + plan.warnings)
-    )
+    found = "".join(format_pre(f"{p.severity}: {p}") for p in group_problems(plan.errors + plan.warnings))
     activations = html_table("", ACTIVATION_COLUMNS, activation_cells(plan)) if plan.activations else ""
     cost = plan.cost.to_html() if plan.cost else ""
-    verdict = f"<pre>{escape(str(verdict_of(plan)))}</pre>"
+    verdict = format_pre(str(verdict_of(plan)))
     return verdict + html_table(f"Plan: {plan_line(plan)}", COLUMNS, rows) + activations + cost + found

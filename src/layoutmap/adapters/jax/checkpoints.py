@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.objects import is_nnx_optimizer, is_variable
 from layoutmap.adapters.jax.optimizers import params_of, weights_of
 from layoutmap.adapters.jax.pytrees import named_leaves
@@ -23,14 +25,17 @@ from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.trees import find_memory
 
 
 def stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
     """Return the arrays of a model, and those of an optimizer's state."""
+    check_immutable(model_in(model))
     found: list[Stored] = []
     for leaf in arrays_of(model).leaves:
         array = _data(leaf.value)
-        spec = VariableSpec(leaf.path, tuple(array.shape), array.dtype.name, leaf.kind, leaf.aliases)
+        shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory(array)
+        spec = VariableSpec(leaf.path, shape, dtype, leaf.kind, leaf.aliases, memory=memory)
         found.append(Stored(spec, array))
     state = _state(model, optimizer, make=saved is not None and bool(saved.slots))
     found += [Stored(spec, _data(leaf)) for spec, leaf in _slots(model, optimizer, state)]
@@ -141,7 +146,9 @@ def _slots_as_they_are(
     if params is None:
         params = weights_of(_params(model, optimizer))[0] if leaves else {}
     specs = slot_variables(params, described)
-    return [(spec, leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)]
+    return [
+        (replace(spec, memory=find_memory(leaf)), leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)
+    ]
 
 
 def _in_weights_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:

@@ -6,16 +6,15 @@ for what is in a tuple or a dict.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
 import jax.core
 from flax import nnx
 
+from layoutmap.adapters.jax.hidden_arrays import hides_tracer
 from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.core.arguments import kind_of
@@ -93,7 +92,7 @@ def check_all_found(nodes: Nodes, state: object) -> None:
                 why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
                 fix="mark it where it is assigned: nnx.data(..)",
             )
-        if id(node) not in checked and _hides_array(node):
+        if id(node) not in checked and hides_tracer(node, _is_of_flax):
             raise ScopeError(
                 f"{'.'.join(map(key_text, path))}: an array is hidden in a static attribute",
                 facts={"value": kind_of(node)},
@@ -101,22 +100,6 @@ def check_all_found(nodes: Nodes, state: object) -> None:
                 fix="make the array an attribute of the module, and use that in the call",
             )
         checked[id(node)] = node
-
-
-def _hides_array(node: object) -> bool:
-    """Whether a function closes over a traced array, or an object that is no pytree has one as an attribute."""
-    is_known = isinstance(node, (str, int, float, type, jax.Array)) or type(node).__module__.startswith(
-        "flax."
-    )
-    if is_known or isinstance(node, (nnx.Pytree, nnx.Variable)) or not jax.tree_util.all_leaves([node]):
-        return False
-    held = [getattr(node, "__dict__", None), getattr(node, "__defaults__", None)]
-    if isinstance(node, functools.partial):
-        held += [node.args, node.keywords]
-    for cell in getattr(node, "__closure__", None) or ():
-        with suppress(ValueError):  # nothing was assigned to the name
-            held.append(cell.cell_contents)
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(held, is_leaf=_is_of_flax))
 
 
 def _is_of_flax(value: object) -> bool:

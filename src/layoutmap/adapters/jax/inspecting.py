@@ -9,6 +9,7 @@ from typing import Any
 
 from layoutmap.adapters.jax.checkpoints import optimizer_arrays
 from layoutmap.adapters.jax.models import is_nnx
+from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.objects import is_nnx_optimizer
 from layoutmap.adapters.jax.optimizers import weights_of
 from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in
@@ -21,6 +22,7 @@ _STATE = "opt_state"
 
 def described(model: Any, optimizer: object = None) -> list[Stored]:
     """Return the arrays of a model as variables of a plan, and those of an optimizer's state as slots."""
+    check_immutable(model_in(model))
     parts = arrays_of(model)
     specs = parts.specs
     found = [Stored(specs[number], parts.leaves[number].value) for number in parts.order or range(len(specs))]

@@ -21,7 +21,7 @@ from layoutmap.core.errors import ScopeError, listed
 if TYPE_CHECKING:
     from flax import nnx
 
-    from layoutmap.adapters.jax.signatures import Signature
+    from layoutmap.adapters.jax.signatures import Variant
 
 
 def _is_of_nnx(value: object, kind: str) -> bool:
@@ -57,9 +57,8 @@ class StepObjects:  # why: decisions/0070
 
     Attributes:
         structure: All but the arrays; equal for objects that are alike.
-        owners: For each leaf the number of the object that has it.
-        names: The path of each leaf in its object.
-        signature: What the step has found for them.
+        names: For each object the paths of its leaves.
+        variant: What a step was compiled for with them.
     """
 
     def __init__(self, nodes: Sequence[object]):
@@ -67,6 +66,7 @@ class StepObjects:  # why: decisions/0070
 
         from layoutmap.adapters.jax.held_arrays import held_arrays
 
+        self._nodes = [weakref.ref(node, self._forget) for node in nodes]
         graphdef, state = nnx.split(tuple(nodes))
         places = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]
         self._places = [place for _, place in places]
@@ -75,11 +75,10 @@ class StepObjects:  # why: decisions/0070
         self._is_plain = list(map(has_plain_value, self._places))
         self._values_tree = jax.tree.structure(self._values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-        self.owners = [path[0].key for path in paths]
-        self.names = list(map(_name, paths))
+        self._owners = [path[0].key for path in paths]
+        self.names = self._by_owner(map(_name, paths))
         self.structure = graphdef, jax.tree.structure(state)
-        self.signature: Signature | None = None
-        self._nodes = [weakref.ref(node, self._forget) for node in nodes]
+        self.variant: Variant | None = None
         self._seen: list[tuple[Callable[[], object], list[int], list[object]]] = []
         self._look(nodes)
 
@@ -91,10 +90,16 @@ class StepObjects:  # why: decisions/0070
             and all(list(map(id, _content(seen()) or ())) == ids for seen, ids, _ in self._seen)
         )
 
-    def read(self) -> list[object] | None:
-        """The arrays that they hold; `None`: a Variable holds another number of them than before."""
+    def read(self) -> list[list[Any]] | None:
+        """Return the arrays of each object; `None`: a Variable holds another number of them than before."""
         leaves, tree = jax.tree.flatten(self._values())
-        return leaves if tree == self._values_tree else None
+        return self._by_owner(leaves) if tree == self._values_tree else None
+
+    def _by_owner(self, leaves: Iterable[object]) -> list[list[Any]]:
+        grouped: list[list[Any]] = [[] for _ in self._nodes]
+        for owner, leaf in zip(self._owners, leaves, strict=True):
+            grouped[owner].append(leaf)
+        return grouped
 
     def write(self, changed: Mapping[int, object]) -> None:
         """Assign arrays to the Variables and attributes that hold them, by the numbers of the leaves."""

@@ -1,116 +1,172 @@
-"""Where the results of a step go: what corresponds to an argument has its layout; pure but for JAX's trees."""
+"""The shardings of a step's results: a result that replaces an argument has the argument's layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from layoutmap.core.errors import LayoutError
+from layoutmap.engines.jax.programs import CALLS, inner_jaxprs
 
-Shape = tuple[int, ...]
-KeyPath = tuple[Any, ...]
 Tree = Any  # a tree of JAX, which has no type
+_REORDERING = frozenset(("conv_general_dilated", "dot_general", "gather", "transpose"))
+"""Operations whose result may have the shape of an operand without being an update of it."""
 
 
-@dataclass(slots=True)
-class Arguments:  # why: decisions/0069
-    """The arguments of a step, as its results are compared with them.
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a step, or a part of a donated one.
 
     Args:
-        tree: Their tree: positional ones, and those by name.
-        paths: The key path of each leaf.
+        tree: Its tree.
+        start: The number of its first leaf among all inputs of the step.
+        names: The path of each leaf.
         shapes: The shape of each leaf.
-        shardings: The sharding of each leaf.
-        donated: Whether the buffers of each leaf are donated.
+        shardings: The sharding of each leaf; empty: it was on no mesh.
+        is_donated: Whether its buffers are donated.
     """
 
     tree: Tree
-    paths: Sequence[KeyPath]
-    shapes: Sequence[Shape]
+    start: int
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
     shardings: Sequence[jax.sharding.Sharding]
-    donated: Sequence[bool]
-    _starts: dict[object, list[int]] = field(default_factory=dict, init=False)
-    _claimed: set[int] = field(default_factory=set, init=False)
+    is_donated: bool
 
-    def __post_init__(self) -> None:
-        for tree, start in _subtrees(self.tree, 0):
-            self._starts.setdefault(self._signature(tree, start, self.shapes), []).append(start)
-
-    def shardings_of(self, results: object, otherwise: Callable[[Shape], object]) -> object:
-        """Return a sharding for each result, in their tree.
-
-        A subtree of the results has the layouts of the first subtree of the arguments with the same structure and
-        shapes that no other result has taken, or else of the first. A single array has that of an argument's leaf of
-        its shape whose path ends as its own.
-
-        Args:
-            results: What the step returns: a tree of shapes.
-            otherwise: Returns the sharding of a result that corresponds to no argument.
-
-        Raises:
-            LayoutError: A donated argument is returned with another shape.
-        """
-        found, tree = jax.tree_util.tree_flatten_with_path(results)
-        paths, shapes = [path for path, _ in found], [leaf.shape for _, leaf in found]
-        shardings: list[object] = [None] * len(found)
-        todo = [(tree, 0)]
-        while todo:
-            below, start = todo.pop()
-            if below.num_leaves == 0:
-                continue
-            if jax.tree_util.treedef_is_leaf(below):
-                shardings[start] = self._of_leaf(paths[start], shapes[start]) or otherwise(shapes[start])
-                continue
-            same = self._starts.get(self._signature(below, start, shapes))
-            if same:
-                first = next((s for s in same if s not in self._claimed), same[0])
-                self._claimed.add(first)
-                shardings[start : start + below.num_leaves] = self.shardings[first : first + below.num_leaves]
-                continue
-            self._check_shapes(below, start, shapes)
-            todo += reversed(list(_children(below, start)))
-        return jax.tree.unflatten(tree, shardings)
-
-    def _signature(self, tree: Tree, start: int, shapes: Sequence[Shape]) -> object:
-        return tree, tuple(shapes[start : start + tree.num_leaves])
-
-    def _of_leaf(self, path: KeyPath, shape: Shape) -> object:
-        """The sharding of the leaf of this shape whose path has the most keys in common with another, from the end."""
-        best, most = None, 0
-        for theirs, of, sharding, donated in zip(
-            self.paths, self.shapes, self.shardings, self.donated, strict=True
-        ):
-            if of == shape and shape:
-                pairs = enumerate(zip(reversed(path), reversed(theirs), strict=False))
-                common = next((n for n, (a, b) in pairs if a != b), min(len(path), len(theirs)))
-                # The only result, and state that the step was given.
-                common = common or int(not path and donated)
-                if common > most:
-                    best, most = sharding, common
-        return best
-
-    def _check_shapes(self, tree: Tree, start: int, shapes: Sequence[Shape]) -> None:
-        """Check that what has the structure of a donated argument has its shapes, too."""
-        for argument, of in _arguments(self.tree):
-            if argument == tree and self.donated[of]:
-                for i in range(tree.num_leaves):
-                    if self.shapes[of + i] != shapes[start + i]:
-                        raise LayoutError(
-                            f"{path_text(self.paths[of + i])}: the step changes its shape",
-                            facts={"before": self.shapes[of + i], "after": shapes[start + i]},
-                            why="what a step returns for a donated argument has that argument's layouts",
-                            fix="return it with its shape, or do not donate it",
-                        )
+    def split(self) -> list[Argument]:
+        """Split it into its children."""
+        parts: list[Argument] = []
+        for child, at in _children(self.tree, 0):
+            of = slice(at, at + child.num_leaves)
+            names, shapes, shardings = self.names[of], self.shapes[of], self.shardings[of]
+            parts.append(Argument(child, self.start + at, names, shapes, shardings, self.is_donated))
+        return parts
 
 
-def path_text(path: KeyPath) -> str:
-    """The path of an argument's leaf as one would write it: `args[0]['kernel']`.
+def choose_shardings(
+    results: object, jaxpr: Jaxpr, arguments: Sequence[Argument]
+) -> object:  # why: decisions/0185
+    """Return the sharding of each result that replaces an argument, and `None` for each other, in their tree.
+
+    The first result replaces the first argument, the second result the second, if it has the structure and shapes of
+    that argument and is an update of it; a tree of several arrays need only be no update of another argument. A donated
+    argument is also replaced by its update at another place, whole or in parts, or by any result at its own place.
+
+    Args:
+        results: The results of the step: a tree of shapes.
+        jaxpr: The operations of the step, whose first results are these.
+        arguments: The arguments of the step, in order.
+
+    Raises:
+        LayoutError: A donated argument is returned with another shape.
+    """
+    leaves, tree = jax.tree.flatten(results)
+    shapes, sources = [leaf.shape for leaf in leaves], find_sources(jaxpr)
+    shardings: list[object] = [None] * len(leaves)
+
+    def put(argument: Argument, place: tuple[Tree, int], *, is_update: bool = True) -> bool:
+        below, start = place
+        numbers = range(start, start + below.num_leaves)
+        can_replace = (
+            len(argument.shardings) > 0
+            and below == argument.tree
+            and [shapes[n] for n in numbers] == [*argument.shapes]
+            and all(shardings[n] is None for n in numbers)
+            and (not is_update or any(sources[n] >> argument.start + i & 1 for i, n in enumerate(numbers)))
+        )
+        if can_replace:
+            shardings[start : start + below.num_leaves] = argument.shardings
+        return can_replace
+
+    several = (tree.node_data() or [None])[0] in (tuple, list)
+    is_whole = not several or (bool(arguments) and arguments[0].tree == tree)
+    in_order = [*zip(arguments, [(tree, 0)] if is_whole else _children(tree, 0), strict=False)]
+    kept: list[int] = []
+    for argument, (below, start) in in_order:
+        is_new = below.num_leaves > 1 and not any(sources[start : start + below.num_leaves])
+        if put(argument, (below, start), is_update=not is_new):
+            kept.append(argument.start)
+    rest = [each for each in arguments if each.is_donated and each.start not in kept]
+    subtrees = [*_subtrees(tree, 0)]
+
+    def put_parts(argument: Argument) -> None:
+        for part in argument.split():
+            if not any(put(part, place) for place in subtrees):
+                put_parts(part)
+
+    for argument in [each for each in rest if not any(put(each, place) for place in subtrees)]:
+        own = [place for each, place in in_order if each is argument]
+        if not any(put(argument, place, is_update=False) for place in own):
+            _check_shapes(argument, subtrees, shapes)
+            put_parts(argument)
+    return jax.tree.unflatten(tree, shardings)
+
+
+def find_sources(jaxpr: Jaxpr) -> list[int]:
+    """Return for each result of a program the inputs that it is an update of, as a mask of bits.
+
+    An update has the shape of the input, as has each value on the way.
+    """
+    sources: dict[Var | Literal, int] = {var: 1 << number for number, var in enumerate(jaxpr.invars)}
+
+    def source(var: Var | Literal) -> int:
+        return 0 if isinstance(var, Literal) else sources.get(var, 0)
+
+    for eqn in jaxpr.eqns:
+        operands: list[Var | Literal]
+        called = _called(eqn)
+        for number, var in enumerate(eqn.outvars):
+            if called is not None:
+                steps = [n for n in range(len(eqn.invars)) if called[number] >> n & 1]
+                operands = [eqn.invars[n] for n in steps]
+            elif eqn.primitive.name in _REORDERING:
+                operands = []
+            else:
+                operands = [each for each in eqn.invars if _shape(each) == _shape(var)]
+            mask = 0
+            for each in operands:
+                mask |= source(each)
+            sources[var] = mask
+    return [source(var) for var in jaxpr.outvars]
+
+
+def _shape(var: Var | Literal) -> object:
+    return getattr(var.aval, "shape", None)
+
+
+def _called(eqn: JaxprEqn) -> list[int] | None:
+    """Return the sources of the results of a call; `None`: the operation is none."""
+    inner = [*inner_jaxprs(eqn.params.values())] if eqn.primitive.name in CALLS else []
+    if inner and len(inner[0].invars) == len(eqn.invars) and len(inner[0].outvars) == len(eqn.outvars):
+        return find_sources(inner[0])
+    return None
+
+
+def _check_shapes(
+    argument: Argument, results: Sequence[tuple[Tree, int]], shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Check that no result with the structure of a donated argument has another shape somewhere."""
+    for tree, start in results:
+        if tree == argument.tree and tree.num_leaves > 1:
+            for number, (name, shape) in enumerate(zip(argument.names, argument.shapes, strict=True)):
+                if shape != shapes[start + number]:
+                    raise LayoutError(
+                        f"{name}: the step changes its shape",
+                        facts={"before": shape, "after": shapes[start + number]},
+                        why="what a step returns for a donated argument has that argument's layouts",
+                        fix="return it with its shape, or do not donate it",
+                    )
+
+
+def format_path(path: tuple[Any, ...]) -> str:
+    """Format the path of an argument's leaf as one would write it: `args[0]['kernel']`.
 
     Example:
-        >>> path_text(jax.tree_util.tree_flatten_with_path(((1,), {"rate": 2}))[0][1][0])
+        >>> format_path(jax.tree_util.tree_flatten_with_path(((1,), {"rate": 2}))[0][1][0])
         "kwargs['rate']"
     """
     return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
@@ -123,16 +179,8 @@ def _children(tree: Tree, start: int) -> Iterator[tuple[Tree, int]]:
 
 
 def _subtrees(tree: Tree, start: int) -> Iterator[tuple[Tree, int]]:
-    """A tree and all below it that have leaves, each with the number of its first leaf; single leaves are left out."""
-    if tree.num_leaves and not jax.tree_util.treedef_is_leaf(tree):
+    """A tree and all below it that have leaves, each with the number of its first leaf."""
+    if tree.num_leaves:
         yield tree, start
         for child, at in _children(tree, start):
             yield from _subtrees(child, at)
-
-
-def _arguments(tree: Tree) -> Iterator[tuple[Tree, int]]:
-    """The trees of the single arguments."""
-    for group, start in _children(tree, 0):
-        for argument, at in _children(group, start):
-            if argument.num_leaves > 1:
-                yield argument, at

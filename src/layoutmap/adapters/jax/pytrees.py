@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from layoutmap.adapters.jax.tracing import is_array, is_key
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.variables import Kind, Use, VariableSpec
-from layoutmap.engines.jax.trees import is_flax_box
+from layoutmap.engines.jax.trees import find_memory, is_flax_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class Parts:
                 leaf.kind,
                 leaf.aliases,
                 use=leaf.use,
+                memory=find_memory(leaf.value),
             )
             for leaf in self.leaves
         ]

@@ -12,6 +12,7 @@ import jax.core
 
 from layoutmap.adapters.jax.inspecting import note_context
 from layoutmap.adapters.jax.models import is_nnx, lay_out_outputs, make_unsharded
+from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.pytrees import Leaf, Parts
 from layoutmap.adapters.jax.tracing import Traced, is_key, trace
 from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in, put_values
@@ -57,6 +58,7 @@ class JaxSession:
         def run() -> tuple[object, Sequence[object]]:
             nonlocal parts
             model = make_unsharded(make, model_in)
+            check_immutable(model_in(model))
             parts = arrays_of(model)
             return model, [leaf.value for leaf in parts.leaves]
 
@@ -79,6 +81,7 @@ class JaxSession:
 
     def take(self, model: object) -> object:
         """Lay out a model that exists. A module stays the same object, a pytree is replaced by another one."""
+        check_immutable(model_in(model))
         parts = arrays_of(model)
         arrays = [leaf.value for leaf in parts.leaves]
         for leaf in parts.leaves:

@@ -1,10 +1,10 @@
-"""The key of a compiled step: structure, static arguments, and leaves that are not arrays."""
+"""Arguments of a compiled step, and the part of them that it is compiled for beside the shapes of arrays."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from layoutmap.core.errors import LayoutError
 Key = int | str
 """An argument: its position, or its name if it is passed by name."""
 
-Static = tuple[tuple[Key, type, object], ...]
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+"""Positional arguments, and those by name."""
+
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 NUMBERS = (int, float, complex)
 
@@ -33,32 +35,28 @@ class Constants:
     tree: Any
     values: dict[int, object]
 
-    def are_in(self, leaves: Sequence[object]) -> bool:
-        """Whether the leaves of the same tree have equal constants."""
-        return all(
+    def match(self, leaves: Sequence[object], tree: object) -> bool:
+        """Return whether a tree has equal constants, each of the same type."""
+        return tree == self.tree and all(
             leaves[n] is value or (type(leaves[n]) is type(value) and leaves[n] == value)
             for n, value in self.values.items()
         )
 
-    def others(self, leaves: Sequence[object]) -> list[object]:
-        """All leaves but the constants."""
-        return [leaf for n, leaf in enumerate(leaves) if n not in self.values] if self.values else [*leaves]
-
-    def filled(self, others: Iterable[object]) -> Any:
-        """The tree, of its other leaves."""
+    def fill(self, others: Iterable[object]) -> Any:
+        """Return the tree of its other leaves."""
         rest = iter(others)
         leaves = [self.values[n] if n in self.values else next(rest) for n in range(self.tree.num_leaves)]
         return jax.tree.unflatten(self.tree, leaves)
 
-    def emptied(self, leaves: Sequence[object]) -> object:
-        """The tree with `None` for each constant."""
+    def empty(self, leaves: Sequence[object]) -> Any:
+        """Return the tree with `None` for each constant."""
         return jax.tree.unflatten(self.tree, [None if n in self.values else x for n, x in enumerate(leaves)])
 
 
-def constants_in(tree: object) -> Constants:  # why: decisions/0134
+def find_constants(tree: object) -> Constants:  # why: decisions/0134
     """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
 
-    What holds arrays of its own, as JAX or numpy would read them, is none, and neither is what cannot be compared.
+    A leaf with arrays of its own, as JAX or numpy would read them, is none, and neither is one that has no hash.
     """
     tops = jax.tree.leaves(tree, is_leaf=_is_equinox)
     leaves = [(leaf, _is_equinox(top)) for top in tops for leaf in jax.tree.leaves(top)]
@@ -78,91 +76,46 @@ def _is_equinox(value: object) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Signature:
-    """The arguments of a step, without their arrays.
+class Variant:
+    """The part of a step's arguments that its traced function closes over.
 
     Args:
-        constants: The tree of all arguments that are no objects and not static, which have `None` in it.
-        where: Where the objects are.
-        static: The static arguments, each with its type and value.
-        structure: What the objects are like.
-        arrays: The tree of arguments with `None` for each constant, too.
-        paths: The key paths of the leaves that are no object's.
-        names: The paths of all leaves, as text; those of objects are last.
-        owners: For each leaf of an object the number of the object in `where`.
-        donated: For each leaf, whether it is donated.
-        batches: For each leaf, whether it is a batch; `None`: numpy arrays are.
+        objects: The positions and names of the arguments that are objects of nnx.
+        structure: All of these objects but their arrays.
+        constants: The constants of the arguments, without static ones.
     """
 
-    constants: Constants
-    where: tuple[Key, ...]
-    static: Static
+    objects: tuple[Key, ...]
     structure: object
-    arrays: object
-    paths: list[Any]
-    names: list[str]
-    owners: list[int]
-    donated: list[bool]
-    batches: list[bool] | None
-
-    @property
-    def num_plain(self) -> int:
-        """How many of the leaves are no object's."""
-        return len(self.paths)
-
-    def takes(self, tree: object, leaves: Sequence[object], where: object, static: object) -> bool:
-        """Whether it is that of these arguments, but for their objects."""
-        return (
-            self.where == where
-            and self.static == static
-            and self.constants.tree == tree
-            and self.constants.are_in(leaves)
-        )
-
-    def arguments(self, leaves: Sequence[object]) -> tuple[list[object], dict[str, object]]:
-        """The arguments of the compiled function: as they were passed, objects as lists of their arrays."""
-        args, kwargs = jax.tree.unflatten(self.arrays, leaves[: self.num_plain])
-        args = list(args)
-        if self.where:
-            of_objects = list[list[object]]([] for _ in self.where)
-            for owner, leaf in zip(self.owners, leaves[self.num_plain :], strict=True):
-                of_objects[owner].append(leaf)
-            put(args, kwargs, zip(self.where, of_objects, strict=True))
-        put(args, kwargs, ((key, value) for key, _, value in self.static))
-        return args, kwargs
-
-    def opened(
-        self, args: Iterable[object], kwargs: dict[str, object], objects: Sequence[object]
-    ) -> tuple[list[object], dict[str, object]]:
-        """The arguments of the function itself, of those of the compiled one."""
-        away = without((args, kwargs), {*self.where, *(key for key, _, _ in self.static)})
-        args, kwargs = self.constants.filled(jax.tree.leaves(away))
-        args = list(args)
-        put(args, kwargs, zip(self.where, objects, strict=True))
-        put(args, kwargs, ((key, value) for key, _, value in self.static))
-        return args, kwargs
+    constants: Constants
 
 
-def without(
-    arguments: tuple[Iterable[object], dict[str, object]], keys: Iterable[Key]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Positional arguments and those by name, with `None` for some."""
-    args, kwargs = arguments
-    return (
-        tuple(None if n in keys else arg for n, arg in enumerate(args)),
-        {name: None if name in keys else arg for name, arg in kwargs.items()},
-    )
-
-
-def put(args: list[object], kwargs: dict[str, object], values: Iterable[tuple[Key, object]]) -> None:
-    """Put arguments in place."""
+def replace_arguments(arguments: Arguments, values: Iterable[tuple[Key, object]]) -> Arguments:
+    """Return arguments with other values for some."""
+    args, kwargs = [*arguments[0]], {**arguments[1]}
     for key, value in values:
         into: Any = args if isinstance(key, int) else kwargs
         into[key] = value
+    return args, kwargs
 
 
-def parameters_of(function: Callable[..., object]) -> list[str]:
-    """The names of a function's arguments that can be passed by position, if it says them."""
+def clear_arguments(arguments: Arguments, keys: Collection[Key]) -> Arguments:
+    """Return arguments with `None` for some."""
+    return replace_arguments(arguments, [(key, None) for key, _ in select_arguments(arguments, keys)])
+
+
+def select_arguments(arguments: Arguments, keys: Collection[Key]) -> list[tuple[Key, Any]]:
+    """Select some arguments, in the order of their leaves."""
+    return [(key, each) for key, each in list_arguments(arguments) if key in keys] if keys else []
+
+
+def list_arguments(arguments: Arguments) -> list[tuple[Key, Any]]:
+    """List arguments in the order of their leaves: those by name are sorted."""
+    return [*enumerate(arguments[0]), *sorted(arguments[1].items())]
+
+
+def list_parameters(function: Callable[..., object]) -> list[str]:
+    """List the names of a function's arguments that can be passed by position, if its signature is known."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -170,14 +123,14 @@ def parameters_of(function: Callable[..., object]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def check_given(step: str, names: Sequence[str], leaves: Sequence[object], donated: Sequence[bool]) -> None:
-    """Check that arrays have values, and that none which is donated is passed twice: with such XLA ends the process.
+def check_leaves(step: str, names: Sequence[str], leaves: Sequence[object], donated: Sequence[bool]) -> None:
+    """Check that arrays have values, and that no donated one is passed twice, with which XLA would end the process.
 
     Args:
-        step: What the step is called.
+        step: The name of the step.
         names: The paths of the leaves.
         leaves: The leaves.
-        donated: Which of them are donated; empty: the leaves are not on the mesh yet.
+        donated: Whether each is donated; empty: the leaves are not on the mesh yet.
 
     Raises:
         LayoutError: One has none, or is passed twice.

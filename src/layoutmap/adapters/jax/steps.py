@@ -1,6 +1,7 @@
 """Compiled training steps that leave everything where it was.
 
-The file is longer than others since what is refused, and why, stands where it is found.
+`JitStep` finds the shardings of arguments and results, and `jax.jit` with these runs the step. The file is longer than
+others since it says of each argument that it refuses why.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, overload
 
 import jax
@@ -20,18 +22,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.fingerprints import hash_lowered, versions
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
-from layoutmap.adapters.jax.outputs import Arguments, path_text
+from layoutmap.adapters.jax.outputs import Argument, choose_shardings, format_path
 from layoutmap.adapters.jax.signatures import (
     ARRAYS,
     NUMBERS,
+    Arguments,
     Constants,
     Key,
-    Signature,
-    Static,
-    check_given,
-    constants_in,
-    parameters_of,
-    without,
+    Variant,
+    check_leaves,
+    clear_arguments,
+    find_constants,
+    list_arguments,
+    list_parameters,
+    replace_arguments,
+    select_arguments,
 )
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, brief
@@ -42,6 +47,9 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
+
+
+_VALUES = (*ARRAYS, *NUMBERS)
 
 
 @overload
@@ -79,10 +87,11 @@ def jit_step(
     """Compile a training step whose results stay in the layouts that its arguments have.
 
     Under plain `jax.jit` the compiler chooses the layouts of results, and weights drift: a step later some are
-    replicated. Here each result that corresponds to an argument, a subtree with the same structure and shapes, has that
-    argument's layouts. Modules and optimizers of flax.nnx among the arguments are changed in place, each Variable in
-    the layout that it has. Of other results those with as many rows as the batch are sharded as it is, and all else, a
-    loss and metrics, is replicated.
+    replicated. Here a result has an argument's layouts if it replaces it: the first result the first argument, the
+    second result the second, if it has the same structure and shapes and is an update of it, and a donated argument
+    wherever it is returned. All other results, as a loss, are where XLA leaves them. Modules and optimizers of flax.nnx
+    among the arguments are changed in place, each Variable in the layout that it has; neither they nor static arguments
+    are counted in that order.
 
     A step is compiled once for each structure, shapes and layouts of its arguments, and each value of those that are
     static. Functions and texts in a pytree, and all but the arrays of a module of Equinox, count as static, too.
@@ -133,52 +142,108 @@ def jit_step(
     return functools.partial(JitStep, **options) if function is None else JitStep(function, **options)
 
 
+class _Retraced(Exception):
+    """A compiled step was called with arguments that it is not compiled for."""
+
+
 @dataclass(slots=True, eq=False)
-class _Program:
-    """A step, compiled for one signature, with the shapes and layouts of its leaves.
+class _Call:
+    """The arguments of one call, with lists of arrays for objects of nnx.
 
     Args:
-        name: What the step is called.
-        signature: The signature.
-        compiled: The compiled function of `signature.arguments`.
-        constants: Those of its results; set when it is traced.
+        given: The arguments.
+        keys: The positions and names of the objects.
+        objects: The objects.
+        ready: The arguments as the last program takes them; `None`: they are not for it.
+    """
+
+    given: Arguments
+    keys: tuple[Key, ...]
+    objects: StepObjects | None
+    ready: Arguments | None
+
+
+@dataclass(slots=True, eq=False)
+class _Program:  # why: decisions/0186
+    """A step, compiled for arguments of certain shapes and layouts.
+
+    Args:
+        name: The name of the step.
+        variant: The part of its arguments that it closes over.
+        static: The keys of static arguments.
+        names: The path of each leaf, without static arguments.
+        keys: The argument of each leaf.
+        donated: Whether each leaf is donated.
+        tree: The tree of the leaves.
         shardings: The sharding of each leaf.
-        avals: The shape and element type of each leaf.
-        places: The leaves that are not on the mesh when they are passed: where they are placed, whether they are a
-            batch, and the shape in which they are passed.
+        places: The leaves that are not on the mesh when they are passed, and whether each is a batch.
+        unplaced: Those of them that `jax.jit` places, which are no arrays of JAX. It can place positional arguments, in
+            a single process.
+        compiled: The compiled function, which raises `_Retraced` where JAX would trace it again.
+        results: The constants of its results; set when it is traced.
+        is_traced: Whether it has run.
     """
 
     name: str
-    signature: Signature
-    compiled: jax.stages.Wrapped
-    constants: Constants
+    variant: Variant
+    static: frozenset[Key]
+    names: list[str]
+    keys: list[Key]
+    donated: list[bool]
+    tree: Any
     shardings: list[NamedSharding]
-    avals: list[jax.core.AbstractValue]
-    places: dict[int, tuple[NamedSharding, bool, tuple[int, ...]]]
+    places: dict[int, bool]
+    unplaced: set[int]
+    compiled: Any = None
+    results: Constants = field(default_factory=lambda: Constants(None, {}))
+    is_traced: bool = False
 
-    def placed(self, leaves: Sequence[Any]) -> list[jax.Array] | None:
-        """The leaves, those off the mesh placed; `None`: the program is not for them."""
-        leaves = list(leaves)
-        for number, (sharding, is_batch, shape) in self.places.items():
-            leaf = leaves[number]
-            if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
-                if np.shape(leaf) != shape:
-                    return None
-                leaves[number] = _placed(leaf, sharding, is_batch)
-        try:
-            same = [x.sharding for x in leaves] == self.shardings and [x.aval for x in leaves] == self.avals
-        except AttributeError:  # a leaf that is no array of JAX, where there was one before
-            return None
-        return leaves if same else None
+    def __call__(self, given: Arguments) -> tuple[Any, dict[int, jax.Array]]:
+        """Run it; returns the results, and the new arrays of objects by the numbers of their leaves.
 
-    def __call__(self, leaves: list[jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
-        signature = self.signature
-        if any(x.is_deleted() for x in leaves) or len({*map(id, leaves)}) < len(leaves):
-            check_given(self.name, signature.names, leaves, signature.donated)
-        args, kwargs = signature.arguments(leaves)
+        Raises:
+            LayoutError: An array has no values, or is donated and passed twice.
+            _Retraced: It is not compiled for these arguments.
+        """
+        leaves, tree = jax.tree.flatten(clear_arguments(given, self.static))
+        if tree != self.tree:
+            raise _Retraced
+        moved = self._place(leaves)
+        arrays = [leaf for leaf in leaves if hasattr(leaf, "is_deleted")]
+        if any(map(_is_deleted, arrays)) or len({*map(id, arrays)}) < len(arrays):
+            check_leaves(self.name, self.names, leaves, self.donated)
+        if moved:
+            given = replace_arguments(tree.unflatten(leaves), select_arguments(given, self.static))
+        args, kwargs = given
         out = self.compiled(*args, **kwargs)
-        out, changed = out if signature.where else (out, {})
-        return self.constants.filled(jax.tree.leaves(out)) if self.constants.values else out, changed
+        self.is_traced = True
+        out, changed = out if self.variant.objects else (out, {})
+        return self.results.fill(jax.tree.leaves(out)) if self.results.values else out, changed
+
+    def list_leaves(self, key: Key) -> list[int]:
+        """List the leaves of an argument."""
+        return [number for number, each in enumerate(self.keys) if each == key]
+
+    def _place(self, leaves: list[Any]) -> bool:
+        """Place leaves that are off the mesh, in the list, unless `jax.jit` does; returns whether it did.
+
+        Raises:
+            _Retraced: A leaf is no array, or in another layout.
+        """
+        moved = False
+        for number, (leaf, sharding) in enumerate(zip(leaves, self.shardings, strict=True)):
+            own = getattr(leaf, "sharding", None)
+            if own is sharding or own == sharding:
+                if number in self.unplaced:  # JAX would trace it again for an array that is on a mesh
+                    raise _Retraced
+                continue
+            if number not in self.places or isinstance(own, NamedSharding) or not isinstance(leaf, _VALUES):
+                raise _Retraced
+            if isinstance(leaf, jax.core.Tracer):
+                raise _Retraced
+            if own is not None or number not in self.unplaced:
+                leaves[number], moved = _place_leaf(leaf, sharding, self.places[number]), True
+        return moved
 
 
 class JitStep:
@@ -197,24 +262,37 @@ class JitStep:
         functools.update_wrapper(self, function)
         self._function = function
         self._name = getattr(function, "__name__", "step")
-        self._parameters = parameters_of(function)
-        self._numbers = _numbers(donate_argnums) + _numbers(() if batch_argnums is None else batch_argnums)
+        self._parameters = list_parameters(function)
+        self._last_number = max(_as_tuple(donate_argnums) + _as_tuple(batch_argnums), default=-1)
         self._donate = self._keys(donate_argnums)
         self._static = self._keys(static_argnums, static_argnames)
         self._batch_dim = batch_dim
         self._batches = None if batch_argnums is None else self._keys(batch_argnums)
-        self._signatures: list[Signature] = []
+        self._variants: list[Variant] = []
         self._programs: dict[Hashable, _Program] = {}
         self._last: _Program | None = None
         self._objects: StepObjects | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step; the first time for arguments of this kind, compile it."""
-        program, leaves, objects = self._prepared(args, kwargs, ARRAYS)
-        out, changed = program(leaves)
-        if objects is not None:
-            objects.write(changed)
-        return out
+        call, last = self._read((args, kwargs)), self._last
+        out = None
+        if last is not None and call.ready is not None:
+            with suppress(_Retraced):
+                out = last(call.ready)
+        if out is None:
+            program, given = self._prepare(call, ARRAYS)
+            try:
+                out = program(given)
+            except _Retraced:  # a setting of JAX that its traces depend on has changed
+                self._programs.clear()
+                program, given = self._prepare(call, ARRAYS)
+                out = program(given)
+            self._last = program
+        results, changed = out
+        if call.objects is not None:
+            call.objects.write(changed)
+        return results
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """Return the step lowered for arguments, as `jax.jit(..).lower` does; nothing is run.
@@ -225,96 +303,65 @@ class JitStep:
             args: The arguments of the step; shapes may stand for arrays: `jax.ShapeDtypeStruct`.
             kwargs: Those by name.
         """
-        program, leaves, _ = self._prepared(args, kwargs, (*ARRAYS, jax.ShapeDtypeStruct))
-        given, named = program.signature.arguments(leaves)
-        return program.compiled.lower(*given, **named)
+        program, given = self._prepare(self._read((args, kwargs)), (*ARRAYS, jax.ShapeDtypeStruct))
+        return program.compiled.lower(*given[0], **given[1])
 
-    def _prepared(
-        self, args: tuple[object, ...], kwargs: dict[str, object], kinds: tuple[type, ...]
-    ) -> tuple[_Program, list[Any], StepObjects | None]:
-        """The program for these arguments, their leaves on its mesh, and the objects of nnx among them."""
-        given = (*enumerate(args), *kwargs.items())
-        static = tuple((k, type(arg), arg) for k, arg in given if k in self._static) if self._static else ()
-        where: tuple[Key, ...] = ()
-        nodes: list[object] = []
+    def _read(self, given: Any) -> _Call:
+        """Read the arrays of objects of nnx, and see whether the last program is for arguments like these."""
+        keys: tuple[Key, ...] = ()
+        objects, variant = None, None if self._last is None else self._last.variant
         if "flax.nnx" in sys.modules:
-            found = [(key, arg) for key, arg in given if is_object(arg)]
-            where, nodes = tuple(key for key, _ in found), [arg for _, arg in found]
-        if where or static:
-            args, kwargs = without((args, kwargs), {*where, *(key for key, _, _ in static)})
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        signature = self._last.signature if self._last is not None else None
-        objects, inner = None, []
-        if nodes:
-            objects = self._objects
-            inner = objects.read() if objects is not None and objects.are(nodes) else None
-            if objects is None or inner is None:
-                self._objects = objects = StepObjects(nodes)
-                inner = objects.read() or []
-            signature = objects.signature
-        program, placed = self._last, None
-        if program is not None and program.signature is signature:
-            is_same = program.signature.takes(tree, leaves, where, static)
-            placed = program.placed(program.signature.constants.others(leaves) + inner) if is_same else None
-        if program is None or placed is None:
-            signature = self._signature(args, kwargs, leaves, where, static, objects)
-            placed = signature.constants.others(leaves) + inner
-            self._last = program = self._program(signature, placed, kinds)
-            if objects is not None:
-                objects.signature = signature
-                # Those that were off the mesh are on it from now on.
-                start = signature.num_plain
-                objects.write({n - start: placed[n] for n in program.places if n >= start})
-        return program, placed, objects
+            found = [(key, each) for key, each in list_arguments(given) if is_object(each)]
+            if found:
+                keys = tuple(key for key, _ in found)
+                objects, arrays = self._read_objects([each for _, each in found])
+                given = replace_arguments(given, zip(keys, arrays, strict=True))
+        ready = given
+        if variant is None or variant.objects != keys or (objects and objects.variant is not variant):
+            ready = None
+        elif variant.constants.values:
+            leaves, tree = jax.tree.flatten(clear_arguments(given, self._static))
+            is_same = variant.constants.match(leaves, tree)
+            ready = self._empty(variant.constants, leaves, given) if is_same else None
+        return _Call(given, keys, objects, ready)
 
-    def _signature(
-        self,
-        args: Sequence[object],
-        kwargs: object,
-        leaves: Sequence[object],
-        where: tuple[Key, ...],
-        static: Static,
-        objects: StepObjects | None,
-    ) -> Signature:
-        constants = constants_in((args, kwargs))
-        structure = objects.structure if objects is not None else None
-        for known in self._signatures:
-            same = known.structure == structure and known.constants.values.keys() == constants.values.keys()
-            if same and known.takes(constants.tree, leaves, where, static):
-                return known
-        self._check_arguments(args, kwargs, constants, static)
-        arrays = constants.emptied(leaves)
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(arrays)[0]]
-        owners = [] if objects is None else objects.owners
-        of = [path[1].idx if path[0].idx == 0 else path[1].key for path in paths]
-        batches = None
-        if self._batches is not None:
-            batches = [key in self._batches for key in of] + [False] * len(owners)
-        signature = Signature(
-            constants,
-            where,
-            static,
-            structure,
-            arrays=jax.tree.structure(arrays),
-            paths=paths,
-            names=[path_text(path) for path in paths] + ([] if objects is None else objects.names),
-            owners=owners,
-            donated=[key in self._donate for key in (*of, *(where[owner] for owner in owners))],
-            batches=batches,
-        )
-        self._signatures.append(signature)
-        return signature
+    def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
+        objects = self._objects
+        arrays = objects.read() if objects is not None and objects.are(nodes) else None
+        if objects is None or arrays is None:
+            self._objects = objects = StepObjects(nodes)
+            arrays = objects.read() or []
+        return objects, arrays
 
-    def _check_arguments(self, args: Any, kwargs: object, constants: Constants, static: Static) -> None:
-        last = max(self._numbers, default=-1)
-        if last >= max(len(args), len(self._parameters)):
+    def _empty(self, constants: Constants, leaves: Sequence[object], given: Arguments) -> Arguments:
+        return replace_arguments(constants.empty(leaves), select_arguments(given, self._static))
+
+    def _variant(self, call: _Call) -> tuple[Variant, Arguments]:
+        """Return the variant for a call, and its arguments with `None` for each constant."""
+        others = clear_arguments(call.given, self._static)
+        constants, leaves = find_constants(others), jax.tree.leaves(others)
+        structure = call.objects.structure if call.objects is not None else None
+        self._check_arguments(call.given, others, constants)
+        for known in self._variants:
+            same = known.objects == call.keys and known.structure == structure
+            # Without constants one variant is for every tree.
+            same = same and known.constants.values.keys() == constants.values.keys()
+            if same and (not constants.values or known.constants.match(leaves, constants.tree)):
+                break
+        else:
+            known = Variant(call.keys, structure, constants)
+            self._variants.append(known)
+        return known, self._empty(constants, leaves, call.given) if constants.values else call.given
+
+    def _check_arguments(self, given: Arguments, others: Arguments, constants: Constants) -> None:
+        if self._last_number >= max(len(given[0]), len(self._parameters)):
             raise ScopeError(
-                f"{self._name}: there is no argument {last}",
-                why=f"it is called with {len(args)} positional arguments, and donate_argnums and batch_argnums count "
-                "these from 0",
+                f"{self._name}: there is no argument {self._last_number}",
+                why=f"it is called with {len(given[0])} positional arguments, and donate_argnums and batch_argnums "
+                "count these from 0",
                 fix="pass it by position, or leave its number out",
             )
-        for key, _, value in static:
+        for key, value in select_arguments(given, self._static):
             try:
                 hash(value)
             except TypeError as error:
@@ -324,18 +371,18 @@ class JitStep:
                     why=f"a step is compiled once for each value of it: {error}",
                     fix="pass a tuple in place of a list, or a frozen dataclass in place of a dict",
                 ) from error
-        found = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_object)[0]
+        found = jax.tree_util.tree_flatten_with_path((tuple(others[0]), others[1]), is_leaf=is_object)[0]
         for path, leaf in found:
             if is_object(leaf):
                 raise ScopeError(
-                    f"{self._name}: {path_text(path)} is an object of nnx inside of another argument",
+                    f"{self._name}: {format_path(path)} is an object of nnx inside of another argument",
                     facts={"type": type(leaf).__name__},
                     why="only objects that are arguments themselves are changed in place",
                     fix="pass it as an argument of its own",
                 )
         for number in constants.values:
             if len(path := found[number][0]) == 2:
-                self._refuse(path_text(path), constants.values[number])
+                self._refuse(format_path(path), constants.values[number])
 
     def _refuse(self, name: str, leaf: object) -> NoReturn:
         raise LayoutError(
@@ -345,55 +392,76 @@ class JitStep:
         )
 
     def _keys(self, numbers: int | Sequence[int], names: str | Sequence[str] = ()) -> frozenset[Key]:
-        """Arguments by position and by name, each by both where the function says so."""
+        """Return arguments by position and by name, each by both where the function's signature has both."""
         known = self._parameters
-        at = [n + len(known) if n < 0 else n for n in _numbers(numbers)]
+        at = [n + len(known) if n < 0 else n for n in _as_tuple(numbers)]
         named = {names} if isinstance(names, str) else {*names}
         named |= {known[n] for n in at if n < len(known)}
         return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
 
-    def _program(self, signature: Signature, leaves: list[Any], kinds: tuple[type, ...]) -> _Program:
-        """The program for these leaves; those off the mesh are placed, in the list."""
+    def _prepare(self, call: _Call, kinds: tuple[type, ...]) -> tuple[_Program, Arguments]:
+        """Return the program for a call, and its arguments with those off the mesh placed on it."""
+        variant, given = self._variant(call)
+        found, tree = jax.tree_util.tree_flatten_with_path(clear_arguments(given, self._static))
+        paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+        keys: list[Key] = [path[1].idx if path[0].idx == 0 else path[1].key for path in paths]
+        names = [
+            call.objects.names[variant.objects.index(key)][path[2].idx]
+            if call.objects is not None and key in variant.objects
+            else format_path(path)
+            for key, path in zip(keys, paths, strict=True)
+        ]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise ScopeError(
                 f"{self._name}: it is called inside of another traced function",
                 why="a compiled step places its arguments on devices, and traced arguments are on none",
                 fix=f"call the function itself there: {self._name}.__wrapped__(...)",
             )
-        check_given(self._name, signature.names, leaves, [])
-        mesh, native = self._mesh(signature, leaves)
-        places = {}
-        for number, leaf in enumerate(leaves):
-            sharding = getattr(leaf, "sharding", None)
+        check_leaves(self._name, names, leaves, [])
+        mesh, native = self._find_mesh(names, leaves)
+        places: dict[int, bool] = {}
+        can_place, unplaced = not given[1] and not native.is_multi_process, set[int]()
+        shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in leaves]
+        for number, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
+            sharding = shardings[number]
             if not isinstance(leaf, kinds + NUMBERS):
-                self._refuse(signature.names[number], leaf)
+                self._refuse(names[number], leaf)
             if sharding is None or 1 == len(sharding.device_set) < mesh.size:
-                is_batch = self._is_batch(signature, number, leaf)
+                is_batch = key not in variant.objects and self._is_batch(key, leaf, names[number])
                 if is_batch:
-                    self._check_rows(mesh, native, np.shape(leaf), signature.names[number])
-                target = _sharding(native, len(np.shape(leaf)), self._batch_dim if is_batch else None)
-                places[number] = target, is_batch, np.shape(leaf)
-                leaves[number] = _placed(leaf, target, is_batch)
-        shardings, avals = [x.sharding for x in leaves], [_aval(x) for x in leaves]
-        batches = [n for n, (_, is_batch, _) in places.items() if is_batch]
-        batches += [n for n, is_batch in enumerate(signature.batches or ()) if is_batch]
-        rows = frozenset(leaves[n].shape[0] for n in batches if leaves[n].shape and self._batch_dim)
-        key = (signature, tuple(shardings), tuple(avals), rows)
-        if key not in self._programs:
-            arguments = signature.arguments(leaves)
-            compiled, constants = self._compiled(signature, leaves, arguments, native, rows)
-            if native.is_multi_process:
-                self._compare(mesh, compiled, arguments)
-            self._programs[key] = _Program(
-                self._name, signature, compiled, constants, shardings, avals, places
+                    self._check_rows(mesh, native, np.shape(leaf), names[number])
+                specs = [self._batch_dim] if is_batch and np.ndim(leaf) else []
+                target = NamedSharding(native, PartitionSpec(*specs, *[None] * (np.ndim(leaf) - len(specs))))
+                places[number], shardings[number] = is_batch, target
+                if can_place and not isinstance(leaf, jax.Array) and key not in variant.objects:
+                    unplaced.add(number)
+                else:
+                    leaves[number] = _place_leaf(leaf, target, is_batch)
+        given = replace_arguments(tree.unflatten(leaves), select_arguments(given, self._static))
+        static = tuple((k, type(value), value) for k, value in select_arguments(given, self._static))
+        avals = tuple(map(jax.typeof, leaves))
+        signature = variant, static, tree, tuple(shardings), avals, frozenset(unplaced)
+        if signature not in self._programs:
+            donated = [key in self._donate for key in keys]
+            program = _Program(
+                self._name, variant, self._static, names, keys, donated, tree, shardings, places, unplaced
             )
-        program = self._programs[key]
+            self._compile(program, given)
+            if native.is_multi_process:
+                self._compare(mesh, program.compiled, given)
+            self._programs[signature] = program
+        program = self._programs[signature]
         program.places.update(places)
-        return program
+        if call.objects is not None:
+            call.objects.variant = variant
+            # Those that were off the mesh are on it from now on.
+            of_objects = [n for key in variant.objects for n in program.list_leaves(key)]
+            call.objects.write({at: leaves[n] for at, n in enumerate(of_objects) if n in places})
+        return program, given
 
-    def _mesh(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
+    def _find_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
-        for name, leaf in zip(signature.names, leaves, strict=True):
+        for name, leaf in zip(names, leaves, strict=True):
             layout = get_engine("jax").layout_of(leaf)
             if layout is None:
                 continue
@@ -416,17 +484,15 @@ class JitStep:
         check_dim(f"{self._name}: batch_dim", self._batch_dim, mesh, "batches are sharded over it")
         return mesh, native
 
-    def _is_batch(self, signature: Signature, number: int, leaf: Any) -> bool:
-        """Whether a leaf that is not on the mesh is a batch."""
-        if number >= signature.num_plain:
-            return False
-        if signature.batches is not None:
-            return signature.batches[number]
+    def _is_batch(self, key: Key, leaf: Any, name: str) -> bool:
+        """Return whether a leaf that is not on the mesh is a batch."""
+        if self._batches is not None:
+            return key in self._batches
         if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
             return True
         if self._batch_dim is not None and np.size(leaf) > _SMALL:
             warning = LayoutMapWarning(
-                f"{self._name}: {signature.names[number]} is on one device, and is replicated on the mesh",
+                f"{self._name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
                 why="it is a JAX array, and only numpy arrays are taken as batches",
                 fix="if it is a batch, pass batch_argnums=...; if not, lay it out first: lm.dtensor.relayout(..)",
@@ -448,56 +514,84 @@ class JitStep:
                 fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
             )
 
-    def _compiled(
-        self, signature: Signature, leaves: list[Any], arguments: Any, native: Any, rows: Set[int]
-    ) -> tuple[jax.stages.Wrapped, Constants]:
-        """The step, compiled with the shardings of its results; and those of its results that are no arrays."""
-        num_plain, donated, where = signature.num_plain, signature.donated, signature.where
-        constants = Constants(None, {})
+    def _compile(self, program: _Program, given: Arguments) -> None:
+        """Compile the step for arguments that are on the mesh, with the shardings of arguments and results."""
+        (args, kwargs), objects = given, program.variant.objects
+        names = [program.names[n] for key in objects for n in program.list_leaves(key)]
+        options = _options("donate", self._donate & {*range(len(args)), *kwargs})
+        options |= _options("static", (key for key, _ in select_arguments(given, self._static)))
 
         def run(*args: Any, **kwargs: Any) -> object:
-            of_objects = [args[key] if isinstance(key, int) else kwargs[key] for key in where]
-            before = [leaf for each in of_objects for leaf in each]
-            nodes = open_objects(signature.structure, before) if where else ()
-            opened, named = signature.opened(args, kwargs, nodes)
-            out = self._function(*opened, **named)
-            self._check_no_object(out)
-            found = constants_in(out)
-            constants.tree, constants.values = found.tree, found.values
-            out = found.emptied(jax.tree.leaves(out))
-            if not where:
+            if program.is_traced and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+                raise _Retraced
+            traced = list(args), kwargs
+            before = [leaf for _, arrays in select_arguments(traced, objects) for leaf in arrays]
+            nodes = open_objects(program.variant.structure, before) if objects else ()
+            out = self._call(program.variant, traced, nodes)
+            program.results.tree, program.results.values = (found := find_constants(out)).tree, found.values
+            out = found.empty(jax.tree.leaves(out))
+            if not objects:
                 return out
-            names = signature.names[num_plain:]
-            return out, closed_objects(signature.structure, nodes, before, donated[num_plain:], names)
+            kept = [key in self._donate for key, arrays in select_arguments(traced, objects) for _ in arrays]
+            return out, closed_objects(program.variant.structure, nodes, before, kept, names)
 
         run.__name__ = run.__qualname__ = self._name
-        args, kwargs = arguments
-        options = _options("donate", self._donate & {*range(len(args)), *kwargs})
-        options |= _options("static", (key for key, _, _ in signature.static))
         # JAX traces a function once for both.
-        results = jax.jit(run, **options).eval_shape(*args, **kwargs)
-        out, changed = results if where else (results, {})
-        taken = Arguments(
-            signature.arrays,
-            signature.paths,
-            [x.shape for x in leaves[:num_plain]],
-            [x.sharding for x in leaves[:num_plain]],
-            donated[:num_plain],
-        )
+        traced = jax.jit(run, **options).trace(*args, **kwargs)
+        out, changed = traced.out_info if objects else (traced.out_info, {})
+        shardings = choose_shardings(out, traced.jaxpr.jaxpr, self._arguments(program, given))
+        if objects:
+            of_objects = [program.shardings[n] for key in objects for n in program.list_leaves(key)]
+            shardings = shardings, {n: of_objects[n] for n in changed}
+        if not kwargs:  # of which jax.jit takes no shardings
+            placed = program.tree.unflatten(program.shardings)[0]
+            options["in_shardings"] = tuple(
+                each for key, each in enumerate(placed) if key not in self._static
+            )
+        program.compiled = jax.jit(run, out_shardings=shardings, **options)
 
-        def otherwise(shape: tuple[int, ...]) -> NamedSharding:
-            return _sharding(native, len(shape), self._batch_dim if shape and shape[0] in rows else None)
+    def _call(self, variant: Variant, given: Arguments, nodes: Sequence[object]) -> object:
+        """Call the function itself, with constants and objects for the arguments of the compiled one."""
+        static = select_arguments(given, self._static)
+        if variant.constants.values:
+            given = variant.constants.fill(jax.tree.leaves(clear_arguments(given, self._static)))
+        args, kwargs = replace_arguments(given, [*static, *zip(variant.objects, nodes, strict=True)])
+        out = self._function(*args, **kwargs)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:
+            if is_object(leaf):
+                raise ScopeError(
+                    f"{self._name}: it returns a {type(leaf).__name__}",
+                    facts={"where": jax.tree_util.keystr(path)},
+                    why="objects of nnx are changed in place, and what is returned would be a copy",
+                    fix="return the loss and metrics only",
+                )
+        return out
 
-        shardings = taken.shardings_of(out, otherwise)
-        if where:
-            shardings = shardings, {n: leaves[num_plain + n].sharding for n in changed}
-        return jax.jit(run, out_shardings=shardings, **options), constants
+    def _arguments(self, program: _Program, given: Arguments) -> list[Argument]:
+        """List the arguments that results can replace, in the order of the function's own."""
+        found: list[tuple[int, Argument]] = []
+        start = 0
+        for key, each in list_arguments(clear_arguments(given, self._static)):
+            leaves, tree = jax.tree.flatten(each)
+            numbers = range(start, start + len(leaves))
+            start = numbers.stop
+            if key in self._static or key in program.variant.objects:
+                continue
+            is_donated = key in self._donate
+            has_layouts = is_donated or any(n not in program.places for n in numbers)
+            of = slice(numbers.start, numbers.stop)
+            shardings = program.shardings[of] if has_layouts else []
+            names, shapes = program.names[of], [np.shape(leaf) for leaf in leaves]
+            argument = Argument(tree, numbers.start, names, shapes, shardings, is_donated)
+            place = len(self._parameters) if key not in self._parameters else self._parameters.index(str(key))
+            found.append((key if isinstance(key, int) else place, argument))
+        return [argument for _, argument in sorted(found, key=lambda each: each[0])]
 
-    def _compare(self, mesh: Mesh, compiled: jax.stages.Wrapped, arguments: Any) -> None:
+    def _compare(self, mesh: Mesh, compiled: jax.stages.Wrapped, given: Arguments) -> None:
         """Refuse a step that is another one in another process of a mesh."""
-        args, kwargs = arguments
+        args, kwargs = given
         # On CPUs, the step before and what is gathered could block each other.
-        jax.block_until_ready(arguments)
+        jax.block_until_ready(clear_arguments(given, self._static))
         gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
         lowered = hash_lowered(self._name, compiled.lower(*args, **kwargs))
         check_program(self._name, [*versions("jax", "jaxlib"), lowered], gather)
@@ -513,12 +607,16 @@ class JitStep:
                 )
 
 
-def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _is_deleted(array: jax.Array) -> bool:
+    return array.is_deleted()
+
+
+def _as_tuple(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
 
 
 def _options(what: str, keys: Iterable[Key]) -> dict[str, Any]:
-    """The options of `jax.jit` that name arguments, by position and by name."""
+    """Return the options of `jax.jit` that name arguments, by position and by name."""
     every = [*keys]
     return {
         f"{what}_argnums": [key for key in every if isinstance(key, int)],
@@ -526,17 +624,8 @@ def _options(what: str, keys: Iterable[Key]) -> dict[str, Any]:
     }
 
 
-def _aval(leaf: object) -> jax.core.AbstractValue:
-    return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)
-
-
-def _sharding(native: jax.sharding.Mesh, rank: int, dim: str | None = None) -> NamedSharding:
-    """The sharding of an array that is replicated, or whose first axis is sharded over a dim."""
-    return NamedSharding(native, PartitionSpec(*[dim, *[None] * (rank - 1)] if rank else ()))
-
-
-def _placed(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array | jax.ShapeDtypeStruct:
-    """A leaf on the mesh. What is no array becomes one, of a weak type as where JAX traces it."""
+def _place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array | jax.ShapeDtypeStruct:
+    """Place a leaf on the mesh. A number becomes an array of a weak type, as where JAX traces it."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=sharding)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)

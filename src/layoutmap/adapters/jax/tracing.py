@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from layoutmap.adapters.jax.private import short_messages
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
-from layoutmap.engines.jax.programs import closed_of, undisturbed, why_global
+from layoutmap.engines.jax.programs import closed_of, is_ref, undisturbed, why_global
 
 _MAX_SEED_SIZE = 1024
 """Elements of the largest array that is computed beforehand and passed to programs."""
@@ -156,6 +156,11 @@ class Operations:
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._eqns = jaxpr.eqns
         self._makers = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        # An operation on a Ref changes what later operations on it read.
+        self._on_refs: dict[Var, list[int]] = {}
+        for number, eqn in enumerate(jaxpr.eqns):
+            for var in filter(is_ref, eqn.invars):
+                self._on_refs.setdefault(var, []).append(number)
         reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
         self._used = {var for var in reads if not isinstance(var, Literal)}
         self._seed_eqns: list[JaxprEqn] = []
@@ -212,9 +217,15 @@ class Operations:
             number = None if var in self._seeds else self._makers.get(var)
             if number is None:
                 needs[var] = None
-            elif number not in numbers:
-                numbers.add(number)
-                todo.extend(v for v in self._eqns[number].invars if not isinstance(v, Literal))
+                continue
+            leading = [number]
+            while leading:
+                number = leading.pop()
+                if number not in numbers:
+                    numbers.add(number)
+                    takes = [v for v in self._eqns[number].invars if not isinstance(v, Literal)]
+                    todo += takes
+                    leading += [n for v in takes for n in self._on_refs.get(v, ()) if n < number]
         order = sorted(needs, key=lambda var: self._makers.get(var, -1))
         return [self._eqns[number] for number in sorted(numbers)], order
 
@@ -224,7 +235,7 @@ def _dtype(var: Any) -> np.dtype:
 
 
 def _may_be_seed(aval: Any) -> bool:
-    return math.prod(aval.shape) <= _MAX_SEED_SIZE
+    return isinstance(aval, jax.core.ShapedArray) and math.prod(aval.shape) <= _MAX_SEED_SIZE
 
 
 def _key_of(closed: ClosedJaxpr) -> Hashable:

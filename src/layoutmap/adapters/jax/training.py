@@ -141,7 +141,6 @@ class Steps:
             for leaf in self._parts.leaves
             if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
-        # In layouts gradients have those of the weights.
         compiled = jax.jit if state.policy is None else jit_step
         self._gradients = compiled(jax.value_and_grad(self._loss, has_aux=True))
         self._update = compiled(self._updated)
@@ -156,6 +155,10 @@ class Steps:
         weights, others = self._apart(self._values())
         batch = self._placed(with_targets(batch, self._state))
         (loss, _), gradients = self._gradients(weights, others, batch)
+        if self._state.policy is not None:
+            gradients = {
+                path: jax.device_put(each, weights[path].sharding) for path, each in gradients.items()
+            }
         return loss, gradients
 
     def step(self, batch: object) -> jax.Array:

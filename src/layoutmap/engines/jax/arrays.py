@@ -9,7 +9,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, with_ends
 from layoutmap.core.errors import EngineError
@@ -67,13 +67,15 @@ def from_blocks(
         read: Gives the values at an index.
         copy: Whether what is read may change later: on CPU devices JAX may share the memory of a numpy array.
     """
+    kind = sharding.memory_kind
     holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         holders.setdefault(ends_of(with_ends(index or (), shape)), []).append(device)
     pieces: list[jax.Array] = []
     for ends, devices in holders.items():
         block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=copy or None)
-        pieces.extend(jax.device_put([block] * len(devices), devices))
+        places = [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
+        pieces.extend(jax.device_put([block] * len(devices), places))
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 

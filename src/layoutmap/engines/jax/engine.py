@@ -44,6 +44,7 @@ from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, dev
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.processes import common_seeds, gathered
 from layoutmap.engines.jax.programs import ShardedProgram, trace, undisturbed, why_global
+from layoutmap.engines.jax.trees import find_memory
 from layoutmap.engines.protocol import Unplaced
 
 
@@ -161,7 +162,8 @@ class JaxEngine:
         """
         if not isinstance(array, jax.Array):
             array = canonical(np.asarray(array))
-        sharding = self._layouts.fitting(layout, array.shape)
+        memory = "" if isinstance(array, jax.core.Tracer) else find_memory(array)
+        sharding = self._layouts.fitting(layout, array.shape, memory=memory)
         if isinstance(array, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(array, sharding)
         movable = isinstance(array, jax.Array) and (
@@ -245,7 +247,7 @@ class JaxEngine:
         """The sharding of an assignment, after all checks that need no array."""
         variable = assignment.variable
         dtype_of(variable.dtype, variable.path)
-        return self._layouts.fitting(assignment.layout, variable.shape, variable.path)
+        return self._layouts.fitting(assignment.layout, variable.shape, variable.path, variable.memory)
 
     def _program(
         self, assignment: Assignment, initializer: Initializer, seed: object, sharding: NamedSharding

@@ -37,14 +37,17 @@ class ArrayLayouts:  # why: decisions/0033
         self._mesh_of_native.setdefault(sharding.mesh, layout.mesh)  # type: ignore[arg-type]
         return sharding
 
-    def fitting(self, layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NamedSharding:
-        """The sharding of a layout that fits a shape.
+    def fitting(
+        self, layout: Layout, shape: tuple[int, ...], name: str = "layout", memory: str = ""
+    ) -> NamedSharding:
+        """The sharding of a layout that fits a shape, in a kind of memory; empty: that of the devices.
 
         Raises:
             LayoutError: It does not fit.
         """
         layout.check_fits(shape, name)
-        return self.sharding(layout)
+        sharding = self.sharding(layout)
+        return sharding.with_memory_kind(memory) if memory else sharding
 
     def mesh_of(self, native_mesh: jax.sharding.Mesh) -> Mesh:
         """The mesh of a `jax.sharding.Mesh`: the first it was made from, or one of its devices and axis names.

@@ -46,7 +46,8 @@ _SAME_WHEN_SHARDED = _EXACT_MOVES.union(_ELEMENTWISE.split(), _ORDERING.split())
 On CPU devices `atan` does not (measured with JAX 0.10.2), and so nothing that is built on it is here.
 """
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+"""Operations that run a program once, on their own operands."""
 
 
 @contextmanager
@@ -100,20 +101,28 @@ def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
     """The names of operations whose bits depend on how their operands are sharded."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        inner = list(_inner_jaxprs(eqn.params.values()))
-        if name in _CALLS:
+        inner = list(inner_jaxprs(eqn.params.values()))
+        if name in CALLS:
             for nested in inner:
                 yield from _mixing(nested)
-        elif name not in _SAME_WHEN_SHARDED and any(map(_rounds, (*eqn.invars, *eqn.outvars))):
+            continue
+        rounds = any(map(_rounds, (*eqn.invars, *eqn.outvars)))
+        if any(map(is_ref, eqn.invars)) or (name not in _SAME_WHEN_SHARDED and rounds):
             yield name
 
 
-def _inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
+def inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
+    """Return the programs among the parameters of an operation."""
     for param in params:
         if isinstance(param, ClosedJaxpr):
             yield param.jaxpr
         elif isinstance(param, Jaxpr):
             yield param
+
+
+def is_ref(var: Any) -> bool:
+    """Return whether a variable is a Ref, which operations change."""
+    return isinstance(var, Var) and not isinstance(var.aval, jax.core.ShapedArray)
 
 
 def _rounds(var: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from layoutmap.core.variables import Kind, VariableSpec
 
@@ -40,3 +41,13 @@ def is_flax_box(node: object) -> bool:
     """Whether this is a variable of flax.nnx or a box of flax.linen; found out without loading flax."""
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(node).__mro__}
     return not kinds.isdisjoint(("flax.Variable", "flax.AxisMetadata"))
+
+
+def find_memory(array: Any) -> str:
+    """Find the kind of memory that holds an array, as `"pinned_host"`; empty: that of its devices, or not known."""
+    sharding = getattr(array, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if not isinstance(sharding, Sharding) or isinstance(mesh, jax.sharding.AbstractMesh):
+        return ""
+    kind = sharding.memory_kind
+    return "" if kind in (None, next(iter(sharding.device_set)).default_memory().kind) else str(kind)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
 
+from layoutmap.core.escaping import escape_html
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import verdict_of
@@ -68,7 +68,7 @@ def _page(kind: str, title: str, data: Mapping[str, object]) -> str:  # why: dec
     scripts = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
     parts = {
         "kind": kind,
-        "title": escape(title),
+        "title": escape_html(title),
         "style": _part("page.css"),
         "data": _json(data),
         "script": f'(() => {{\n"use strict";\n{scripts}\n}})();',

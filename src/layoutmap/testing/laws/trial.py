@@ -114,11 +114,16 @@ class Trial:
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether the plain model has numbers to compare: no loss, gradient or weight of it is infinite or NaN."""
+        """Whether the plain model has numbers to compare: no output, loss or gradient of it is infinite or NaN."""
         model = self.plain()
+        outputs = leaves(self.adapter.forward(model, self.case.batch))
         logs, gradients = self.adapter.gradients(model, self.case.batch)
         steps = [self.adapter.train_step(model, self.case.batch) for _ in range(3)]
-        numbers = [*gradients.values(), *(number for each in (logs, *steps) for number in each.values())]
+        numbers = [
+            *outputs,
+            *gradients.values(),
+            *(number for each in (logs, *steps) for number in each.values()),
+        ]
         return all(np.isfinite(each).all() for each in numbers if each is not None)
 
     def beyond_rounding(self, rows: Sequence[ParityRow]) -> list[ParityRow]:

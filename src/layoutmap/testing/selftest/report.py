@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import html
 import json
 import re
 import socket
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.core.text_table import html_table, text_table
+from layoutmap.core.text_table import format_pre, html_table, text_table
 from layoutmap.testing.schedule import Tried
 from layoutmap.testing.selftest import measured
 from layoutmap.testing.selftest.measured import Speeds
@@ -107,7 +106,7 @@ class Report:
     def to_html(self) -> str:
         """Return the same as a page that loads nothing."""
         told = [self._named(part) for part in (self.headline, self._ran_on, *self._first_failure)]
-        verdict, ran_on, *failure = (f"<pre>{html.escape(each)}</pre>" for each in told)
+        verdict, ran_on, *failure = map(format_pre, told)
         head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
         body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{ran_on}'
         tables = "".join(html_table("", columns, rows) for columns, rows, _ in self._tables)

@@ -1,0 +1,42 @@
+"""Traced arrays in functions and objects that JAX does not look into."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+
+import jax
+import jax.core
+
+_MOST_LEVELS = 3  # objects below objects: some lead to all of a program
+
+
+def hides_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> bool:
+    """Return whether a function closes over a traced array, or an object that is no pytree has one below it."""
+    seen, todo = set[int](), [(leaf, 0)]
+    while todo:
+        each, depth = todo.pop()
+        is_known = isinstance(each, (str, int, float, type, jax.Array, ModuleType))
+        if is_known or id(each) in seen or type(each).__module__.startswith(("flax.", "jax.")):
+            continue
+        if is_of_flax(each) or not jax.tree_util.all_leaves([each]):
+            continue
+        seen.add(id(each))
+        held = jax.tree.leaves(_list_held(each), is_leaf=is_of_flax)
+        if any(isinstance(value, jax.core.Tracer) for value in held):
+            return True
+        if depth < _MOST_LEVELS:
+            todo += [(value, depth + 1) for value in held]
+    return False
+
+
+def _list_held(owner: object) -> list[object]:
+    held: list[object] = [getattr(owner, "__dict__", None), getattr(owner, "__defaults__", None)]
+    if isinstance(owner, functools.partial):
+        held += [owner.func, owner.args, owner.keywords]
+    for cell in getattr(owner, "__closure__", None) or ():
+        with suppress(ValueError):  # nothing was assigned to the name
+            held.append(cell.cell_contents)
+    return held

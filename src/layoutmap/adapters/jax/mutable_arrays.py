@@ -1,0 +1,60 @@
+"""Arrays of a model that no plan can have: mutable ones, and traced ones in objects that JAX does not look into."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import jax
+
+from layoutmap.adapters.jax.hidden_arrays import hides_tracer
+from layoutmap.adapters.jax.objects import is_nnx, is_object, is_variable
+from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.core.arguments import kind_of
+from layoutmap.core.errors import ScopeError
+
+
+def check_immutable(model: object) -> None:  # why: decisions/0187
+    """Check that a model has no mutable array, and no traced one that a plan would not find.
+
+    Args:
+        model: A module of flax.nnx, or any pytree.
+
+    Raises:
+        ScopeError: It has one.
+    """
+    for path, leaf in _list_leaves(model):
+        if getattr(leaf, "hijax", False) or isinstance(leaf, jax.Ref):
+            what = "a Variable of flax.nnx with hijax=True" if is_variable(leaf) else "a Ref of JAX"
+            raise ScopeError(
+                f"{path or 'the model'}: a mutable array",
+                facts={"value": what},
+                why="JAX keeps it on the devices where it was made, and a program that makes it returns no array",
+                fix="make it outside of nnx.var_defaults(hijax=True)"
+                if is_variable(leaf)
+                else "return its value: jax.freeze(ref); and make a Ref where it is used",
+            )
+        if not is_nnx(model) and hides_tracer(leaf, _is_of_flax):  # of a module flax.nnx knows the attribute
+            raise ScopeError(
+                f"{path or 'the model'}: an array is hidden in an object",
+                facts={"value": kind_of(leaf)},
+                why="JAX looks for arrays in pytrees only, and this is not one, so the array would be lost",
+                fix="make the object a pytree: jax.tree_util.register_dataclass(..); or keep its arrays beside it",
+            )
+
+
+def _list_leaves(model: object) -> Iterator[tuple[str, object]]:
+    """List the leaves of a model, and the values that its Variables hold."""
+    if is_nnx(model):
+        found = sys.modules["flax.nnx"].iter_graph(model)
+    else:
+        found = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)[0]
+    for keys, leaf in found:
+        path = ".".join(map(key_text, keys))
+        yield path, leaf
+        if is_variable(leaf) and not leaf.hijax:
+            yield from ((path, value) for value in jax.tree.leaves(leaf.get_raw_value()))
+
+
+def _is_of_flax(value: object) -> bool:
+    return is_variable(value) or is_object(value)
