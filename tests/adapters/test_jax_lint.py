@@ -1,5 +1,6 @@
 """What modules of flax.nnx do with their weights, by computing with slices of these."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -110,3 +111,29 @@ def test_a_plan_of_nnx_is_linted():
     assert {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")} == {
         p.subject for p in plan.lint() if p.kind == "heads"
     }
+
+
+@pytest.mark.parametrize("number", [4, 7])
+def test_a_block_that_was_left_out_is_found_in_arrays_that_others_have_laid_out(number):
+    """Of blocks under tensor parallelism and FSDP: exactly one finding, none if all are laid out alike."""
+    mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def lay_out(odd):
+        def place(i, shape, *specs):
+            specs = [None if i == odd and spec == "model" else spec for spec in specs]
+            return jax.device_put(jnp.ones(shape), jax.NamedSharding(mesh, jax.P(*specs)))
+
+        return [
+            {
+                "up": {"kernel": place(i, (8, 16), "rows", "model"), "bias": place(i, (16,), "model")},
+                "down": {"kernel": place(i, (16, 8), "model", "rows"), "bias": place(i, (8,), "rows")},
+            }
+            for i in range(number)
+        ]
+
+    def found(tree):
+        return [(p.kind, p.subject) for p in lm.inspect({"blocks": tree}).lint()]
+
+    assert [] == found(lay_out(None))
+    for odd in range(number):
+        assert [("odd one out", f"blocks.{odd}")] == found(lay_out(odd))

@@ -22,7 +22,7 @@ MANY = (
     *("accumulated", "checkpoints", "frozen", "losses_in_other_ways", "aside", "state_dicts"),
     *("changes_between_the_passes", "after_a_failure", "what_fully_shard_cannot", "copies_and_conversions"),
     *("other_meshes", "mixed_precision_gathered_in_other_ways"),
-    *("freed_or_kept", "off_loaded", "ahead_in_other_ways"),
+    *("freed_or_kept", "off_loaded", "own_in_other_ways"),
 )
 
 
@@ -153,8 +153,7 @@ def test_the_plan_says_which_weights(few):
     assert is_near(found["gradients"])
 
 
-@pytest.mark.parametrize("gather", ["fully_shard", "own"])
-def test_the_next_block_is_gathered_while_one_computes(few, gather):
+def test_the_next_block_is_gathered_while_one_computes(few):
     """On a link on which a gather takes 40 ms, it is asked for before the block ahead of it computes, both ways."""
     forward = [
         *("gather 1", "wait for gather 1", "gather 2", "compute first"),  # what is outside of the blocks
@@ -171,17 +170,34 @@ def test_the_next_block_is_gathered_while_one_computes(few, gather):
         *("wait for gather 8", "gather 9", "compute 1 backward"),
         *("wait for gather 9", "compute 0 backward"),
     ]
-    found = few["ahead"][gather]
+    found = few["ahead"]["fully_shard"]
 
     assert [*forward, *backward] == found["events"]
     assert found["hidden"] > 0.8, "of the time that gathers take, by a clock that counts 50 ms for a layer"
     assert is_near(found["gradients"])
 
 
+def test_the_librarys_own_gathering_gathers_each_block_once_in_each_pass(few):
+    """Just before the block computes: by one collective for what is outside of blocks, and one for each block."""
+    forward = [f"gather {n}\nwait for gather {n}\ncompute {n - 2}" for n in range(2, 6)]
+    backward = [f"gather {n}\nwait for gather {n}\ncompute {9 - n} backward" for n in range(6, 10)]
+    found = few["ahead"]["own"]
+
+    assert "\n".join(
+        [
+            "gather 1\nwait for gather 1\ncompute first",
+            *forward,
+            "compute last\ncompute last backward",
+            *backward,
+        ]
+    ) == "\n".join(found["events"])
+    assert is_near(found["gradients"])
+
+
 @pytest.mark.long
-def test_what_is_on_its_way_is_used_for_its_own_values(many):
-    """Checkpoints, other orders of blocks, values that change without autograd and calls that fail give its numbers."""
-    assert is_near(many["ahead_in_other_ways"]), many["ahead_in_other_ways"]
+def test_the_librarys_own_gathering_has_the_values_of_each_call(many):
+    """Checkpoints, other orders of blocks, values that change without autograd and calls that fail."""
+    assert is_near(many["own_in_other_ways"]), many["own_in_other_ways"]
 
 
 def test_a_step_has_no_more_collectives_than_torchs_own_ways(few):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from axis_roles import assert_right, random
+from cases import some
 from test_torch_transformers import make_map
 from transformers_models import FULL, WITH_A_PLAN, WITHOUT
 
@@ -92,3 +97,13 @@ def test_published_models_are_passed_unless_sharding_splits_their_heads(name, on
 
     assert on_4 == found(4)
     assert on_16 == found(16)
+
+
+def test_parallelize_module_and_fully_shard_are_passed_and_a_block_left_out_is_found():
+    """Drawn meshes, names, heads and blocks: no finding, and of one block that was not parallelized exactly one."""
+    seeds = map(str, some(range(20261128_100, 20261128_150), *range(20261128_100, 20261128_105)))
+    worker = Path(__file__).with_name("torch_lint_process.py")
+    result = subprocess.run([sys.executable, worker, *seeds], capture_output=True, text=True, check=True)
+
+    for actual, expected in json.loads(result.stdout.splitlines()[-1]):
+        assert expected == actual

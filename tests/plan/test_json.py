@@ -188,6 +188,7 @@ STRICT = {
     ),
     "mesh size": (changed(mesh={"dims": {"x": 2.0}}), "mesh.dims.x is not a whole number of 0 or more"),
     "mesh name": (changed(mesh={"dims": {"x": 2}, "name": 1}), "mesh.name is not text"),
+    "gathered dims": (changed(gathered_dims=[1]), "gathered_dims[0] is not text"),
     "free activations": (changed(free_activations="no"), "free_activations is not true or false"),
     "severity": (changed(problems=[{**NOTE, "severity": "bad"}]), "problems[0].severity is not known"),
     "facts": (changed(problems=[{**NOTE, "facts": [["a", 1]]}]), "problems[0].facts[0][1] is not text"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import costs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap import LayoutMap, Mesh, Plan, PlanError
+from layoutmap import Layout, LayoutMap, Mesh, Plan, PlanError
 from layoutmap.core.variables import Use, VariableSpec
 from layoutmap.cost.table import Collective
 from layoutmap.scope.plan import make_plan
@@ -21,12 +23,12 @@ def weight(path, shape, *roles, head_size=None):
     return VariableSpec(path, shape, "float32", use=Use(roles, head_size) if roles else None)
 
 
-def decoder(prefix="", *, flat=False):
-    """The weights of a small decoder of two blocks; with `flat`, heads lie side by side in one axis."""
+def decoder(prefix="", *, flat=False, number=2):
+    """The weights of a small decoder; with `flat`, heads lie side by side in one axis."""
     heads, head_size = ((HEADS * SIZE,), SIZE) if flat else ((HEADS, SIZE), None)
     out, into = (tuple(f"{role}.{i}" for i in range(len(heads))) for role in ("out", "in"))
     found = [weight("tokens.embeddings", (ROWS, HIDDEN), "rows", "out.0")]
-    for i in range(2):
+    for i in range(number):
         attention = f"{prefix}blocks.{i}.attention"
         for part in ("query", "key", "value"):
             found.append(
@@ -141,6 +143,80 @@ def test_each_slip_is_found_where_it_is(name):
     assert "rule 1" in str(told)
     assert told.why
     assert told.fix
+
+
+def with_fully_shard(layout):
+    """A layout with the data dim on axis 0, too, as torch's `fully_shard` adds it: behind the dims that are there."""
+    specs = list(layout.sharding_specs)
+    dims = layout.mesh_dims_of(0)
+    specs[0] = (*dims, "data")
+    return Layout(specs, layout.mesh)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_dims_of_fully_shard_add_no_finding(flat):
+    """It gathers weights before their products, so what is found is what the layouts without its dims have."""
+    rules = FLAT if flat else GOOD
+    for slip in [{}, *(rules for rules, *_ in SLIPS.values())]:
+        plan = plan_of(slip | rules if not slip else but(slip), decoder(flat=flat and not slip))
+        plan = replace(
+            plan,
+            assignments=tuple(
+                replace(
+                    a, layout=Layout([None if s == "data" else s for s in a.layout.sharding_specs], plan.mesh)
+                )
+                for a in plan.assignments
+            ),
+        )
+        sharded = tuple(replace(a, layout=with_fully_shard(a.layout)) for a in plan.assignments)
+        gathered = replace(plan, assignments=sharded, gathered_dims=("data",))
+
+        expected = [each for each in found(plan) if each[0] != "replicated table"]
+        assert expected == found(gathered)
+        assert found(gathered) == found(Plan.from_json(gathered.to_json()))
+
+
+@given(st.data())
+def test_a_block_that_is_knocked_out_is_the_only_finding(data):
+    """Of four to nine blocks under a sound map one is replicated over the model's dim, all of it or some weights."""
+    number = data.draw(st.integers(4, 9))
+    rules = data.draw(st.sampled_from([GOOD, FLAT, BOTH]))
+    variables = decoder(flat=rules is FLAT, number=number)
+    odd = data.draw(st.integers(0, number - 1))
+    names = data.draw(st.sampled_from([("up", "down"), ("attention",), ("attention", "up", "down")]))
+    plan = plan_of(rules, variables)
+    knocked = replace(
+        plan,
+        assignments=tuple(
+            replace(
+                a, layout=Layout([None if s == "model" else s for s in a.layout.sharding_specs], plan.mesh)
+            )
+            if a.variable.path.startswith(tuple(f"blocks.{odd}.{name}" for name in names))
+            else a
+            for a in plan.assignments
+        ),
+    )
+
+    assert [] == found(plan)
+    mine = [p for p in knocked.lint() if p not in knocked.problems]
+    assert [("odd one out", f"blocks.{odd}")] == [(p.kind, p.subject) for p in mine]
+    assert f"{number - 1} of {number} such blocks" in mine[0].what
+
+
+def test_an_odd_one_out_says_which_weights_and_how_the_others_are_laid_out():
+    """With the rule that did it, at most four weights, and only where three blocks are laid out alike."""
+    rules = {r"blocks\.1\.(up|down)\.kernel": (None, None)}
+    (problem,) = plan_of(but(rules | {r"blocks\.1\.up\.bias": (None,)}), decoder(number=4)).lint()
+
+    assert (
+        "blocks.1: it is not sharded over model, and 3 of 4 such blocks are\n"
+        "  up.kernel    (unsharded, unsharded)     rule 1  blocks\\.1\\.(up|down)\\.kernel; others (unsharded, model)\n"
+        "  up.bias      (unsharded,)     rule 2  blocks\\.1\\.up\\.bias; others (model,)\n"
+        "  down.kernel  (unsharded, unsharded)     rule 1  blocks\\.1\\.(up|down)\\.kernel; others (model, unsharded)\n"
+        "  why          each device along model holds all of its weights and computes all of its products\n"
+        "  fix          lay it out as the others: widen their rules, or parallelize this block, too"
+    ) == str(problem)
+    assert "odd one out" not in {p.kind for p in plan_of(but(rules), decoder(number=3)).lint()}
 
 
 QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}

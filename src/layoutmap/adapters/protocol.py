@@ -324,6 +324,10 @@ class Inspecting(Building, Protocol):
         """Return the scope that a model was laid out in; `None`: in none, or the library cannot tell."""
         ...
 
+    def gathered_dims(self, model: Any) -> tuple[str, ...]:
+        """Return the mesh dims over which weights are gathered before their layers compute, as far as it is known."""
+        return ()
+
 
 @runtime_checkable
 class Adapter(Training, Keeping, Inspecting, Protocol):

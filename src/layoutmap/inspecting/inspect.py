@@ -95,7 +95,8 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
     problems = [problem for each in held for problem in _problems_of(each, mesh)]
     if across:
         problems += differences(held, engine, mesh)
-    plan = Plan(mesh, tuple(assignments), in_order(problems))
+    gathered = tuple(dim for dim in adapter.gathered_dims(model) if dim in mesh)
+    plan = Plan(mesh, tuple(assignments), in_order(problems), gathered_dims=gathered)
     if scope is not None:
         return _with_rules(plan, scope.plan)
     return plan.with_problems([*_unused_dims(plan, batch_dim)])

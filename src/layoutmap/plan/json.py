@@ -87,6 +87,8 @@ def plan_to_json(plan: PlanTable) -> str:
         head.append('"strict": true')
     if plan.free_activations:
         head.append('"free_activations": true')
+    if plan.gathered_dims:
+        head.append(f'"gathered_dims": {_line(plan.gathered_dims)}')
     if plan.cost:
         lists["collectives"], cost = load_cost_package().json_fields(plan.cost)
         head.append(f'"cost": {_line(cost)}')
@@ -122,6 +124,7 @@ def plan_from_json(text: str) -> PlanTable:
         top("free_activations", a_flag, False),
         device_memory=top("device_memory", or_null(a_number), None),
         strict=top("strict", a_flag, False),
+        gathered_dims=tuple(top("gathered_dims", list_of(a_text), ())),
     )
     top("verdict", an_object, None)
     if version == 2 or "cost" in top:

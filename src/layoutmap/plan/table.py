@@ -35,6 +35,7 @@ class PlanTable(Mapping[str, Assignment]):
     cost: CarriedCost | None = field(default=None, hash=False)
     device_memory: int | None = None
     strict: bool = False
+    gathered_dims: tuple[str, ...] = ()
 
     @cached_property
     def _by_key(self) -> dict[str, Assignment]:

@@ -40,6 +40,7 @@ class Plan(PlanTable):  # why: decisions/0041
         cost: What a training step costs; `None`: that was not counted.
         device_memory: The memory of a device in bytes, of a plan without a cost; `None`: nobody has said.
         strict: Whether warnings count as errors in the verdict.
+        gathered_dims: The mesh dims over which torch's `fully_shard` gathers weights before their layers compute.
 
     Example:
         >>> from layoutmap.core.variables import VariableSpec

@@ -36,6 +36,7 @@ from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import torch_type
+from layoutmap.engines.torch.gather import fully_sharded_dims
 from layoutmap.engines.torch.modes import dispatch_modes
 
 __all__ = ["TorchAdapter", "adapter", "train_with"]
@@ -140,6 +141,10 @@ class TorchAdapter(Adapter):
         """Return the scope that a model, or any module in it, was laid out in."""
         forwards = (forward_of(module) for module in model.modules())
         return next((forward.context for forward in forwards if forward is not None), None)
+
+    def gathered_dims(self, model: torch.nn.Module) -> tuple[str, ...]:
+        """Return the mesh dims over which torch's `fully_shard` gathers weights."""
+        return fully_sharded_dims(model)
 
     def read(self, variable: Variable) -> NumpyArray:
         """The global value of a variable, as a numpy array."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.adapters.torch.optimizer_hooks import layout_of_slot
 from layoutmap.adapters.torch.paths import Found, find_tensors, uncompiled
+from layoutmap.adapters.torch.tensor_classes import class_name, is_composed, local_class, stored_dtype
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.users_line import level_of_user
@@ -57,6 +58,8 @@ def stored(  # why: decisions/0082
     # Of others the state is to be as before the first step.
     own = {path: each for path, each in parameters.items() if not settings or path in settings["state"]}
     slots = {each.variable.path: each for each in _slots_of(own, optimizer)}
+    for path, each in slots.items():
+        _check_dense(path, each.array)
     for spec in () if saved is None else saved.slots:
         place = _place(parameters, spec.path)
         if spec.path not in slots and place is not None:
@@ -81,7 +84,7 @@ def _slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Opt
     for path, parameter in parameters.items():
         for name, slot in optimizer.state.get(parameter, {}).items():
             if isinstance(slot, torch.Tensor):
-                yield Stored(_slot_spec(path, name, slot.shape, dtype_name(slot.dtype)), slot)
+                yield Stored(_slot_spec(path, name, slot.shape, dtype_name(stored_dtype(slot))), slot)
 
 
 def restored(
@@ -253,6 +256,7 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         "nested": tensor.is_nested,
         "on the meta device": tensor.is_meta,
         f"of {tensor.layout}": tensor.layout is not torch.strided,
+        f"a {class_name(local_class(tensor))}": is_composed(tensor),
     }
     for kind in (name for name, is_so in kinds.items() if is_so):
         raise CheckpointError(

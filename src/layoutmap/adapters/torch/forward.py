@@ -23,7 +23,7 @@ from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summe
 from layoutmap.adapters.torch.compiled import Compiled, as_called, by_options
 from layoutmap.adapters.torch.dynamo import go_on_compiling, not_compiled, stop_compiling
 from layoutmap.adapters.torch.fingerprints import describe_module
-from layoutmap.adapters.torch.fsdp_own import Order
+from layoutmap.adapters.torch.fsdp_own import ModelCall
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
 from layoutmap.adapters.torch.mesh_context import here, is_running, running, summing_up
@@ -137,9 +137,9 @@ class Forward:
         if inside == [self] or not gathers:
             return None
         first = gathers[0]
-        order, is_kept = (Order(), False) if first.is_outermost else (first.order, first.is_kept)
+        call, is_kept = (ModelCall(), False) if first.is_outermost else (first.model_call, first.is_kept)
         weights = [weight for each in gathers for weight in each.weights]
-        return Gathering(weights, order, first.policy, is_kept, first.is_outermost)
+        return Gathering(weights, call, first.policy, is_kept, first.is_outermost)
 
     def inside(self) -> list[Forward]:
         """The forwards of the module and of those in it, a module before those in it."""
@@ -292,7 +292,7 @@ class Forward:
             return self._computed(compiled, args, kwargs)
         args, kwargs = gather.given(args, kwargs)
         with gathered(gather, self.context, tensors_in((args, kwargs))):
-            return gather.returned(self._computed(compiled, args, kwargs), self.context)
+            return gather.returned(self._computed(compiled, args, kwargs))
 
     def _computed(self, compiled: Compiled | None, args: Args, kwargs: Kwargs) -> object:
         if compiled is not None:

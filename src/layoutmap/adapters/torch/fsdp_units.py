@@ -21,8 +21,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
-from layoutmap.adapters.torch.fsdp_own import Order, Own, Weight, held_in_place
+from layoutmap.adapters.torch.boundary import map_tensors
+from layoutmap.adapters.torch.fsdp_own import ModelCall, Own, Weight, held_in_place
 from layoutmap.adapters.torch.paths import Holder, layer_paths
 from layoutmap.core.errors import listed
 from layoutmap.core.layout import Layout
@@ -38,7 +38,7 @@ class Gathering:
 
     Args:
         weights: The weights.
-        order: In which order those of the model are gathered.
+        model_call: Whether a call of the model is open.
         policy: In which element types they compute: a `MixedPrecisionPolicy` of torch; `None`: in their own.
         is_kept: Whether they are not freed between the forward pass and the backward pass.
         is_outermost: Whether the module is the model.
@@ -49,7 +49,7 @@ class Gathering:
     """
 
     weights: list[Weight]
-    order: Order
+    model_call: ModelCall
     policy: Any = None
     is_kept: bool = False
     is_outermost: bool = False
@@ -62,7 +62,7 @@ class Gathering:
     def own(self, weights: list[Weight]) -> Own:
         """All weights, or the others, to be gathered by this library."""
         if id(weights) not in self._own:
-            self._own[id(weights)] = Own(weights, self.order, self.policy, is_kept=self.is_kept)
+            self._own[id(weights)] = Own(weights, self.policy, is_kept=self.is_kept)
         return self._own[id(weights)]
 
     def given(self, args: Args, kwargs: Kwargs) -> Any:
@@ -70,21 +70,20 @@ class Gathering:
         policy = self.policy
         if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
-        is_inner = not self.is_part and self.order.is_open
+        is_inner = not self.is_part and self.model_call.is_open
         return (args, kwargs) if is_inner else _converted((args, kwargs), policy.param_dtype)
 
-    def returned(self, result: object, context: ScopeContext) -> object:
+    def returned(self, result: object) -> object:
         """The output of a module; that of the model in the element type that a policy says."""
         if not self.is_outermost:
             return result
-        self.order.watch(tensors_in(result), context)
         dtype = None if self.policy is None else self.policy.output_dtype
         return result if dtype is None else _converted(result, dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Gathering:
         """The gathering of a copy of the model; `fully_shard` does not know its parameters."""
-        weights, order = copy.deepcopy((self.weights, self.order), memo)
-        return Gathering(weights, order, self.policy, self.is_kept, self.is_outermost, self.is_part)
+        weights, model_call = copy.deepcopy((self.weights, self.model_call), memo)
+        return Gathering(weights, model_call, self.policy, self.is_kept, self.is_outermost, self.is_part)
 
 
 def _converted(values: object, dtype: torch.dtype) -> object:
@@ -120,15 +119,15 @@ def weights_to_gather(
                 if block is None:
                     outside.append(weight)
     blocks = {id(block) for _, block in modules if block is not None}
-    order, frees = Order(), context.options.own.fully_shard.get("reshard_after_forward")
+    model_call, frees = ModelCall(), context.options.own.fully_shard.get("reshard_after_forward")
     made = {
-        key: Gathering(weights, order, policy, frees is False, is_part=key in blocks or not blocks)
+        key: Gathering(weights, model_call, policy, frees is False, is_part=key in blocks or not blocks)
         for key, weights in gather.items()
     }
     if not made:
         return {}
     of_root = outside if blocks else gather.get(id(root), [])
-    outermost = made[id(root)] = Gathering(of_root, order, policy, frees is not True, is_outermost=True)
+    outermost = made[id(root)] = Gathering(of_root, model_call, policy, frees is not True, is_outermost=True)
     if context.options.own.gather == "fully_shard" and context.across:
         below = [each for each in made.values() if each.is_part and each is not outermost]
         _fully_shard(outermost, below, context)
@@ -251,8 +250,8 @@ def gathered(gathering: Gathering, context: ScopeContext, inputs: Sequence[torch
     unit = gathering.unit
     sharded = [places[0].held for places in gathering.places]
     with ExitStack() as stack:
-        if gathering.is_outermost and not gathering.order.is_open:
-            stack.enter_context(gathering.order.call())
+        if gathering.is_outermost and not gathering.model_call.is_open:
+            stack.enter_context(gathering.model_call.opened())
         own = gathering.weights
         if unit is not None and unit.is_up_to_date(
             sharded

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.fingerprints import describe_optimizer
+from layoutmap.adapters.torch.optimizer_state import check_state_kinds
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
@@ -28,8 +29,8 @@ from layoutmap.engines.torch.changes import change
 with Needed("torch"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
-# Those that the processes have compared, before their first steps.
-_compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# How many groups of each optimizer were compared, with other processes and with one device, before their first steps.
+_compared: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 # By id: what is no model's any more, and its path.
 _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
@@ -58,7 +59,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if id(parameter) in _replaced:
                 _refuse_stale(optimizer, _replaced[id(parameter)][1])
             if isinstance(parameter, DTensor):
-                if optimizer not in _compared:
+                if _compared.get(optimizer) != len(optimizer.param_groups):
                     _compare(optimizer, parameter)
                 is_factored = isinstance(optimizer, torch.optim.Adafactor) and parameter.ndim > 1
                 if is_factored and parameter.requires_grad and not state[parameter]:
@@ -68,13 +69,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
-    """Before the first step, refuse an optimizer that is another one in another process."""
+    """Before the first step, refuse an optimizer that another process or one device would have step differently."""
     engine = get_engine("torch")
     layout = engine.layout_of(parameter)
     if layout is not None:
         gather = functools.partial(engine.all_gather, mesh=layout.mesh)
         check_program("optimizer.step", describe_optimizer(optimizer), gather)
-    _compared.add(optimizer)  # once: it costs an exchange of all processes
+    check_state_kinds(optimizer)
+    _compared[optimizer] = len(optimizer.param_groups)  # once: it costs an exchange of all processes
 
 
 def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:

@@ -41,6 +41,7 @@ from layoutmap.adapters.torch.paths import (
 )
 from layoutmap.adapters.torch.roles import head_sizes, use_of
 from layoutmap.adapters.torch.swap import carry_over, replace_in_module, replace_in_optimizer
+from layoutmap.adapters.torch.tensor_classes import stored_dtype
 from layoutmap.adapters.torch.tools import look_after_tools
 from layoutmap.adapters.torch.unsupported import unsupported_of
 from layoutmap.core.checksums import checksum
@@ -86,7 +87,7 @@ def entries_of(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Ite
                 VariableSpec(
                     found.path,
                     shape,
-                    dtype_name(tensor.dtype),
+                    dtype_name(stored_dtype(tensor)),
                     kind,
                     (*found.aliases, *names_without(found, root)),
                     parent,

@@ -21,7 +21,7 @@ Slot = Callable[[Any, Any], object]
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}  # torch's own, of Parameter and Buffer
 
 
-def _own_attributes(tensor: torch.Tensor) -> dict[str, object]:
+def own_attributes(tensor: torch.Tensor) -> dict[str, object]:
     """The attributes that a program has set on a tensor."""
     ours = set(vars(tensor)) - _NO_ATTRIBUTES  # what a subclass sets on all of its tensors is taken off below
     return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
@@ -29,7 +29,7 @@ def _own_attributes(tensor: torch.Tensor) -> dict[str, object]:
 
 def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give a tensor the attributes and gradient hooks that a program has set on the one it takes the place of."""
-    for name, value in _own_attributes(old).items():
+    for name, value in own_attributes(old).items():
         if name not in vars(new):
             setattr(new, name, value)
     on_gradient, after_accumulation = hooks_of_tensor(old)

@@ -8,11 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.paths import Found
+from layoutmap.adapters.torch.tensor_classes import PLAIN, class_name, is_composed
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.engines.torch.deferred_init import FakeTensor
 from layoutmap.engines.torch.storages import storage_key
 
-_KNOWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, DTensor)
+_KNOWN = (*PLAIN, DTensor)
 
 
 def unsupported_of(tensors: Sequence[tuple[Found, str]]) -> list[Unsupported]:
@@ -43,10 +43,18 @@ def _of_each(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
                 "make it dense: tensor.to_dense()",
                 model=model,
             )
+        elif not isinstance(tensor, DTensor) and is_composed(tensor):
+            yield Unsupported(
+                found.path,
+                f"it is a {class_name(type(tensor))}, which consists of other tensors",
+                "which of their elements belong to which shard is not known",
+                "lay out the model without it (for torchao: without quantize_), or keep this model on one device",
+                model=model,
+            )
         elif type(tensor) not in _KNOWN:
             yield Unsupported(
                 found.path,
-                f"it is a {type(tensor).__module__}.{type(tensor).__qualname__}",
+                f"it is a {class_name(type(tensor))}",
                 "it becomes a DTensor, and what its own class does is lost",
                 "make it a torch.nn.Parameter",
                 "warning" if isinstance(tensor, torch.nn.Parameter) else "error",

@@ -7,6 +7,7 @@
     "replicated table"       a table of embeddings is replicated while the rest is sharded
     "contradicts its kernel" a bias, or the scale of a quantized weight, is sharded differently from its kernel
     "unused dim"             nothing is sharded over a dim of the mesh
+    "odd one out"            of repeated blocks one is not sharded as the others are
 
 and, where the plan has the cost of a step:
 
@@ -90,12 +91,16 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
 
 
 def usual_batch_dim(plan: PlanTable) -> str | None:
-    """The dim that the batch is sharded over, as far as it can be known: by rules for activations, or by its name."""
+    """Return the dim that the batch is sharded over, as far as it is known.
+
+    Rules for activations say it, or `fully_shard`, which shards weights over the devices of the batch, or its name.
+    """
     votes = Counter(
         dim
         for match in plan.activations
         if match.layout is not None and match.layout.rank
         for dim in match.layout.mesh_dims_of(0)
     )
-    named = [dim for dim in plan.mesh.dim_names if dim in _NAMES_OF_BATCH]
+    named = [*plan.gathered_dims]
+    named += [dim for dim in plan.mesh.dim_names if dim in _NAMES_OF_BATCH]
     return votes.most_common(1)[0][0] if votes else named[0] if named else None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import derived_layout, fitted
 from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.lint.repeated import odd_ones_out
 from layoutmap.plan.lint.weights import Linted, Weight, rule_of, takes_heads
 from layoutmap.plan.problems import OF_RULES, Problem
 
@@ -147,7 +148,7 @@ def _parts_unlike(linted: Linted) -> Iterator[Problem]:
         others = [
             w
             for w in others
-            if w.shape[w.axes("out")[0]] // (w.use.head_size or 1) % query.layout.num_shards(axis) == 0
+            if w.shape[w.axes("out")[0]] // (w.use.head_size or 1) % query.num_shards(axis) == 0
         ]
         if not others:
             continue
@@ -175,14 +176,14 @@ def _through_heads(linted: Linted) -> Iterator[Problem]:
                 sharded = [axis for axis in inner if w.dims(axis)]
                 if sharded:
                     yield _through_a_head(w, sharded[0], w.shape[heads], w.shape[sharded[0]])
-            elif size and w.shape[heads] % size == 0 and w.layout.num_shards(heads) > 1:
-                shard = w.shape[heads] // w.layout.num_shards(heads)
+            elif size and w.shape[heads] % size == 0 and w.num_shards(heads) > 1:
+                shard = w.shape[heads] // w.num_shards(heads)
                 if shard % size:
                     yield _through_a_head(w, heads, w.shape[heads] // size, size)
 
 
 def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
-    dims, shards = w.dims(axis), w.layout.num_shards(axis)
+    dims, shards = w.dims(axis), w.num_shards(axis)
     return _problem(
         "heads",
         w,
@@ -306,6 +307,7 @@ CHECKS = (
     _replicated_tables,
     _contradictions,
     _unused_dims,
+    odd_ones_out,
 )
 
 

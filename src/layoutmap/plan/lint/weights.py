@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ class Weight:
 
     assignment: Assignment
     use: Use
+    gathered: tuple[str, ...] = ()
+    batch_dim: str | None = None
 
     @property
     def path(self) -> str:
@@ -71,8 +74,12 @@ class Weight:
         return tuple(self.shape[axis] for axis in self.axes(role))
 
     def dims(self, axis: int) -> tuple[str, ...]:
-        """The mesh dims over which an axis is really sharded."""
-        return _dims_of(self.layout)[axis]
+        """Return the mesh dims over which an axis is sharded while its layer computes."""
+        return computed_dims(self.layout, self.gathered, self.batch_dim)[axis]
+
+    def num_shards(self, axis: int) -> int:
+        """Return the number of shards of an axis while its layer computes."""
+        return math.prod(self.layout.mesh.dim_size(dim) for dim in self.dims(axis))
 
     @property
     def layout_text(self) -> str:
@@ -90,11 +97,21 @@ def _axes_of(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(4096)
-def _dims_of(layout: Layout) -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        tuple(dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1)
-        for axis in range(layout.rank)
-    )
+def computed_dims(
+    layout: Layout, gathered: tuple[str, ...], batch_dim: str | None
+) -> tuple[tuple[str, ...], ...]:
+    """Return for each axis the mesh dims over which a weight is sharded while its layer computes.
+
+    `fully_shard` gathers a weight over its dims before the product. Where rows are sharded over the batch's dim, a
+    product cannot keep another axis sharded over it, so an axis that is sharded over others too keeps these.
+    """
+
+    def over(axis: int) -> tuple[str, ...]:
+        dims = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
+        dims = [dim for dim in dims if dim not in gathered]
+        return tuple(dim for dim in dims if dim != batch_dim or len(dims) == 1)
+
+    return tuple(map(over, range(layout.rank)))
 
 
 class Linted:
@@ -104,7 +121,7 @@ class Linted:
         self.plan = plan
         self.batch_dim = batch_dim
         self.weights = [
-            Weight(a, a.variable.use)
+            Weight(a, a.variable.use, plan.gathered_dims, batch_dim)
             for a in plan.assignments
             if a.variable.use is not None and a.variable.kind is Kind.WEIGHT and a.fits
         ]

@@ -48,14 +48,13 @@ def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
 
 
 class Gather:
-    """Tensors that were asked for from the other devices along a mesh dim, by one collective.
+    """Tensors that the devices along a mesh dim gather by one collective.
 
     Args:
         tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
         mesh_dim: The number of the mesh dim.
         dtype: Their element type when they are gathered; `None`: their own.
         reduce_dtype: That in which gradients are summed up; `None`: their own.
-        is_asynchronous: Whether to return before the all-gather is done, which is waited for when they are used.
     """
 
     def __init__(
@@ -64,8 +63,6 @@ class Gather:
         mesh_dim: int,
         dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        *,
-        is_asynchronous: bool = False,
     ) -> None:
         self.tensors, self.mesh_dim, self.reduce_dtype = tensors, mesh_dim, reduce_dtype
         self.places = [_Placements(tensor, mesh_dim) for tensor in tensors]
@@ -75,8 +72,7 @@ class Gather:
             flat = flat.to(mesh.device_type)
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
-        group, rows = mesh.get_group(mesh_dim), self._rows.view(-1)
-        self._work: dist.Work | None = dist.all_gather_single(rows, flat, group, is_asynchronous)  # pyright: ignore[reportUnknownMemberType]
+        dist.all_gather_single(self._rows.view(-1), flat, mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
 
     def gathered(self) -> list[DTensor]:
         """The tensors; gradients pass, summed up over the mesh dim and sharded again. To be called once."""
@@ -84,9 +80,7 @@ class Gather:
 
     def rows(self) -> torch.Tensor:
         """The gathered weight, one row for each device; it is not kept."""
-        if self._work is not None:
-            self._work.wait()
-        rows, self._rows, self._work = self._rows, torch.empty(0), None
+        rows, self._rows = self._rows, torch.empty(0)
         return rows
 
 

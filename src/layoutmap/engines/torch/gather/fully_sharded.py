@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.tested import unsupported
@@ -19,6 +20,23 @@ _OF_GROUP = (
     *("fsdp_params", "is_unsharded", "wait_for_unshard", "post_backward", "_to_sharded"),
     *("_training_state", "_all_gather_result", "_post_forward_indices"),
 )
+
+
+def fully_sharded_dims(root: torch.nn.Module) -> tuple[str, ...]:
+    """Return the mesh dims over which `fully_shard` shards the weights of a module and of those below it."""
+    if not any(isinstance(module, FSDPModule) for module in root.modules()):
+        return ()
+    from torch.distributed.fsdp import fully_shard  # late, as in `fully_shard`: it loads slowly
+
+    names: dict[str, None] = {}
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+            for group in state._fsdp_param_groups:
+                mesh, dim = group.mesh_info.mesh, getattr(group.mesh_info, "shard_mesh_dim", None)
+                if mesh.mesh_dim_names and dim is not None:
+                    names[mesh.mesh_dim_names[dim]] = None
+    return tuple(names)
 
 
 class FullySharded:

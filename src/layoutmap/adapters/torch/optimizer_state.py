@@ -1,0 +1,232 @@
+"""Compare the state that an optimizer keeps of a sharded weight with that of one device, on shapes alone.
+
+Some optimizers choose a slot by the tensor that they see: AdamW8bit of torchao keeps float32 below 4,096 elements. Of a
+`DTensor` they see one shard, choose another slot than one device, and step differently without an error. So a copy of
+the optimizer steps meta tensors before the first step: once as on one device, and once as `DTensor`s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters import random_states
+from layoutmap.adapters.torch.swap import own_attributes
+from layoutmap.adapters.torch.tensor_classes import PLAIN, class_name, local_class
+from layoutmap.core.errors import ScopeError
+from layoutmap.core.layout import Layout
+from layoutmap.engines import get_engine
+from layoutmap.engines.torch.element_types import dtype_name
+from layoutmap.engines.torch.modes import TorchDispatchMode, without_function_modes
+from layoutmap.engines.torch.operators import written_arguments
+from layoutmap.engines.torch.specs import dtensor, local_of, spec_of
+from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
+
+
+@dataclass(frozen=True, slots=True)
+class SlotKind:
+    """The class, element type and global shape of a slot that is a tensor."""
+
+    class_name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.class_name} of {self.dtype}, {self.shape}"
+
+
+Slots = Mapping[str, Any]
+"""By name, the kind of each slot; lists and mappings are kept."""
+
+_TENSOR = "Tensor"
+_MAX_COPIED = 4096  # elements of a tensor whose values a step may read, as those of a learning rate
+_NOT_COPIED = ("state", "param_groups")
+
+
+def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:  # why: decisions/0183
+    """Refuse an optimizer that keeps other state of a sharded weight than one device keeps of the weight.
+
+    Nothing is changed: the steps are those of a copy, on tensors without values.
+
+    Raises:
+        ScopeError: The two differ, or a slot is of a tensor class of its own.
+    """
+    engine = get_engine("torch")
+    done: set[object] = set()
+    for group in optimizer.param_groups:
+        settings = str({name: value for name, value in group.items() if name != "params"})
+        for parameter in group["params"]:
+            if not isinstance(parameter, DTensor) or not parameter.requires_grad:
+                continue
+            layout = engine.layout_of(parameter)
+            key = (settings, tuple(parameter.shape), parameter.dtype, layout)
+            if layout is None or key in done:
+                continue
+            done.add(key)
+            one, one_failed = _step_copy(optimizer, group, _as_on_one_device(parameter))
+            sharded, failed = _step_copy(optimizer, group, _as_sharded(parameter))
+            if one_failed or failed:  # a step that needs values: compare the slots that both have made before
+                one, sharded = (
+                    {name: each[name] for name in one.keys() & sharded} for each in (one, sharded)
+                )
+            _compare_slots(optimizer, parameter, layout, one, sharded)
+
+
+def _as_on_one_device(parameter: DTensor) -> torch.nn.Parameter:
+    meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return _with_gradient(meta, parameter)
+
+
+def _as_sharded(parameter: DTensor) -> torch.nn.Parameter:
+    meta = torch.empty_like(local_of(parameter).detach(), device="meta")
+    return _with_gradient(dtensor(meta, spec_of(parameter)), parameter)
+
+
+def _with_gradient(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Parameter:
+    new = torch.nn.Parameter(meta)
+    new.grad = torch.empty_like(meta)
+    for name, value in own_attributes(parameter).items():  # optimizers may read marks of the program
+        if name not in vars(new):
+            setattr(new, name, value)
+    return new
+
+
+def _step_copy(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
+) -> tuple[Slots, bool]:
+    """Step a copy of an optimizer with one meta tensor.
+
+    Returns:
+        The kinds of its slots, and whether the step failed.
+    """
+    failed = False
+    own = torch.get_rng_state()
+    try:
+        with _Guard() as guard, random_states.put_back(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            copied = _copy(optimizer, group, parameter, guard)
+            try:
+                _step_without_hooks(copied)
+            except Exception:  # it needs values, or a closure; the real step reports errors of its own
+                failed = True
+            kinds = {name: tree_map(_kind, slot) for name, slot in copied.state[parameter].items()}
+    finally:
+        torch.set_rng_state(own)
+    return kinds, failed
+
+
+def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Step once, without hooks, modes of the program and compiling."""
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    with torch.compiler.set_stance("force_eager"), without_function_modes():
+        step(optimizer)
+
+
+def _copy(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter, guard: _Guard
+) -> torch.optim.Optimizer:
+    """Copy an optimizer without its state, for one parameter."""
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+
+    def copy_leaf(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return guard.copy(value)
+        if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
+            return _copy(value, group, parameter, guard)
+        if isinstance(value, types.MethodType) and value.__self__ is optimizer:
+            return types.MethodType(value.__func__, copied)
+        return value
+
+    for name, value in vars(optimizer).items():
+        if name not in _NOT_COPIED and not name.endswith("_hooks"):
+            vars(copied)[name] = tree_map(copy_leaf, value)
+    for name in (each for each in vars(optimizer) if each.endswith("_hooks")):
+        vars(copied)[name] = {}  # a step that calls its base class's runs them
+    copied.state = defaultdict(dict)
+    settings = {name: tree_map(copy_leaf, value) for name, value in group.items() if name != "params"}
+    copied.param_groups = [{**settings, "params": [parameter]}]
+    return copied
+
+
+class _Guard(TorchDispatchMode):
+    """While entered, no tensor with values that existed before is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._made: dict[int, torch.UntypedStorage] = {}  # storages are kept, since ids are given again
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor: its values if they are few, or else its shape."""
+        if type(tensor) in PLAIN and tensor.numel() <= _MAX_COPIED:
+            return tensor.detach().clone()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        kwargs = kwargs or {}
+        for place, name in written_arguments(func):
+            for each in tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
+                if (
+                    isinstance(each, torch.Tensor)
+                    and not each.is_meta
+                    and storage_key(each) not in self._made
+                ):
+                    raise RuntimeError("a tensor of the program would be changed")
+        result = func(*args, **kwargs)
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and not each.is_meta:
+                with contextlib.suppress(RuntimeError):  # a class of its own may have no storage
+                    self._made[storage_key(each)] = each.untyped_storage()
+        return result
+
+
+def _kind(value: object) -> object:
+    """Return the kind of a slot: that of a tensor, or the name of another type."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    kind = local_class(value)
+    return SlotKind(
+        _TENSOR if kind in PLAIN else class_name(kind), dtype_name(value.dtype), tuple(value.shape)
+    )
+
+
+def _compare_slots(
+    optimizer: torch.optim.Optimizer, parameter: DTensor, layout: Layout, one: Slots, sharded: Slots
+) -> None:
+    kind = type(optimizer).__name__
+    facts = {"weight": f"{tuple(parameter.shape)}  {layout}"}
+    fix = "use an optimizer whose state is plain tensors of the weight's shape, such as torch.optim.AdamW"
+    for name in dict.fromkeys((*one, *sharded)):
+        expected, actual = one.get(name), sharded.get(name)
+        if expected != actual:
+            raise ScopeError(
+                f"{kind}: {name} of a sharded weight is not the one that it keeps on one device",
+                facts={**facts, "one device": _text(expected), "sharded": _text(actual)},
+                why="it chooses its state by the shard that it sees, so its steps would differ from one device's",
+                fix=fix if _has_own_class(expected) else f"leave this weight unsharded; or {fix}",
+            )
+        if _has_own_class(actual):
+            raise ScopeError(
+                f"{kind}: {name} of a weight in a layout is kept in a tensor class of its own",
+                facts={**facts, name: _text(actual)},
+                why="which values of the weight an element of such a tensor depends on is not known, so a shard of it "
+                "may differ from that part of one device's",
+                fix=fix,
+            )
+
+
+def _has_own_class(kind: object) -> bool:
+    return any(isinstance(each, SlotKind) and each.class_name != _TENSOR for each in tree_leaves(kind))
+
+
+def _text(kind: object) -> str:
+    return "none" if kind is None else str(kind)

@@ -1,0 +1,94 @@
+"""The check of lint that compares repeated blocks: weights whose paths differ in one number."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from layoutmap.core.variables import Assignment, Kind
+from layoutmap.plan.lint.weights import Linted, computed_dims, rule_of
+from layoutmap.plan.problems import Problem
+
+_NUMBER = re.compile(r"\d+")
+_LEAST_SHARE = 3 / 4  # of repeated blocks are sharded alike: else no block is an exception
+_LEAST_BLOCKS = 3  # are: of fewer it is not known which are the exceptions
+_MAX_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Odd:
+    """A weight of a block, one of its siblings, and how many of the siblings are sharded over more dims."""
+
+    block: str
+    assignment: Assignment
+    sibling: Assignment
+    dims: frozenset[str]
+    share: str
+
+
+def odd_ones_out(linted: Linted) -> Iterator[Problem]:  # why: decisions/0184
+    """Yield each block that is not sharded over the mesh dims over which its siblings are."""
+    found: dict[int, _Odd] = {}
+    for group in _siblings(linted).values():
+        if len(group) <= _LEAST_BLOCKS:
+            continue
+        dims = [_sharding_dims(a) for _, a in group]
+        usual, count = Counter(dims).most_common(1)[0]
+        if count < max(_LEAST_BLOCKS, _LEAST_SHARE * len(group)):
+            continue
+        sibling = group[dims.index(usual)][1]
+        for (block, a), over in zip(group, dims, strict=True):
+            known = found.get(id(a))
+            # Of a block in a block the inner one is reported.
+            if over < usual and (known is None or len(known.block) < len(block)):
+                found[id(a)] = _Odd(block, a, sibling, usual - over, f"{count} of {len(group)}")
+    blocks: dict[tuple[str, str], list[_Odd]] = defaultdict(list)
+    for odd in found.values():
+        blocks[odd.assignment.variable.model, odd.block].append(odd)
+    return (_describe_block(linted, block, weights) for (_, block), weights in blocks.items())
+
+
+def _siblings(linted: Linted) -> dict[object, list[tuple[str, Assignment]]]:
+    """Return weights of one shape whose paths differ in one number, each with the path of its block."""
+    groups: dict[object, list[tuple[str, Assignment]]] = defaultdict(list)
+    for a in linted.plan.assignments:
+        v = a.variable
+        if v.kind is not Kind.WEIGHT or not a.fits:
+            continue
+        for number in _NUMBER.finditer(v.path):
+            block = v.path[: number.end()] + v.path[number.end() :].partition(".")[0]
+            starred = f"{v.path[: number.start()]}*{v.path[number.end() :]}"
+            groups[v.model, starred, number.start(), v.shape, v.dtype].append((block, a))
+    return groups
+
+
+def _sharding_dims(a: Assignment) -> frozenset[str]:
+    """Return the mesh dims of several devices over which a weight is sharded, `fully_shard`'s too."""
+    return frozenset(dim for axis in computed_dims(a.layout, (), None) for dim in axis)
+
+
+def _describe_block(linted: Linted, block: str, weights: Sequence[_Odd]) -> Problem:
+    first = weights[0]
+    computes = first.dims - {linted.batch_dim, *linted.plan.gathered_dims}
+    over = " and ".join(dim for dim in first.assignment.layout.mesh.dim_names if dim in first.dims)
+    facts = [
+        (
+            each.assignment.variable.path.removeprefix(f"{block}."),
+            f"{each.assignment.layout}{rule_of(each.assignment)}; others {each.sibling.layout}",
+        )
+        for each in weights[:_MAX_SHOWN]
+    ]
+    if len(weights) > _MAX_SHOWN:
+        facts.append(("and", f"{len(weights) - _MAX_SHOWN} more weights"))
+    return Problem(
+        "odd one out",
+        "warning",
+        block,
+        f"{block}: it is not sharded over {over}, and {first.share} such blocks are",
+        tuple(facts),
+        f"each device along {over} holds all of its weights"
+        + " and computes all of its products" * bool(computes),
+        "lay it out as the others: widen their rules, or parallelize this block, too",
+    )
