@@ -53,14 +53,14 @@ def sent_by_text(text, num_devices):
 
 
 def sent_by_proto(data, num_devices):
-    """Return the bytes that the busiest device sends in a run of a module, by kind of collective."""
+    """Return the bytes that the busiest device of each collective sends in a run of a module, by kind."""
     module = decode(data)
     bodies = {}
     for each in map(decode, module[COMPUTATIONS]):
         bodies[number(each, COMPUTATION)] = [decode(one) for one in each[INSTRUCTIONS]]
-    sent = defaultdict(Counter)
+    sent = Counter()
     run(bodies, number(module, ENTRY), 1, num_devices, sent)
-    return {kind: max(devices.values()) for kind, devices in sent.items() if any(devices.values())}
+    return {kind: num_bytes for kind, num_bytes in sent.items() if num_bytes}
 
 
 def run(bodies, name, times, num_devices, sent):
@@ -69,14 +69,16 @@ def run(bodies, name, times, num_devices, sent):
         opcode = each[OPCODE][0].decode()
         if opcode in RUNNING:
             for inner in numbers(each[CALLED]):
-                before = sum(map(Counter.total, sent.values()))
+                before = sent.total()
                 trips = loop_trips(each) if opcode == "while" else 1
                 run(bodies, inner, times * (trips or 1), num_devices, sent)
-                assert trips or before == sum(map(Counter.total, sent.values())), "a loop of unknown length"
+                assert trips or before == sent.total(), "a loop of unknown length"
         elif kind := KINDS.get(opcode.removesuffix("-start")):
             given = [shape_bytes(made[operand][SHAPE][0]) for operand in numbers(each[OPERANDS])]
+            of_devices = Counter()
             for device, num_bytes in device_bytes(kind, opcode, each, given, num_devices):
-                sent[kind][device] += times * num_bytes
+                of_devices[device] += num_bytes
+            sent[kind] += times * max(of_devices.values(), default=0)
 
 
 def device_bytes(kind, opcode, each, given, num_devices):

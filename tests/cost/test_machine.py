@@ -86,7 +86,7 @@ GB = 10**9
         (H100, "permute", Group(8, 1), GB / 450e9),
         (H100, "permute", Group(8, 8), GB / 50e9),
         (H100, "all_reduce", Group(1, 1), 0.0),
-        # A ring sends both ways, a line of less than 16 one way; an all-to-all takes a quarter of an all-gather of all parts.
+        # A ring sends both ways, a line of less than 16 one way; an all-to-all a quarter of an all-gather of all.
         (V5E, "all_gather", Group(16, 1), 15 / 16 * GB / 90e9),
         (V5E, "all_gather", Group(8, 1), 7 / 8 * GB / 45e9),
         (V5E, "all_to_all", Group(16, 1), 15 / 16 * 16 * GB / 90e9 / 4),

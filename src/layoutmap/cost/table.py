@@ -53,7 +53,7 @@ class Collective:
     group: int = 0
 
     def sent_bytes(self, mesh: Mesh) -> int:
-        """Bytes that each device sends in a step for all calls, on rings over the dims."""
+        """Bytes that a device sends in a step for all calls, on rings over the dims; of a permute, one that sends."""
         size = self.group or math.prod(map(mesh.dim_size, self.dims))
         if self.kind == "permute":
             return self.calls * self.tensor_bytes
