@@ -116,7 +116,7 @@ def test_a_collective_of_no_known_cause_is_shown_with_a_question_mark():
 
 
 def size_sent(cost):
-    return f"{cost.step.sent_bytes / 1024:.1f} KiB"
+    return f"{cost.step.sent_bytes / MIB:.1f} MiB"
 
 
 def test_a_step_of_one_device_sends_nothing():

@@ -137,8 +137,7 @@ class Machine:
 
         Args:
             kind: What it does.
-            tensor_bytes: Its tensor where that is largest: what an all-gather returns, what a reduce-scatter or an
-                all-reduce takes, and of an all-to-all the parts of all devices.
+            tensor_bytes: As in `Collective`.
             group: The devices.
         """
         size, near, nodes = group.size, group.near, group.nodes
@@ -149,10 +148,10 @@ class Machine:
             one_way = fast / 2 if 0 < self.device.fast.ring_from <= near else fast
             return tensor_bytes / (slow if nodes > 1 else one_way)
         if kind == "all_to_all":
-            part = tensor_bytes / size
             # In a ring a part passes a quarter of the devices on its way, and both directions are used.
             hops = max(1.0, near / 4) if self.device.fast.ring_from else 1.0
-            return max(part * (near - 1) / size * hops / fast, part * (size - near) / size / slow)
+            part = tensor_bytes / size
+            return max(part * (near - 1) * hops / fast, part * (size - near) / slow)
         inside = tensor_bytes * (near - 1) / near / fast
         beyond = tensor_bytes * (nodes - 1) / nodes / (near * slow)
         return max(inside, beyond) * (2 if kind == "all_reduce" else 1)

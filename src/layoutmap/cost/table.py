@@ -35,8 +35,8 @@ class Collective:
         kind: What they do.
         dims: The mesh dims over which devices exchange, the major one first.
         calls: How often a step does this.
-        tensor_bytes: Size of the tensor of one call where it is largest: what an all-gather returns, what a
-            reduce-scatter or an all-reduce takes.
+        tensor_bytes: Size of the tensor of one call on one device, where it is largest: what an all-gather returns,
+            what a reduce-scatter, an all-reduce or an all-to-all takes.
         cause: Path of the weight that is gathered or whose gradient is summed, or of the layer whose activation it is;
             empty if it is not known. Those that differ in the number of a layer only are one, with `*` for the number:
             `blocks.*.up.kernel`.
@@ -53,13 +53,11 @@ class Collective:
     group: int = 0
 
     def sent_bytes(self, mesh: Mesh) -> int:
-        """Bytes that each device sends in a step for all calls, on rings over the dims."""
+        """Bytes that a device sends in a step for all calls, on rings over the dims; of a permute, one that sends."""
         size = self.group or math.prod(map(mesh.dim_size, self.dims))
         if self.kind == "permute":
             return self.calls * self.tensor_bytes
         one = self.tensor_bytes * (size - 1) // size
-        if self.kind == "all_to_all":  # each device has one part of the tensor, and keeps one part of that
-            one //= size
         return self.calls * one * (2 if self.kind == "all_reduce" else 1)
 
 

@@ -272,7 +272,7 @@ class _Counting(TorchDispatchMode):
             return [""]
         cause = [cause[0] if cause else self.layers[-1] if self.layers else ""]
         num_bytes = max(map(_num_bytes, inputs))
-        if kind == "all_to_all" or name == "all_gather_into_tensor":
+        if name == "all_gather_into_tensor":
             num_bytes *= size
         self._calls.append((kind, dims, num_bytes, cause, self._phase))
         return cause

@@ -21,13 +21,12 @@ _OPERATIONS: Mapping[str, Callable[[Any, str], jax.Array]] = {
     "all_reduce": lax.psum,
     "all_to_all": lambda x, dim: lax.all_to_all(x, dim, 0, 0, tiled=True),
 }
-_OF_A_PART = ("all_gather", "all_to_all")  # each device takes a part of the tensor
 
 
 def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
     """Return a function that runs a collective of float32 over a mesh dim."""
     size = mesh.dim_size(dim)
-    length = num_bytes // 4 // size**2 * (size if kind in _OF_A_PART else size**2)  # of each device
+    length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)  # of each device
     sharding = named_sharding(Layout([mesh.dim_names], mesh))
     operation = jax.shard_map(
         lambda x: _OPERATIONS[kind](x, dim),

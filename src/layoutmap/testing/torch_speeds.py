@@ -27,7 +27,7 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Ca
     there, wanted = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
     number = mesh.dim_names.index(dim)
     there[number], wanted[number] = _PLACEMENTS[kind]
-    rows = num_bytes // 4 // size**2 // (size if there[number].is_shard() else 1)  # pyright: ignore[reportUnknownMemberType]
+    rows = num_bytes // 4 // size**2 // (size if kind == "all_gather" else 1)
     with simulation.on_mesh(native):
         ranks = simulation.ranks_here(simulation.ranks_of(native))
         pieces = {rank: torch.ones(rows * size, size, device=device_of(native)) for rank in ranks}

@@ -66,8 +66,6 @@ class Compiled:
         if self.kind == "permute":
             return self.tensor_bytes
         one = self.tensor_bytes * (self.group - 1) // max(self.group, 1)
-        if self.kind == "all_to_all":
-            return one // self.group
         return one * (2 if self.kind == "all_reduce" else 1)
 
 
@@ -75,7 +73,7 @@ def collectives(text: str) -> Mapping[Compiled, int]:
     """Return the collectives of a compiled module, and how often each is called in a step."""
     bodies, entry = computations(text)
     counts = Counter[Compiled]()
-    _look(bodies, entry, 1, counts, set())
+    _look(bodies, entry, 1, counts, set(), _num_devices(text))
     return counts
 
 
@@ -106,6 +104,7 @@ def _look(
     times: int,
     counts: Counter[Compiled],
     chains: set[str],
+    num_devices: int,
 ) -> None:
     """Count what a computation calls; `chains` are those that the one around it has seen."""
     for _, shape, op, rest in bodies.get(name, ()):
@@ -113,34 +112,31 @@ def _look(
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', rest)
             condition, body = (re.findall(rf"{each}=%?([\w.\-]+)", rest)[0] for each in ("condition", "body"))
             number = int(trips[1]) if trips else _trips(bodies.get(condition, []), bodies.get(body, []))
-            _look(bodies, body, times * number, counts, set())
+            _look(bodies, body, times * number, counts, set(), num_devices)
         elif op in ("call", "async-start", "conditional", "fusion"):
             for inner in inner_computations(rest):
-                _look(bodies, inner, times, counts, chains if op == "fusion" else set())
+                _look(bodies, inner, times, counts, chains if op == "fusion" else set(), num_devices)
         elif (kind := NAMES.get(op.removesuffix("-start"))) is not None:
             if chain := re.search(r'chain_id="\d+"', rest):
                 if chain[0] in chains:
                     continue
                 chains.add(chain[0])
-            for tensor_bytes in _tensors(kind, shape, rest, op.endswith("-start")):
-                is_scattered = name.startswith("all-reduce-scatter")
-                counts[Compiled("reduce_scatter" if is_scattered else kind, _group(rest), tensor_bytes)] += (
-                    times
-                )
+            group = _group(rest, num_devices)
+            done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
+            for tensor_bytes in _tensors(kind, shape, group, op.endswith("-start")):
+                counts[Compiled(done, group, tensor_bytes)] += times
 
 
-def _tensors(kind: str, shape: str, rest: str, starts: bool) -> list[int]:
+def _tensors(kind: str, shape: str, group: int, starts: bool) -> list[int]:
     """The sizes of the tensors of a collective, each where it is largest; several were combined to one operation."""
     shapes = SHAPE.findall(shape)
     sizes = [_bytes(*each) for each in shapes if not starts or each != ("u32", "")]  # what TPUs wait for
     if starts and kind != "all_reduce" and len(sizes) > 1:  # what it is given, and what it returns
         half = len(sizes) // 2
-        return [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
-    if kind == "reduce_scatter":
-        return [size * _group(rest) for size in sizes]
-    if kind == "all_to_all" and len(sizes) > 1:
-        return [sum(sizes)]
-    return sizes
+        sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
+    elif kind == "reduce_scatter":
+        sizes = [size * group for size in sizes]
+    return [sum(sizes)] if kind == "all_to_all" else sizes  # a tuple has a piece for each device
 
 
 def _bytes(dtype: str, sizes: str) -> int:
@@ -172,8 +168,14 @@ def dtype_named(name: str) -> str:
     return f"{_KINDS[found[1]]}{found[2]}" + f"_{found[3]}" * bool(found[3])
 
 
-def _group(rest: str) -> int:
-    """How many devices one group of a collective has, in each of the ways that XLA writes it."""
+def _num_devices(text: str) -> int:
+    """Return how many devices run a module, as its first line says."""
+    head, _, _ = text.partition("\n")
+    return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
+
+
+def _group(rest: str, num_devices: int) -> int:
+    """Return how many devices one group of a collective has, in each of XLA's notations."""
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
         return int(found[2])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
@@ -184,7 +186,7 @@ def _group(rest: str) -> int:
         return total
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return len(found[1].split(","))
-    return 2
+    return num_devices
 
 
 def _trips(condition: list[Operation], body: list[Operation]) -> int:

@@ -193,12 +193,15 @@ class _Places:
         if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", rest):
             return self._in_order(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
         if found := re.search(
-            rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{([^}}]*)\}}", rest
+            rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]+))\))? \{{([^}}]*)\}}", rest
         ):
             axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])]
-            parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[4])
+            parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[5])
             taken = {name: (int(before or 1), int(length or 0)) for name, before, length in parts}
-            devices = self._in_order(found[2] or str(len(self._devices)), found[3])
+            if found[4]:
+                devices = np.array([int(n) for n in found[4].split(",")])
+            else:
+                devices = self._in_order(found[2] or str(len(self._devices)), found[3])
             places: list[np.ndarray] = []
             for name, size in axes:
                 before, length = taken.get(name, (1, 1))
