@@ -19,10 +19,12 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
@@ -30,6 +32,7 @@ from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
+from layoutmap.engines.torch.dtensor_ops import conversions
 from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
 from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
@@ -42,6 +45,7 @@ from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, hide, memory_of
 
 with Needed("torch"):
+    from torch.distributed.tensor import _api
     from torch.optim import _muon as _of_muon
     from torch.utils.flop_counter import _FlopCounterMode as FlopCounting  # pyright: ignore[reportPrivateUsage]
 
@@ -96,15 +100,6 @@ def _copied(own: Function, tensor: DTensor, memo: dict[int, object]) -> object:
         return own(tensor, memo)
     made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return made
-
-
-def _gathered(own: Function, tensor: DTensor, **options: object) -> torch.Tensor:
-    """`tensor.full_tensor()`: a plain tensor of simulated devices, too."""
-    if not simulation.is_simulated() or not is_guarded(tensor.device_mesh):
-        return own(tensor, **options)
-    refuse_outdated("full_tensor", tensor)
-    found = full_tensor(tensor)
-    return found.clone() if is_everywhere(tensor) else found  # not the memory of one simulated device
 
 
 @plainly
@@ -197,6 +192,34 @@ def _method(name: str, instead: Function, of: object = DTensor) -> Attribute:
     return Attribute(of, name, make)
 
 
+def _static(instead: Function) -> Callable[[Any], object]:
+    """Make a static method that calls a function with torch's own method first."""
+    return lambda own: staticmethod(functools.wraps(own.__func__)(functools.partial(instead, own.__func__)))
+
+
+class _Distributing:
+    """The patch of `distribute_tensor`: programs import the function itself, so its code is replaced."""
+
+    _NAME = "layoutmap_distribute"
+    _CODE = distribute_tensor.__code__
+
+    def install(self) -> None:
+        """Replace the code."""
+        own = FunctionType(self._CODE, vars(_api), "distribute_tensor", distribute_tensor.__defaults__)
+        own.__kwdefaults__ = distribute_tensor.__kwdefaults__
+        vars(_api)[self._NAME] = functools.partial(conversions.distribute_tensor, own)
+        distribute_tensor.__code__ = _distribute.__code__
+
+    def remove(self) -> None:
+        """Put torch's code back."""
+        distribute_tensor.__code__ = self._CODE
+        vars(_api).pop(self._NAME, None)
+
+
+def _distribute(tensor, device_mesh=None, placements=None, *, src_data_rank=0):  # type: ignore[no-untyped-def]
+    return layoutmap_distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)  # noqa: F821
+
+
 class _PlainTensorsReplicated:
     """The patch that has plain tensors count as replicated among DTensors, on the thread that installs it."""
 
@@ -222,7 +245,11 @@ _CHANGES = (
     _method("__deepcopy__", _copied),
     _method("data_ptr", _refuse_address),
     _method("__dlpack__", _refuse_address),
-    _method("full_tensor", _gathered),
+    _method("full_tensor", conversions.full_tensor),
+    _method("redistribute", conversions.redistribute),
+    _method("to_local", conversions.to_local),
+    Attribute(DTensor, "from_local", _static(conversions.from_local)),
+    _Distributing(),
     _method("numpy", _on_plain),
     _method("tolist", _on_plain),
     _method("__format__", _formatted),
