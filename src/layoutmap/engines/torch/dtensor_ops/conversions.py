@@ -2,7 +2,7 @@
 
 Torch's own are called like any program inside of a model's call: the modes there take the local tensors, and those that
 a collective has not filled yet, for global ones. These convert outside of all modes, and wait for collectives. Devices
-may be simulated. Gradients are right for what was computed with the local tensors: see `local_values`.
+may be simulated. `local_values` tracks what a program computes with local tensors.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.changes import meshes
-from layoutmap.engines.torch.dtensor_ops.local_values import Origin, mark_local, note_parts
+from layoutmap.engines.torch.dtensor_ops.local_values import mark_local
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Function
@@ -43,10 +43,10 @@ def to_local(
     if tensor.device_mesh not in meshes:
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("to_local", tensor)
-    local = _local(tensor, tensor.placements, grad_placements)
+    local = _ToLocal.of(tensor, _GradientLayout(tensor.placements, grad_placements))
     if getattr(tensor, "_is_param", False):  # as torch has it: a part of a parameter is one
         local._is_param = True
-    return local
+    return mark_local(local, tensor.placements)
 
 
 @plainly
@@ -58,20 +58,12 @@ def full_tensor(
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("full_tensor", tensor)
     whole = placed_in(tensor, replicated(tensor.device_mesh))
-    origin = Origin(whole.placements, grad_placements)
-    local = _ToLocal.of(whole, origin)
+    local = _ToLocal.of(whole, _GradientLayout(whole.placements, grad_placements))
     if simulation.is_simulated():
         local = as_one(local)
         if is_everywhere(tensor):
             local = local.clone()  # not the memory of one simulated device
-    return mark_local(local, origin, whole.placements)
-
-
-def _local(
-    tensor: DTensor, placements: Sequence[Placement], of_gradient: Sequence[Placement] | None
-) -> torch.Tensor:
-    origin = Origin(placements, of_gradient)
-    return mark_local(_ToLocal.of(tensor, origin), origin, placements)
+    return mark_local(local, whole.placements)
 
 
 @plainly
@@ -131,8 +123,8 @@ def from_local(
                     why="its devices have parts of it, and from_local takes the part of one device",
                     fix="pass tensor.to_local(), or call tensor.redistribute(placements=...)",
                 )
-            local = _local(local, local.placements, None)
-        note_parts(local, wanted)
+            local = _ToLocal.of(local, _GradientLayout(local.placements))
+        _note_parts(local, wanted)
         if options.get("run_check") or options.get("grad_placements") is not None:
             return own(local, device_mesh, wanted, **options)
         shape, stride = options.get("shape"), options.get("stride")
@@ -171,6 +163,51 @@ def distribute_tensor(
         return own(tensor.detach().requires_grad_(requires_grad), device_mesh, placements, **options)
 
 
+class _GradientLayout:
+    """The placements in which the gradient of a DTensor comes back, of which each device's tensor was taken.
+
+    Args:
+        placements: The placements of the DTensor.
+        named: Those of its gradient, as the program has named them; `None`: they follow from what is computed.
+    """
+
+    def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:
+        self._placements, self._named = tuple(placements), None if named is None else tuple(named)
+        self.summed = set[int]()  # the mesh dims over which devices compute different things
+
+    def placements(self) -> tuple[Placement, ...]:
+        """Return the placements, once the forward pass is done."""
+        if self._named is not None:
+            return self._named
+        return tuple(
+            Replicate()
+            if each.is_partial()
+            else Partial()
+            if each.is_replicate() and dim in self.summed
+            else each
+            for dim, each in enumerate(self._placements)
+        )
+
+
+def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
+    """Note that devices use their own tensors as shards or summands.
+
+    A DTensor that all of them have, and from which these are computed, then gets a part of its gradient from each.
+    Torch takes it for the same on all devices, unless `grad_placements` says otherwise.
+    """
+    dims = {dim for dim, each in enumerate(placements) if not each.is_replicate()}
+    nodes, seen = [local.grad_fn] if dims else [], set[object]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _ToLocal._backward_cls):
+            node.gradient.summed.update(dims)
+        else:
+            nodes += [inner for inner, _ in node.next_functions]
+
+
 def as_one(local: torch.Tensor) -> torch.Tensor:
     """The tensor of one simulated device, for all of which it is the same; any other tensor as it is."""
     return local if simulation.plain(local) is local else _AsOne.of(local)
@@ -178,8 +215,8 @@ def as_one(local: torch.Tensor) -> torch.Tensor:
 
 class _ToLocal(OwnGradient):
     @staticmethod
-    def forward(ctx: Ctx, tensor: DTensor, origin: Origin) -> torch.Tensor:
-        ctx.spec, ctx.origin = spec_of(tensor), origin
+    def forward(ctx: Ctx, tensor: DTensor, gradient: _GradientLayout) -> torch.Tensor:
+        ctx.spec, ctx.gradient = spec_of(tensor), gradient
         local = local_of(tensor)
         return local.view_as(local)  # another object: autograd ties what is returned to this step
 
@@ -189,7 +226,7 @@ class _ToLocal(OwnGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        spec = placed_as(ctx.spec, ctx.origin.placements_of_gradient(), upstream[0].dtype)
+        spec = placed_as(ctx.spec, ctx.gradient.placements(), upstream[0].dtype)
         return _FromLocal.of(upstream[0].contiguous(), spec), None  # an expanded one has strides of 0
 
 
@@ -209,7 +246,7 @@ class _FromLocal(OwnGradient):
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         wanted = summed_placements(ctx.spec.placements)
         gradient = placed_in(on_mesh(upstream[0], ctx.spec.mesh), wanted)
-        local = _ToLocal.of(gradient, Origin(ctx.spec.placements))
+        local = _ToLocal.of(gradient, _GradientLayout(ctx.spec.placements))
         is_same = ctx.is_one and all(each.is_replicate() for each in wanted)
         return as_one(local) if is_same else local, None
 

@@ -51,7 +51,13 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
 from layoutmap.engines.torch.dtensor_ops.guard import guard
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
 from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
-from layoutmap.engines.torch.dtensor_ops.local_values import is_marked, is_shard, mark_results, refuse_mixed
+from layoutmap.engines.torch.dtensor_ops.local_values import (
+    is_marked,
+    is_shard,
+    mark_results,
+    refuse_mixed,
+    shard_error,
+)
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.memories import QUESTIONS, outdated, refuse_outdated
@@ -146,7 +152,12 @@ class _Computing(TorchFunctionMode):
             is_mixed = _survey(args)[1]
         if is_mixed and is_shard((args, kwargs)):
             refuse_mixed(func, args, kwargs, changed)
-            return _by_device(func, args, kwargs)
+            try:
+                return _by_device(func, args, kwargs)
+            except RuntimeError as error:  # the shapes of a shard and of a global tensor do not fit
+                raise shard_error(
+                    f"{name_of(func)}: a shard, computed with a global tensor", found
+                ) from error
         handler = known.handler
         if changed and not all(isinstance(each, DTensor) for each in changed):
             handler = _INTO_PLAIN
