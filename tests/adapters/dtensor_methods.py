@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError
+from layoutmap.engines.torch import simulation
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 WIDTH = 8
@@ -259,6 +260,9 @@ PLACES = {
 }
 
 
+OUTSIDE = ("the model's pre-hook", "the model's hook")
+
+
 class Case(NamedTuple):
     """One drawn case."""
 
@@ -312,6 +316,8 @@ def train(case, model, optimizer, on_mesh):
     for _ in range(2):
         x, y = torch.randn(8, 4, generator=rng), torch.randn(8, 2, generator=rng)
         output = model(x)
+        if on_mesh and case.place in OUTSIDE and not isinstance(output, DTensor):
+            output = simulation.plain(output)  # of simulated devices, each of which has computed it
         assert type(output) is torch.Tensor, type(output)
         loss = nn.functional.mse_loss(output, y)
         if case.place == "run_on":

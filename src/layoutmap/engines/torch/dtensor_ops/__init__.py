@@ -11,6 +11,7 @@ the others     tables of functions: losses, norms, attention, convolutions, recu
 
 from layoutmap.engines.torch.dtensor_ops.conversions import as_one as as_one
 from layoutmap.engines.torch.dtensor_ops.local_values import is_marked as is_marked
+from layoutmap.engines.torch.dtensor_ops.local_values import is_shard as is_shard
 from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard as refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed as note_redistributed
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated as refuse_outdated

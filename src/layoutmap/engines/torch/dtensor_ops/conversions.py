@@ -24,6 +24,7 @@ from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
     OwnGradient,
+    everywhere,
     in_order,
     is_everywhere,
     on_mesh,
@@ -150,17 +151,20 @@ def distribute_tensor(
     """`distribute_tensor()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
     if device_mesh is None or device_mesh not in meshes:
         return own(tensor, device_mesh, placements, **options)
-    placements = replicated(device_mesh) if placements is None else placements
+    wanted = replicated(device_mesh) if placements is None else list(placements)
     with simulation.on_mesh(device_mesh), simulation.own_group():
         if isinstance(tensor, DTensor):
-            if tensor.device_mesh != device_mesh or not is_everywhere(tensor) or not tensor.is_leaf:
-                return own(tensor, device_mesh, placements, **options)
-            requires_grad, tensor = tensor.requires_grad, local_of(tensor.detach())
-        else:
-            requires_grad = tensor.requires_grad
-            if simulation.is_simulated() and simulation.plain(tensor) is tensor:
-                tensor = simulation.every_rank(tensor, simulation.ranks_of(device_mesh))
-        return own(tensor.detach().requires_grad_(requires_grad), device_mesh, placements, **options)
+            if not (tensor.device_mesh == device_mesh and is_everywhere(tensor) and tensor.is_leaf):
+                return own(tensor, device_mesh, wanted, **options)
+            made = tensor.detach().redistribute(device_mesh, wanted)
+            return made.requires_grad_(tensor.requires_grad)
+        if simulation.is_simulated() and simulation.plain(tensor) is tensor:
+            ranks = simulation.ranks_of(device_mesh)
+            tensor = simulation.every_rank(tensor, ranks).requires_grad_(tensor.requires_grad)
+        if type(simulation.plain(tensor)) not in (torch.Tensor, torch.nn.Parameter):
+            # A graph is recorded: torch's own way would send what has no values.
+            return everywhere(tensor.detach(), device_mesh).redistribute(device_mesh, wanted)
+        return own(tensor, device_mesh, wanted, **options)
 
 
 class _GradientLayout:
