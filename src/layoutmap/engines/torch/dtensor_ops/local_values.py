@@ -78,13 +78,13 @@ def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequen
             raise shard_error(f"{name_of(function)}: a shard, computed with a tensor on the mesh", each)
 
 
-def refuse_shard(what: str, value: torch.Tensor) -> None:
+def refuse_shard(what: str, value: object) -> None:
     """Refuse a tensor that differs between devices where the global tensor is needed.
 
     Raises:
         EngineError: It differs.
     """
-    if not isinstance(value, DTensor) and is_shard(value):
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and is_shard(value):
         raise shard_error(f"{what}: a shard in the place of the global tensor", value)
 
 

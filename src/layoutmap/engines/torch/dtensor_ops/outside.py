@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import BackwardHook
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
@@ -35,6 +36,7 @@ from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops import conversions
 from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
 from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
+from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 from layoutmap.engines.torch.modes import plainly
@@ -49,7 +51,7 @@ with Needed("torch"):
     from torch.optim import _muon as _of_muon
     from torch.utils.flop_counter import _FlopCounterMode as FlopCounting  # pyright: ignore[reportPrivateUsage]
 
-check_names("torch", (_of_muon, "_zeropower_via_newtonschulz"))
+check_names("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropower_via_newtonschulz"))
 
 
 def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
@@ -183,6 +185,25 @@ def _counted(
     return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
 
 
+def _hooked(own: Function, tensor: DTensor, hook: Function) -> object:
+    """Register a hook whose gradient may be no shard."""
+
+    @functools.wraps(hook)
+    def checked(gradient: torch.Tensor) -> object:
+        result = hook(gradient)
+        refuse_shard("a gradient from a hook", result)
+        return result
+
+    return own(tensor, checked if is_guarded(tensor.device_mesh) else hook)
+
+
+def _unpacked(own: Function, hook: object, places: object, values: Any) -> object:
+    """Refuse shards among the gradients that a module's backward hook returns."""
+    for each in tree_leaves(values):
+        refuse_shard("a gradient from a backward hook", each)
+    return own(hook, places, values)
+
+
 def _method(name: str, instead: Function, of: object = DTensor) -> Attribute:
     """The patch that has a function called in the place of a method, with what torch does first."""
 
@@ -250,6 +271,8 @@ _CHANGES = (
     _method("to_local", conversions.to_local),
     Attribute(DTensor, "from_local", _static(conversions.from_local)),
     _Distributing(),
+    _method("register_hook", _hooked),
+    _method("_unpack_none", _unpacked, BackwardHook),
     _method("numpy", _on_plain),
     _method("tolist", _on_plain),
     _method("__format__", _formatted),
