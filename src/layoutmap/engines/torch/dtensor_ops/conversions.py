@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
@@ -90,16 +90,21 @@ def redistribute(
     with simulation.on_mesh(mesh):
         if placements is None or any(p.is_partial() for p in placements) or any(options.values()):
             return own(tensor, mesh, placements, **options)
-        return redistributed(tensor, [_counted_from_start(each, tensor.ndim) for each in placements])
+        return _moved(tensor, placements)
 
 
-def _counted_from_start(placement: Placement, rank: int) -> Placement:
+def _moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor in other placements, whose axes may be counted from the end."""
+    return redistributed(tensor, [_counted_from_start(each, tensor.ndim) for each in placements])
+
+
+def _counted_from_start(placement: Any, rank: int) -> Placement:
     """A placement whose axis is not negative."""
-    axis = getattr(placement, "dim", 0)
-    if axis >= 0:
+    if getattr(placement, "dim", 0) >= 0:
         return placement
-    split = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}  # pyright: ignore[reportAttributeAccessIssue]
-    return type(placement)(axis + rank, **split)
+    if type(placement) is Shard:
+        return Shard(placement.dim + rank)
+    return type(placement)(placement.dim + rank, split_factor=placement.split_factor)
 
 
 @plainly
@@ -156,18 +161,17 @@ def distribute_tensor(
         if isinstance(tensor, DTensor):
             if not (tensor.device_mesh == device_mesh and is_everywhere(tensor) and tensor.is_leaf):
                 return own(tensor, device_mesh, wanted, **options)
-            made = tensor.detach().redistribute(device_mesh, wanted)
-            return made.requires_grad_(tensor.requires_grad)
+            return _moved(tensor, wanted).detach().requires_grad_(tensor.requires_grad)
         if simulation.is_simulated() and simulation.plain(tensor) is tensor:
             ranks = simulation.ranks_of(device_mesh)
             tensor = simulation.every_rank(tensor, ranks).requires_grad_(tensor.requires_grad)
         if type(simulation.plain(tensor)) not in (torch.Tensor, torch.nn.Parameter):
             # A graph is recorded: torch's own way would send what has no values.
-            return everywhere(tensor.detach(), device_mesh).redistribute(device_mesh, wanted)
+            return _moved(everywhere(tensor.detach(), device_mesh), wanted)
         return own(tensor, device_mesh, wanted, **options)
 
 
-class _GradientLayout:
+class _GradientLayout:  # why: decisions/0174
     """The placements in which the gradient of a DTensor comes back, of which each device's tensor was taken.
 
     Args:
@@ -206,8 +210,8 @@ def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, _ToLocal._backward_cls):
-            node.gradient.summed.update(dims)
+        if isinstance(gradient := getattr(node, "gradient", None), _GradientLayout):
+            gradient.summed.update(dims)
         else:
             nodes += [inner for inner, _ in node.next_functions]
 

@@ -9,41 +9,35 @@ is computed from one has a mark:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, name_of
+from layoutmap.engines.torch.modes import function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
-_MARK = "_layoutmap_local"  # of a tensor
-
-
-class _Mark:
-    """The mark of a tensor: whether it differs between devices."""
-
-    def __init__(self, *, is_shard: bool) -> None:
-        self.is_shard = is_shard
-        _marks.add(self)
-
-
-_marks: weakref.WeakSet[_Mark] = weakref.WeakSet()  # where there is none, no function looks for one
+_marks: Any = (
+    WeakIdKeyDictionary()
+)  # by tensor, whether it differs between devices; no attribute, which is saved
 
 
 def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
     """Mark the local tensor of a DTensor in some placements; returns it."""
-    setattr(local, _MARK, _Mark(is_shard=not all(each.is_replicate() for each in placements)))
+    differs = not all(each.is_replicate() for each in placements)
+    if differs or function_modes():  # outside of a call, what is the same on all devices is like any tensor
+        _marks[local] = differs
     return local
 
 
-def _marks_in(values: object) -> list[_Mark]:
+def _marks_in(values: object) -> list[bool]:
     leaves = tree_leaves(values) if _marks else ()
-    return [vars(each)[_MARK] for each in leaves if isinstance(each, torch.Tensor) and _MARK in vars(each)]
+    return [_marks[each] for each in leaves if isinstance(each, torch.Tensor) and each in _marks]
 
 
 def is_marked(values: object) -> bool:
@@ -53,15 +47,15 @@ def is_marked(values: object) -> bool:
 
 def is_shard(values: object) -> bool:
     """Whether there is a tensor among some values that differs between devices."""
-    return any(mark.is_shard for mark in _marks_in(values))
+    return any(_marks_in(values))
 
 
 def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
     """Mark the results of a function that each device computed with its own tensors; returns them."""
-    mark = _Mark(is_shard=is_shard((args, kwargs)))
+    differs = is_shard((args, kwargs))
     for each in tree_leaves((result, args[:1] if changes_in_place(function) else (), kwargs.get("out"))):
         if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
-            setattr(each, _MARK, mark)
+            _marks[each] = differs
     return result
 
 

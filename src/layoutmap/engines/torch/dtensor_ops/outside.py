@@ -226,19 +226,25 @@ class _Distributing:
 
     def install(self) -> None:
         """Replace the code."""
-        own = FunctionType(self._CODE, vars(_api), "distribute_tensor", distribute_tensor.__defaults__)
+        own = FunctionType(self._CODE, _api.__dict__, "distribute_tensor", distribute_tensor.__defaults__)
         own.__kwdefaults__ = distribute_tensor.__kwdefaults__
-        vars(_api)[self._NAME] = functools.partial(conversions.distribute_tensor, own)
+        setattr(_api, self._NAME, functools.partial(conversions.distribute_tensor, own))
         distribute_tensor.__code__ = _distribute.__code__
 
     def remove(self) -> None:
         """Put torch's code back."""
         distribute_tensor.__code__ = self._CODE
-        vars(_api).pop(self._NAME, None)
+        if hasattr(_api, self._NAME):
+            delattr(_api, self._NAME)
 
 
-def _distribute(tensor, device_mesh=None, placements=None, *, src_data_rank=0):  # type: ignore[no-untyped-def]
-    return layoutmap_distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)  # noqa: F821
+# Its code runs with the names of torch's module.
+def _distribute(
+    tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: Any = 0
+) -> Any:
+    return layoutmap_distribute(  # noqa: F821 # pyright: ignore[reportUndefinedVariable, reportUnknownVariableType]
+        tensor, device_mesh, placements, src_data_rank=src_data_rank
+    )
 
 
 class _PlainTensorsReplicated:
