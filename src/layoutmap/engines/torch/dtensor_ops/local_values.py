@@ -22,9 +22,9 @@ from layoutmap.engines.torch.modes import function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
-_marks: Any = (
-    WeakIdKeyDictionary()
-)  # by tensor, whether it differs between devices; no attribute, which is saved
+# torch.save writes attributes of tensors, and torch.load refuses them, so marks are in a table of their own (0174).
+_marks: Any = WeakIdKeyDictionary()
+"""Whether a tensor differs between devices, by tensor."""
 
 
 def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
