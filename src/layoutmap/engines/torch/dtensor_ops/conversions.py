@@ -33,7 +33,15 @@ from layoutmap.engines.torch.placing import (
     replicated,
     summed_placements,
 )
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, placed_as, spec_of, spec_of_shards
+from layoutmap.engines.torch.specs import (
+    DTensorSpec,
+    axis_of,
+    dtensor,
+    local_of,
+    placed_as,
+    spec_of,
+    spec_of_shards,
+)
 
 
 @plainly
@@ -103,7 +111,7 @@ def _counted_from_start(placement: Any, rank: int) -> Placement:
     if getattr(placement, "dim", 0) >= 0:
         return placement
     if type(placement) is Shard:
-        return Shard(placement.dim + rank)
+        return Shard(axis_of(placement) + rank)
     return type(placement)(placement.dim + rank, split_factor=placement.split_factor)
 
 
@@ -161,7 +169,8 @@ def distribute_tensor(
         if isinstance(tensor, DTensor):
             if not (tensor.device_mesh == device_mesh and is_everywhere(tensor) and tensor.is_leaf):
                 return own(tensor, device_mesh, wanted, **options)
-            return _moved(tensor, wanted).detach().requires_grad_(tensor.requires_grad)
+            made: Any = _moved(tensor, wanted).detach()
+            return made.requires_grad_(tensor.requires_grad)
         if simulation.is_simulated() and simulation.plain(tensor) is tensor:
             ranks = simulation.ranks_of(device_mesh)
             tensor = simulation.every_rank(tensor, ranks).requires_grad_(tensor.requires_grad)
