@@ -33,6 +33,7 @@ STATE = {
     "engines.torch.deferred_init.jump.works": "whether torch's generators jump as they should: found by one experiment",
     # what is known of a framework's objects that cannot be told from the objects
     "engines.tensorflow.arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",
+    "engines.torch.dtensor_ops.local_values._marks": "what was taken out of DTensors, weakly: an attribute is saved",
     "engines.torch.devices._mesh_of": "our first mesh for a DeviceMesh, for as long as that lives",
     "engines.torch.devices._device_meshes": "process groups are made once for each grid",
     "engines.torch.devices._known": "the DeviceMesh of a mesh, as it was found before",

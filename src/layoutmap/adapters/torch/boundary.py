@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.dtensor_ops import as_one, refuse_shard
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import everywhere, full_tensor, placed_in, reduced
@@ -55,6 +56,8 @@ def on_mesh(values: object, context: ScopeContext) -> Any:
     def place(tensor: torch.Tensor) -> object:
         if isinstance(tensor, DTensor):
             return tensor
+        refuse_shard("an input", tensor)
+        tensor = as_one(tensor)
         layout = context.policy.batch_layout(tuple(tensor.shape))
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
@@ -78,7 +81,8 @@ def summed_up(values: object) -> object:
 def _on_its_mesh(change: Function, tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor as its own mesh has it; a plain tensor stays as it is."""
     if not isinstance(tensor, DTensor):
-        return tensor
+        refuse_shard("an output", tensor)
+        return as_one(tensor)
     with simulation.on_mesh(tensor.device_mesh):
         return change(tensor)
 

@@ -35,6 +35,7 @@ from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
+from layoutmap.engines.torch.dtensor_ops import is_shard, refuse_shard
 from layoutmap.engines.torch.modes import plainly, without_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import summed_placements
@@ -253,6 +254,8 @@ class _Call:
         self.key = (*structure.parts, form, self._is_odd, id(forward.context))
         self.tensors = structure.tensors
         given = tensors_in(self._args)
+        if is_shard(given):
+            self.why_not = "an argument is a shard, which the graph would take for the global tensor"
         self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in given))
 
     def _form(self, value: Any) -> object:
@@ -319,6 +322,7 @@ class _Call:
         seen = {id(each) for each in given.values()}
         found: list[torch.Tensor] = []
         for each in tensors_in(result):
+            refuse_shard("an output of a graph", each)
             # Of what shares memory, torch.compile makes views, which DTensors have not.
             found.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
             seen.add(id(each))

@@ -54,7 +54,7 @@ from layoutmap.engines.torch.arrays import (
 )
 from layoutmap.engines.torch.deferred_init import free_room, trace
 from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
-from layoutmap.engines.torch.dtensor_ops import computing
+from layoutmap.engines.torch.dtensor_ops import computing, is_marked
 from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
 from layoutmap.engines.torch.malloc import give_back
 from layoutmap.engines.torch.modes import plainly
@@ -256,6 +256,8 @@ class _OnMesh(TorchFunctionMode):
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
+        if is_marked((args, kwargs)):  # each device goes on with its own
+            return result
         if type(result) in _NOT_PLAIN or _meshes.innermost is not self:
             return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}

@@ -38,6 +38,7 @@ check_names(
 )
 
 R = TypeVar("R")
+_redistribute_by_torch = DTensor.redistribute  # before `dtensor_ops` replaces it
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -261,7 +262,7 @@ class _FullTensor(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, attainable_placements(tensor)
-        plain = simulation.plain(placed_in(tensor, replicated(ctx.mesh)).to_local())
+        plain = simulation.plain(local_of(placed_in(tensor, replicated(ctx.mesh))))
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
         # What is gathered is contiguous; the order of random numbers follows the strides.
@@ -314,7 +315,9 @@ def _redistributed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTenso
             local = local.chunk(spec.mesh.size(dim), axis_of(shard))[coordinates[dim]]
         local = local.clone(memory_format=torch.contiguous_format)  # a view would keep all of it alive
     else:
-        moved = tensor.redistribute(spec.mesh, placements)  # what is rare in a step is left to DTensor
+        moved = _redistribute_by_torch(
+            tensor, spec.mesh, placements
+        )  # what is rare in a step is left to DTensor
         return dtensor(in_order(local_of(moved), spec_of(moved)), spec_of(moved))
     spec = placed_as(spec, placements, local.dtype)
     return dtensor(in_order(local, spec), spec)

@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -120,6 +120,11 @@ def _begin(number: int) -> None:
     change(*simulated(simulation, _group, _coordinate, functools.partial(functools.partialmethod, _reduced)))
     at_end(_end)
     _simulation = simulation
+
+
+def own_group() -> AbstractContextManager[None]:
+    """While open, the process group of simulated devices is the default one; nothing changes for any others."""
+    return default_group(_group) if _simulation is not None else nullcontext()
 
 
 @contextmanager
@@ -275,4 +280,6 @@ def every_rank(tensor: torch.Tensor, ranks: Iterable[int]) -> torch.Tensor:
     """
     if not is_simulated():
         return tensor.detach()
+    if isinstance(tensor, LocalTensor):
+        return tensor.detach().clone()
     return LocalTensor({each: tensor.detach().clone() for each in ranks})

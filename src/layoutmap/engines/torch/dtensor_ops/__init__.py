@@ -9,6 +9,10 @@ sums           when sums over the mesh are made, for a batch that does not divid
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """
 
+from layoutmap.engines.torch.dtensor_ops.conversions import as_one as as_one
+from layoutmap.engines.torch.dtensor_ops.local_values import is_marked as is_marked
+from layoutmap.engines.torch.dtensor_ops.local_values import is_shard as is_shard
+from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard as refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed as note_redistributed
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated as refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import computing as computing

@@ -29,6 +29,7 @@ from layoutmap.engines.torch.dtensor_ops.dispatch import (
     take_shape,
 )
 from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.local_values import is_shard, shard_error
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
 from layoutmap.engines.torch.dtensor_ops.memories import copied, count_unseen, note_redistributed, spread
 from layoutmap.engines.torch.dtensor_ops.proven import ALONG, ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
@@ -129,6 +130,8 @@ def _answer(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: Dev
     """
     if mesh not in meshes:  # DTensors of the program itself
         return own()
+    if is_shard((args, kwargs)):  # outside of modes, where nothing has looked at it
+        raise shard_error(f"{op}: a shard, computed with a tensor on the mesh", _dtensors((args, kwargs))[0])
     _refuse_plain(op, args, kwargs)
     return _decided(own, op, args, kwargs, mesh)
 

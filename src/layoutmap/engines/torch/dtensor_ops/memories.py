@@ -212,8 +212,6 @@ def refuse_outdated(name: str, values: object) -> None:
             )
 
 
-# For these torch calls no function that can be watched.
-_CONVERSIONS: dict[str, Function] = {name: getattr(DTensor, name) for name in ("to_local", "redistribute")}
 _SHOW = DTensor.__repr__
 
 
@@ -221,8 +219,6 @@ def _watch_functions() -> None:
     """Have slices looked at before each of torch's functions that is called with a DTensor, properties aside."""
     owner: Any = DTensor
     owner.__torch_function__ = classmethod(_torch_function)
-    for name, own in _CONVERSIONS.items():
-        setattr(owner, name, _watched(own))
     owner.__repr__ = functools.wraps(_SHOW)(_shown)
 
 
@@ -235,18 +231,8 @@ def _torch_function(
         return func(*args, **(kwargs or {}))
 
 
-def _watched(own: Function) -> Function:
-    @functools.wraps(own)
-    def watched(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-        _before_function(own, tensor)
-        return own(tensor, *args, **kwargs)
-
-    return watched
-
-
 def _stop_watching_functions() -> None:
     """Have the functions of torch called as they are."""
     owner: Any = DTensor
     owner.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportUnknownMemberType]
-    for name, own in (*_CONVERSIONS.items(), ("__repr__", _SHOW)):
-        setattr(owner, name, own)
+    owner.__repr__ = _SHOW

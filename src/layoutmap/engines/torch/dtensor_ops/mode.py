@@ -51,6 +51,13 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
 from layoutmap.engines.torch.dtensor_ops.guard import guard
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
 from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
+from layoutmap.engines.torch.dtensor_ops.local_values import (
+    is_marked,
+    is_shard,
+    mark_results,
+    refuse_mixed,
+    shard_error,
+)
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
 from layoutmap.engines.torch.dtensor_ops.memories import QUESTIONS, outdated, refuse_outdated
@@ -65,7 +72,7 @@ from layoutmap.engines.torch.modes import outside_of_modes, plainly, without_fun
 from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
 from layoutmap.engines.torch.placing import everywhere, reduced
 from layoutmap.engines.torch.storages import base_of
-from layoutmap.engines.torch.trees import tree_leaves
+from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 with Needed("torch"):
     from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
@@ -138,11 +145,19 @@ class _Computing(TorchFunctionMode):
                 return unwrapped(func)(*args, **kwargs)
         found, is_mixed = _survey((*args, *kwargs.values()) if kwargs else args)
         if found is None:
-            return func(*args, **kwargs)
+            return _by_device(func, args, kwargs) if is_marked((args, kwargs)) else func(*args, **kwargs)
         changed = changed_by(func, args, kwargs) if known.changes or "out" in kwargs else []
         if known.indexes:
             args = (args[0], _index(args[1]), *args[2:])
             is_mixed = _survey(args)[1]
+        if is_mixed and is_shard((args, kwargs)):
+            refuse_mixed(func, args, kwargs, changed)
+            try:
+                return _by_device(func, args, kwargs)
+            except RuntimeError as error:  # the shapes of a shard and of a global tensor do not fit
+                raise shard_error(
+                    f"{name_of(func)}: a shard, computed with a global tensor", found
+                ) from error
         handler = known.handler
         if changed and not all(isinstance(each, DTensor) for each in changed):
             handler = _INTO_PLAIN
@@ -188,6 +203,15 @@ def _known(func: Function, by_shards: bool) -> _Known:
         is_backward=func in _BACKWARD,
         can_be_unwrapped=func not in _THIN and can_be_unwrapped(func),
     )
+
+
+def _by_device(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute a function of tensors that devices have of their own, and of tensors that each of them has in full."""
+    args, kwargs = tree_map(
+        lambda each: each.to_local() if isinstance(each, DTensor) else each, (tuple(args), kwargs)
+    )
+    with outside_of_modes():
+        return mark_results(function, args, kwargs, function(*args, **kwargs))
 
 
 # Python that does no more than call the function of torch that DTensor has a rule for.

@@ -20,10 +20,13 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import BackwardHook
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.users_line import level_of_user
@@ -31,8 +34,10 @@ from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
+from layoutmap.engines.torch.dtensor_ops import conversions
 from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
 from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
+from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 from layoutmap.engines.torch.modes import plainly
@@ -43,10 +48,11 @@ from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count, hide, memory_of
 
 with Needed("torch"):
+    from torch.distributed.tensor import _api
     from torch.optim import _muon as _of_muon
     from torch.utils.flop_counter import _FlopCounterMode as FlopCounting  # pyright: ignore[reportPrivateUsage]
 
-check_names("torch", (_of_muon, "_zeropower_via_newtonschulz"))
+check_names("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropower_via_newtonschulz"))
 
 
 def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
@@ -114,15 +120,6 @@ def _copied(own: Function, tensor: DTensor, memo: dict[int, object]) -> object:
         return own(tensor, memo)
     made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return made
-
-
-def _gathered(own: Function, tensor: DTensor, **options: object) -> torch.Tensor:
-    """`tensor.full_tensor()`: a plain tensor of simulated devices, too."""
-    if not simulation.is_simulated() or not is_guarded(tensor.device_mesh):
-        return own(tensor, **options)
-    refuse_outdated("full_tensor", tensor)
-    found = full_tensor(tensor)
-    return found.clone() if is_everywhere(tensor) else found  # not the memory of one simulated device
 
 
 @plainly
@@ -206,6 +203,25 @@ def _counted(
     return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
 
 
+def _hooked(own: Function, tensor: DTensor, hook: Function) -> object:
+    """Register a hook whose gradient may be no shard."""
+
+    @functools.wraps(hook)
+    def checked(gradient: torch.Tensor) -> object:
+        result = hook(gradient)
+        refuse_shard("a gradient from a hook", result)
+        return result
+
+    return own(tensor, checked if is_guarded(tensor.device_mesh) else hook)
+
+
+def _unpacked(own: Function, hook: object, places: object, values: Any) -> object:
+    """Refuse shards among the gradients that a module's backward hook returns."""
+    for each in tree_leaves(values):
+        refuse_shard("a gradient from a backward hook", each)
+    return own(hook, places, values)
+
+
 def _method(name: str, instead: Function, of: object = DTensor) -> Attribute:
     """The patch that has a function called in the place of a method, with what torch does first."""
 
@@ -213,6 +229,40 @@ def _method(name: str, instead: Function, of: object = DTensor) -> Attribute:
         return functools.wraps(own)(lambda *args, **kwargs: instead(own, *args, **kwargs))
 
     return Attribute(of, name, make)
+
+
+def _static(instead: Function) -> Callable[[Any], object]:
+    """Make a static method that calls a function with torch's own method first."""
+    return lambda own: staticmethod(functools.wraps(own.__func__)(functools.partial(instead, own.__func__)))
+
+
+class _Distributing:
+    """The patch of `distribute_tensor`: programs import the function itself, so its code is replaced."""
+
+    _NAME = "layoutmap_distribute"
+    _CODE = distribute_tensor.__code__
+
+    def install(self) -> None:
+        """Replace the code."""
+        own = FunctionType(self._CODE, _api.__dict__, "distribute_tensor", distribute_tensor.__defaults__)
+        own.__kwdefaults__ = distribute_tensor.__kwdefaults__
+        setattr(_api, self._NAME, functools.partial(conversions.distribute_tensor, own))
+        distribute_tensor.__code__ = _distribute.__code__
+
+    def remove(self) -> None:
+        """Put torch's code back."""
+        distribute_tensor.__code__ = self._CODE
+        if hasattr(_api, self._NAME):
+            delattr(_api, self._NAME)
+
+
+# Its code runs with the names of torch's module.
+def _distribute(
+    tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: Any = 0
+) -> Any:
+    return layoutmap_distribute(  # noqa: F821 # pyright: ignore[reportUndefinedVariable, reportUnknownVariableType]
+        tensor, device_mesh, placements, src_data_rank=src_data_rank
+    )
 
 
 class _PlainTensorsReplicated:
@@ -241,7 +291,13 @@ _CHANGES = (
     _method("__deepcopy__", _copied),
     _method("data_ptr", _refuse_address),
     _method("__dlpack__", _refuse_address),
-    _method("full_tensor", _gathered),
+    _method("full_tensor", conversions.full_tensor),
+    _method("redistribute", conversions.redistribute),
+    _method("to_local", conversions.to_local),
+    Attribute(DTensor, "from_local", _static(conversions.from_local)),
+    _Distributing(),
+    _method("register_hook", _hooked),
+    _method("_unpack_none", _unpacked, BackwardHook),
     _method("numpy", _on_plain),
     _method("tolist", _on_plain),
     _method("__format__", _formatted),

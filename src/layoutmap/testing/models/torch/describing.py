@@ -207,6 +207,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint

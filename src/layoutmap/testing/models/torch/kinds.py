@@ -185,7 +185,11 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         Attention({w}, heads=6, groups=3, size=4, causal=True)
         Attention({w}, heads=4, groups=1, size=8, causal=True)"""}),
     "GatedUnit": (_ANY, 3, {_same: "GatedUnit({w}, {z})"}),
-    "Experts": (_ANY, 3, {_same: "Experts({w}, {z}, 4)"}),
+    "Experts": (_ANY, 3, {_same: """
+        Experts({w}, {z}, 4)
+        Experts({w}, {z}, 4, 'full_tensor')
+        Experts({w}, {z}, 4, 'redistribute')
+        Experts({w}, {z}, 4, 'to_local')"""}),
     "Flatten": (_PLACES, 3, {
         lambda s, d: (math.prod(s),): "nn.Flatten()",
         lambda s, d: (s[0], math.prod(s[1:])): "nn.Flatten(2)"}),

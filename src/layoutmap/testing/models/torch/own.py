@@ -28,15 +28,26 @@ class GatedUnit(nn.Module):
 """,
     "Experts": """\
 class Experts(nn.Module):
-    def __init__(self, width, inner, num):
+    def __init__(self, width, inner, num, method=None):
         super().__init__()
+        self.method = method
         self.router = nn.Linear(width, num)
         self.up = nn.Parameter(torch.randn(num, width, inner) * 0.3)
         self.down = nn.Parameter(torch.randn(num, inner, width) * 0.3)
 
+    def weight(self, weight):
+        if self.method is None or not isinstance(weight, DTensor):
+            return weight
+        mesh, placements = weight.device_mesh, weight.placements
+        if self.method == "full_tensor":
+            return weight.full_tensor()
+        if self.method == "redistribute":
+            return weight.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+        return DTensor.from_local(weight.to_local() * 1.0, mesh, placements)
+
     def forward(self, x):
-        inner = torch.relu(torch.einsum("...d,edf->...ef", x, self.up))
-        return torch.einsum("...ef,efd,...e->...d", inner, self.down, self.router(x).softmax(-1))
+        inner = torch.relu(torch.einsum("...d,edf->...ef", x, self.weight(self.up)))
+        return torch.einsum("...ef,efd,...e->...d", inner, self.weight(self.down), self.router(x).softmax(-1))
 
 
 """,

@@ -1,0 +1,282 @@
+"""DTensor's public conversions on this library's meshes: `to_local`, `full_tensor`, `redistribute`, and back.
+
+Torch's own are called like any program inside of a model's call: the modes there take the local tensors, and those that
+a collective has not filled yet, for global ones. These convert outside of all modes, and wait for collectives. Devices
+may be simulated. `local_values` tracks what a program computes with local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch import simulation
+from layoutmap.engines.torch.backward import Ctx
+from layoutmap.engines.torch.changes import meshes
+from layoutmap.engines.torch.dtensor_ops.local_values import mark_local
+from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
+from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.placing import (
+    OwnGradient,
+    everywhere,
+    in_order,
+    is_everywhere,
+    on_mesh,
+    placed_in,
+    redistributed,
+    replicated,
+    summed_placements,
+)
+from layoutmap.engines.torch.specs import (
+    DTensorSpec,
+    axis_of,
+    dtensor,
+    local_of,
+    placed_as,
+    spec_of,
+    spec_of_shards,
+)
+
+
+@plainly
+def to_local(
+    own: Function, tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None
+) -> torch.Tensor:
+    """`tensor.to_local()`: what each device holds."""
+    if tensor.device_mesh not in meshes:
+        return own(tensor, grad_placements=grad_placements)
+    refuse_outdated("to_local", tensor)
+    local = _ToLocal.of(tensor, _GradientLayout(tensor.placements, grad_placements))
+    if getattr(tensor, "_is_param", False):  # as torch has it: a part of a parameter is one
+        local._is_param = True
+    return mark_local(local, tensor.placements)
+
+
+@plainly
+def full_tensor(
+    own: Function, tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None
+) -> torch.Tensor:
+    """`tensor.full_tensor()`: one plain tensor, also of simulated devices."""
+    if tensor.device_mesh not in meshes:
+        return own(tensor, grad_placements=grad_placements)
+    refuse_outdated("full_tensor", tensor)
+    whole = placed_in(tensor, replicated(tensor.device_mesh))
+    local = _ToLocal.of(whole, _GradientLayout(whole.placements, grad_placements))
+    if simulation.is_simulated():
+        local = as_one(local)
+        if is_everywhere(tensor):
+            local = local.clone()  # not the memory of one simulated device
+    return mark_local(local, whole.placements)
+
+
+@plainly
+def redistribute(
+    own: Function,
+    tensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """`tensor.redistribute()`: when it returns, the values are there, unless it is to be asynchronous."""
+    mesh = tensor.device_mesh
+    if mesh not in meshes:
+        return own(tensor, device_mesh, placements, **options)
+    refuse_outdated("redistribute", tensor)
+    if device_mesh is not None and device_mesh != mesh:
+        raise EngineError(
+            "redistribute: to another mesh",
+            facts={"from": str(mesh), "to": str(device_mesh)},
+            why="DTensor redistributes on one mesh, and would ignore the other",
+            fix="use layoutmap.dtensor.relayout(tensor, layout), or the tensor's own mesh",
+        )
+    with simulation.on_mesh(mesh):
+        if placements is None or any(p.is_partial() for p in placements) or any(options.values()):
+            return own(tensor, mesh, placements, **options)
+        return _moved(tensor, placements)
+
+
+def _moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor in other placements, whose axes may be counted from the end."""
+    return redistributed(tensor, [_counted_from_start(each, tensor.ndim) for each in placements])
+
+
+def _counted_from_start(placement: Any, rank: int) -> Placement:
+    """A placement whose axis is not negative."""
+    if getattr(placement, "dim", 0) >= 0:
+        return placement
+    if type(placement) is Shard:
+        return Shard(axis_of(placement) + rank)
+    return type(placement)(placement.dim + rank, split_factor=placement.split_factor)
+
+
+@plainly
+def from_local(
+    own: Function,
+    local: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """`DTensor.from_local()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
+    if device_mesh is None or device_mesh not in meshes:
+        return own(local, device_mesh, placements, **options)
+    with simulation.on_mesh(device_mesh):
+        placements = replicated(device_mesh) if placements is None else placements
+        wanted = tuple(_counted_from_start(each, local.ndim) for each in placements)
+        if isinstance(local, DTensor):
+            if not is_everywhere(local):
+                raise EngineError(
+                    "DTensor.from_local: of a tensor on the mesh",
+                    facts={"shape": tuple(local.shape), "layout": str(local.placements)},
+                    why="its devices have parts of it, and from_local takes the part of one device",
+                    fix="pass tensor.to_local(), or call tensor.redistribute(placements=...)",
+                )
+            local = _ToLocal.of(local, _GradientLayout(local.placements))
+        _note_parts(local, wanted)
+        if options.get("run_check") or options.get("grad_placements") is not None:
+            return own(local, device_mesh, wanted, **options)
+        shape, stride = options.get("shape"), options.get("stride")
+        if shape is None or stride is None:
+            spec = spec_of_shards(device_mesh, wanted, local.shape, local.stride(), local.dtype)
+        else:
+            spec = placed_as(
+                spec_of_shards(device_mesh, tuple(replicated(device_mesh)), shape, stride, local.dtype),
+                wanted,
+                local.dtype,
+            )
+        return _FromLocal.of(local, spec)
+
+
+@plainly
+def distribute_tensor(
+    own: Function,
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> DTensor:
+    """`distribute_tensor()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
+    if device_mesh is None or device_mesh not in meshes:
+        return own(tensor, device_mesh, placements, **options)
+    wanted = replicated(device_mesh) if placements is None else list(placements)
+    with simulation.on_mesh(device_mesh), simulation.own_group():
+        if isinstance(tensor, DTensor):
+            if not (tensor.device_mesh == device_mesh and is_everywhere(tensor) and tensor.is_leaf):
+                return own(tensor, device_mesh, wanted, **options)
+            made: Any = _moved(tensor, wanted).detach()
+            return made.requires_grad_(tensor.requires_grad)
+        if simulation.is_simulated() and simulation.plain(tensor) is tensor:
+            ranks = simulation.ranks_of(device_mesh)
+            tensor = simulation.every_rank(tensor, ranks).requires_grad_(tensor.requires_grad)
+        if type(simulation.plain(tensor)) not in (torch.Tensor, torch.nn.Parameter):
+            # A graph is recorded: torch's own way would send what has no values.
+            return _moved(everywhere(tensor.detach(), device_mesh), wanted)
+        return own(tensor, device_mesh, wanted, **options)
+
+
+class _GradientLayout:  # why: decisions/0174
+    """The placements in which the gradient of a DTensor comes back, of which each device's tensor was taken.
+
+    Args:
+        placements: The placements of the DTensor.
+        named: Those of its gradient, as the program has named them; `None`: they follow from what is computed.
+    """
+
+    def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:
+        self._placements, self._named = tuple(placements), None if named is None else tuple(named)
+        self.summed = set[int]()  # the mesh dims over which devices compute different things
+
+    def placements(self) -> tuple[Placement, ...]:
+        """Return the placements, once the forward pass is done."""
+        if self._named is not None:
+            return self._named
+        return tuple(
+            Replicate()
+            if each.is_partial()
+            else Partial()
+            if each.is_replicate() and dim in self.summed
+            else each
+            for dim, each in enumerate(self._placements)
+        )
+
+
+def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
+    """Note that devices use their own tensors as shards or summands.
+
+    A DTensor that all of them have, and from which these are computed, then gets a part of its gradient from each.
+    Torch takes it for the same on all devices, unless `grad_placements` says otherwise.
+    """
+    dims = {dim for dim, each in enumerate(placements) if not each.is_replicate()}
+    nodes, seen = [local.grad_fn] if dims else [], set[object]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(gradient := getattr(node, "gradient", None), _GradientLayout):
+            gradient.summed.update(dims)
+        else:
+            nodes += [inner for inner, _ in node.next_functions]
+
+
+def as_one(local: torch.Tensor) -> torch.Tensor:
+    """The tensor of one simulated device, for all of which it is the same; any other tensor as it is."""
+    return local if simulation.plain(local) is local else _AsOne.of(local)
+
+
+class _ToLocal(OwnGradient):
+    @staticmethod
+    def forward(ctx: Ctx, tensor: DTensor, gradient: _GradientLayout) -> torch.Tensor:
+        ctx.spec, ctx.gradient = spec_of(tensor), gradient
+        local = local_of(tensor)
+        return local.view_as(local)  # another object: autograd ties what is returned to this step
+
+    @staticmethod
+    def needed(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    @staticmethod
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
+        spec = placed_as(ctx.spec, ctx.gradient.placements(), upstream[0].dtype)
+        return _FromLocal.of(upstream[0].contiguous(), spec), None  # an expanded one has strides of 0
+
+
+class _FromLocal(OwnGradient):
+    @staticmethod
+    def forward(ctx: Ctx, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.spec, ctx.is_one = spec, simulation.is_simulated() and simulation.plain(local) is local
+        if ctx.is_one:
+            local = simulation.every_rank(local, simulation.ranks_of(spec.mesh))
+        return dtensor(in_order(local.detach(), spec), spec)
+
+    @staticmethod
+    def needed(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    @staticmethod
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
+        wanted = summed_placements(ctx.spec.placements)
+        gradient = placed_in(on_mesh(upstream[0], ctx.spec.mesh), wanted)
+        local = _ToLocal.of(gradient, _GradientLayout(ctx.spec.placements))
+        is_same = ctx.is_one and all(each.is_replicate() for each in wanted)
+        return as_one(local) if is_same else local, None
+
+
+class _AsOne(OwnGradient):
+    @staticmethod
+    def forward(ctx: Ctx, local: torch.Tensor) -> torch.Tensor:
+        ctx.ranks = tuple(simulation.pieces_of(local))
+        one = simulation.plain(local)
+        return one.view_as(one)
+
+    @staticmethod
+    def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
+        gradient = upstream[0]
+        is_one = simulation.plain(gradient) is gradient
+        return simulation.every_rank(gradient, ctx.ranks) if is_one else gradient

@@ -1,0 +1,94 @@
+"""Track the tensors that a program takes out of DTensors, by `to_local` or `full_tensor`, inside of a model's call.
+
+A plain tensor that meets a DTensor there counts as the global tensor, the same on each device. A shard is not, so what
+is computed from one has a mark:
+
+- beside tensors that each device has in full, each device computes with its own, and the result is marked, too
+- beside any other DTensor, or as an output of the model, it is refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import WeakIdKeyDictionary
+
+from layoutmap.core.errors import EngineError
+from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, name_of
+from layoutmap.engines.torch.modes import function_modes
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
+from layoutmap.engines.torch.trees import tree_leaves
+
+# torch.save writes attributes of tensors, and torch.load refuses them, so marks are in a table of their own (0174).
+_marks: Any = WeakIdKeyDictionary()
+"""Whether a tensor differs between devices, by tensor."""
+
+
+def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
+    """Mark the local tensor of a DTensor in some placements; returns it."""
+    differs = not all(each.is_replicate() for each in placements)
+    if differs or function_modes():  # outside of a call, what is the same on all devices is like any tensor
+        _marks[local] = differs
+    return local
+
+
+def _marks_in(values: object) -> list[bool]:
+    leaves = tree_leaves(values) if _marks else ()
+    return [_marks[each] for each in leaves if isinstance(each, torch.Tensor) and each in _marks]
+
+
+def is_marked(values: object) -> bool:
+    """Whether there is a tensor among some values that was taken out of a DTensor."""
+    return bool(_marks_in(values))
+
+
+def is_shard(values: object) -> bool:
+    """Whether there is a tensor among some values that differs between devices."""
+    return any(_marks_in(values))
+
+
+def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
+    """Mark the results of a function that each device computed with its own tensors; returns them."""
+    differs = is_shard((args, kwargs))
+    for each in tree_leaves((result, args[:1] if changes_in_place(function) else (), kwargs.get("out"))):
+        if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
+            _marks[each] = differs
+    return result
+
+
+def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequence[torch.Tensor]) -> None:
+    """Refuse to compute a shard with a DTensor that is not replicated, or to change a DTensor by one.
+
+    Raises:
+        EngineError: There is such a DTensor.
+    """
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, DTensor) and (
+            any(each is other for other in changed) or not all(p.is_replicate() for p in each.placements)
+        ):
+            raise shard_error(f"{name_of(function)}: a shard, computed with a tensor on the mesh", each)
+
+
+def refuse_shard(what: str, value: object) -> None:
+    """Refuse a tensor that differs between devices where the global tensor is needed.
+
+    Raises:
+        EngineError: It differs.
+    """
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and is_shard(value):
+        raise shard_error(f"{what}: a shard in the place of the global tensor", value)
+
+
+def shard_error(what: str, tensor: torch.Tensor) -> EngineError:
+    """Make the error for a shard where the global tensor is needed."""
+    layout = {"layout": str(tensor.placements)} if isinstance(tensor, DTensor) else {}
+    return EngineError(
+        what,
+        facts={"shape": tuple(tensor.shape), **layout},
+        why="to_local() gives each device its own part, and here it would count as all of the tensor",
+        fix="use the tensor itself or tensor.full_tensor(), or put the parts together before: "
+        "DTensor.from_local(part, mesh, placements)",
+    )

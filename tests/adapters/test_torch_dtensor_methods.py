@@ -1,0 +1,147 @@
+"""DTensor's public methods give what one device has, in each place of a training step, or are refused by name."""
+
+import json
+from pathlib import Path
+
+import dtensor_methods
+import forked
+import pytest
+import torch
+from cases import EVERYTHING
+from dtensor_methods import METHODS, PLACES, SIMULATED, Case
+from engines.several_processes import free_ports
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import layoutmap as lm
+from layoutmap.core.errors import EngineError
+
+PROCESSES = ("torch",)
+# The maps match no biases, and one compiled block is not.
+pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
+WORKER = Path(__file__).with_name("dtensor_methods_process.py")
+NUM_CASES = 240 if EVERYTHING else 6
+"""How many cases are drawn on simulated devices; a third of them in processes."""
+SEED = 20261128
+
+
+def check(cases, found):
+    """Compare what was found for drawn cases with what may be."""
+    wrong = {
+        case: text
+        for case, text in zip(cases, found, strict=True)
+        if text and not (text.startswith("refused: ") and dtensor_methods.may_be_refused(case))
+    }
+    assert {} == wrong
+
+
+@pytest.mark.parametrize("number", range(NUM_CASES))
+@pytest.mark.every_case
+def test_drawn_cases_on_simulated_devices(number):
+    """Outputs and weights after two steps of SGD are those of one device."""
+    case = dtensor_methods.draw(SEED + number, dtensor_methods.MESHES[4], SIMULATED)
+    check([case], [dtensor_methods.difference(case)])
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.every_case
+def test_drawn_cases_in_processes(num_processes, tmp_path):
+    """The same in each of several processes, where blocks are compiled, too."""
+    first, last = SEED, SEED + max(NUM_CASES // 3, 4)
+    arguments = [str(tmp_path), str(free_ports(1)[0]), str(num_processes), str(first), str(last)]
+    ended = forked.wait_for_all(
+        [forked.start(WORKER, [str(number), *arguments]) for number in range(num_processes)]
+    )
+    assert [0] * num_processes == [each.returncode for each in ended], ended[0].stderr[-4000:]
+    cases = [dtensor_methods.draw(seed, dtensor_methods.MESHES[num_processes]) for seed in range(first, last)]
+    for number in range(num_processes):
+        told = json.loads((tmp_path / f"{number}.json").read_text())
+        check(cases, [told[str(case.seed)] for case in cases])
+
+
+REPORTED = {
+    "a replicated weight's to_local": Case(
+        "to_local", "forward", "model=4", None, (None, None), ("model", None), 1
+    ),
+    "redistribute, to_local": Case(
+        "redistribute, to_local", "forward", "batch=2,model=2", "batch", ("model", None), ("model", None), 1
+    ),
+    "full_tensor in a hook": Case(
+        "full_tensor", "forward hook", "model=4", None, (None, "model"), (None, None), 1
+    ),
+    "shards with the full tensor": Case(
+        "shards with the full tensor", "forward", "model=4", None, ("model", None), (None, None), 1
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REPORTED.values(), ids=REPORTED)
+@pytest.mark.every_case
+def test_reported_cases(case):
+    """Gradients of all weights have the scale of one device's, and no simulated device's tensor gets out."""
+    assert "" == dtensor_methods.difference(case)
+
+
+class Experts(nn.Module):
+    """Experts as in PyTorch's own tests: each device computes with those that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 6) * 0.3)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        up = self.up.to_local() if isinstance(self.up, DTensor) else self.up
+        return self.out(torch.bmm(x.unsqueeze(0).expand(up.shape[0], -1, -1), up).sum(dim=0) / 4)
+
+
+def make_experts():
+    torch.manual_seed(0)
+    return Experts()
+
+
+@pytest.mark.every_case
+def test_experts_on_some_devices_are_refused():
+    """The output of a device's own experts is no global tensor, and no weight changes."""
+    layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {"up": ("model", None, None)})
+    model = layout_map.build(make_experts, library="torch")
+    message = (
+        r"a shard in the place of the global tensor(.|\n)*why(.|\n)*to_local\(\) gives each device its own part"
+        r"(.|\n)*fix(.|\n)*DTensor.from_local\(part, mesh, placements\)"
+    )
+
+    with pytest.raises(EngineError, match=message):
+        model(torch.ones(3, 6))
+    expected = make_experts().state_dict()
+    assert all(torch.equal(each, model.state_dict()[name].full_tensor()) for name, each in expected.items())
+
+
+@pytest.mark.every_case
+def test_shards_are_those_of_torch():
+    """`to_local` gives each device the part that `distribute_tensor` of torch has given it."""
+    case = Case("to_local", "forward", "batch=2,model=2", None, ("batch", "model"), (None, None), 3)
+    weight = dtensor_methods.laid_out(case).probe.w
+    torchs = distribute_tensor(weight.full_tensor().detach(), weight.device_mesh, [Shard(0), Shard(1)])
+
+    pieces = lm.dtensor.unpack(weight)
+    assert [each.tolist() for each in pieces] == [each.tolist() for each in lm.dtensor.unpack(torchs)]
+
+
+@pytest.mark.every_case
+def test_another_mesh_is_refused():
+    """Torch would ignore the other mesh."""
+    build = [
+        dtensor_methods.laid_out(Case("", "", mesh, None, (None, None), (None, None), 0))
+        for mesh in ("model=4", "batch=2,model=2")
+    ]
+    one, other = (each.probe.w for each in build)
+
+    with pytest.raises(EngineError, match="redistribute: to another mesh"):
+        one.redistribute(other.device_mesh, [Replicate()] * 2)
+
+
+def test_each_method_and_place_is_drawn():
+    """The long run has each method, each place, and most pairs of them."""
+    cases = [dtensor_methods.draw(SEED + number, dtensor_methods.MESHES[4]) for number in range(240)]
+    assert set(METHODS) == {case.method for case in cases}
+    assert set(PLACES) == {case.place for case in cases}
