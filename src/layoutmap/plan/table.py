@@ -38,6 +38,7 @@ class PlanTable(Mapping[str, Assignment]):
     cost: Cost | None = field(default=None, hash=False)
     device_memory: int | None = None
     strict: bool = False
+    batches: tuple[str, ...] | None = field(default=None, compare=False)
 
     @cached_property
     def _by_key(self) -> dict[str, Assignment]:

@@ -96,6 +96,7 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
     if across:
         problems += differences(held, engine, mesh)
     plan = Plan(mesh, tuple(assignments), in_order(problems))
+    plan = replace(plan, batches=(batch_dim,) if batch_dim else scope and scope.batches)
     if scope is not None:
         return _with_rules(plan, scope.plan)
     return plan.with_problems([*_unused_dims(plan, batch_dim)])

@@ -39,6 +39,8 @@ class Plan(PlanTable):  # why: decisions/0041
         cost: What a training step costs; `None`: that was not counted.
         device_memory: The memory of a device in bytes, of a plan without a cost; `None`: nobody has said.
         strict: Whether warnings count as errors in the verdict.
+        batches: The mesh dims over which batches are sharded, of a model that exists; empty: they are replicated;
+            `None`: not known.
 
     Example:
         >>> from layoutmap.core.variables import VariableSpec

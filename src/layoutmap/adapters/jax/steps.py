@@ -6,6 +6,7 @@ The file is longer than others since what is refused, and why, stands where it i
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
@@ -35,6 +36,7 @@ from layoutmap.adapters.jax.signatures import (
 from layoutmap.adapters.programs import Program, lowered_lines, versions
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, brief
+from layoutmap.core.idle_dims import idle_dims_warning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
@@ -214,6 +216,7 @@ class JitStep:
         self._last: _Program | None = None
         self._peers: dict[Mesh, Peers] = {}
         self._objects: StepObjects | None = None
+        self._has_warned = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step; the first time for arguments of this kind, compile it."""
@@ -389,6 +392,8 @@ class JitStep:
         if key not in self._programs:
             arguments = signature.arguments(leaves)
             compiled, constants = self._compiled(signature, leaves, arguments, native, rows)
+            if any(_may_be_batch(np.shape(leaves[n]), places[n][1]) for n in places):
+                self._warn_of_idle_dims(mesh, shardings, compiled, arguments)
             peers = self._compared(mesh, compiled, arguments) if native.is_multi_process else None
             self._programs[key] = _Program(
                 self._name, signature, compiled, constants, shardings, avals, places, peers
@@ -396,6 +401,25 @@ class JitStep:
         program = self._programs[key]
         program.places.update(places)
         return program
+
+    def _warn_of_idle_dims(
+        self, mesh: Mesh, shardings: Sequence[NamedSharding], compiled: jax.stages.Wrapped, arguments: Any
+    ) -> None:
+        """Warn once about mesh dims that shard no argument, and that the function itself does not use."""
+        if self._has_warned:
+            return
+        used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))} | {self._batch_dim}
+        idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
+        if idle:  # lowering takes time, so it is done for such meshes alone
+            args, kwargs = arguments
+            lines = compiled.lower(*args, **kwargs).as_text().splitlines()
+            # Shardy names a dim wherever it is used. Another partitioner numbers devices, so nothing is known then.
+            uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
+            idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
+        if idle:
+            self._has_warned = True
+            warning = idle_dims_warning(self._name, mesh, idle, self._batch_dim, "jit_step")
+            warnings.warn(warning, stacklevel=level_of_user())
 
     def _mesh(self, signature: Signature, leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
@@ -527,6 +551,11 @@ class JitStep:
                     why="objects of nnx are changed in place, and what is returned would be a copy",
                     fix="return the loss and metrics only",
                 )
+
+
+def _may_be_batch(shape: tuple[int, ...], is_batch: bool) -> bool:
+    """Whether an argument off the mesh has rows: what was taken as a batch, or is too large for a number or a key."""
+    return bool(shape) and (is_batch or math.prod(shape) > _SMALL)
 
 
 def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:

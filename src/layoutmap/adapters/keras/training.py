@@ -136,6 +136,8 @@ def step_wraps(
                 return getattr(model, attribute)
 
             materialize_for_training(model, session)
+            if name == "train":
+                session.context.warn_of_idle_dims("fit")
             if getattr(model, attribute) is None or force:
                 across = session.context.across
                 made = step(name, own)
