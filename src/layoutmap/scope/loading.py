@@ -73,7 +73,8 @@ def load(
         missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
             keep their values, or are initialized.
         extra: What happens with variables in the checkpoint that the model does not have: `"error"`, or `"ignore"`.
-            Slots are left out where no optimizer is passed.
+            Slots are left out where no optimizer is passed. Of a Keras model that is not compiled, a warning names them
+            unless this is `"ignore"`, and `compile` restores them.
         cast: Whether values of another element type are converted to that of the model.
         override: Settings of an optimizer of torch that are not to be those that were saved, as in `{"lr": 1e-4}`, for
             all of its groups. Others are those that were saved, with a warning where the optimizer was made with

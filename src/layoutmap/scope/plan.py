@@ -149,7 +149,7 @@ class Plan(PlanTable):  # why: decisions/0041
               why   groups of 4 devices store and compute the same: 2 of the 8 devices would be enough
               fix   shard weights over model, or plan for a mesh without it
             <BLANKLINE>
-            Lint: 1 finding; batches are sharded over batch
+            Lint: 1 finding; batches are assumed to be sharded over batch
         """
         return lint_plan(self, batch_dim)
 
