@@ -216,7 +216,7 @@ class JitStep:
         self._last: _Program | None = None
         self._peers: dict[Mesh, Peers] = {}
         self._objects: StepObjects | None = None
-        self._has_warned = False
+        self._has_stepped = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step; the first time for arguments of this kind, compile it."""
@@ -405,9 +405,10 @@ class JitStep:
     def _warn_of_idle_dims(
         self, mesh: Mesh, shardings: Sequence[NamedSharding], compiled: jax.stages.Wrapped, arguments: Any
     ) -> None:
-        """Warn once about mesh dims that shard no argument, and that the function itself does not use."""
-        if self._has_warned:
+        """Warn at the first step about mesh dims that shard no argument, and that the function itself does not use."""
+        if self._has_stepped:
             return
+        self._has_stepped = True
         used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))} | {self._batch_dim}
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
         if idle:  # lowering takes time, so it is done for such meshes alone
@@ -417,7 +418,6 @@ class JitStep:
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
         if idle:
-            self._has_warned = True
             warning = idle_dims_warning(self._name, mesh, idle, self._batch_dim, "jit_step")
             warnings.warn(warning, stacklevel=level_of_user())
 
