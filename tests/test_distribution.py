@@ -18,9 +18,12 @@ from pathlib import Path
 
 import frameworks
 import pytest
+from layoutmap.engines.jax.cost.targets import TARGETS
 from test_docs import not_printed, program_of
 
 import layoutmap as lm
+from layoutmap.adapters import ADAPTERS
+from layoutmap.engines import ENGINES
 from layoutmap.engines.tested import TESTED
 
 README = frameworks.ROOT / "README.md"
@@ -104,6 +107,38 @@ def test_the_page_of_versions_says_what_was_tested():
 
     assert TESTED == {package: (oldest, newest) for package, oldest, newest in rows}
     assert [] == [each for each in pythons if not re.search(rf"^\| {re.escape(each)} \|", page, re.M)]
+
+
+EXTRA = re.compile(r'(?:layoutmap|"\.)\[([\w,-]+|\{[^}\n]+\})\]')
+COMPUTED = {
+    "{name}": {*ENGINES, *ADAPTERS},
+    "{engine}": set(ENGINES),
+    "{backend}": set(ENGINES),
+    "{error.name}": set(TESTED),
+    "{target.extra}": {each.extra for each in TARGETS.values() if each.extra},
+    '{target.extra or "jax"}': {"jax"},
+}
+"""The extras that a message computes, by the expression in its f-string."""
+
+
+def named_extras():
+    """Yield each extra that a message or a page names, with the file that names it."""
+    shipped = [*(frameworks.ROOT / "src").rglob("*.py"), *(frameworks.ROOT / "docs").rglob("*.md")]
+    for path in [*shipped, README, frameworks.ROOT / "SECURITY.md", frameworks.ROOT / "CONTRIBUTING.md"]:
+        for written in EXTRA.findall(path.read_text(encoding="utf-8")):
+            names = COMPUTED.get(written) or {each.strip() for each in written.split(",")}
+            for name in names:
+                yield name, str(path.relative_to(frameworks.ROOT))
+
+
+def test_every_extra_that_a_text_names_exists():
+    """Each `layoutmap[x]` of a message or a page is an extra of pyproject.toml."""
+    project = tomllib.loads((frameworks.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    named = set(named_extras())
+
+    assert set() == {(name, path) for name, path in named if name not in extras}
+    assert {"selftest", "xla-gpu", "proto", "keras"} <= {name for name, _ in named}
 
 
 SMALL = {
@@ -233,7 +268,9 @@ def installed(built, index, tmp_path_factory):
 
     def of_page(page):
         found = re.search(
-            r'^pip install "\.\[([\w,]+)\]"([ \w]*)', page.read_text(encoding="utf-8"), re.MULTILINE
+            r'^pip install "(?:\.|layoutmap)\[([\w,]+)\]"([ \w]*)',
+            page.read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
         return make(found[1], found[2].strip())
 
@@ -262,6 +299,28 @@ def test_a_page_runs_where_nothing_is_installed_but_what_it_says(page, installed
 
     assert 0 == done.returncode, done.stderr
     assert [] == not_printed(page, done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("has_optax", [True, False], ids=["as documented", "without optax"])
+def test_the_self_test_holds_where_nothing_is_installed_but_what_its_page_says(
+    has_optax, installed, tmp_path
+):
+    """With the page's packages every kind is tried and holds; without optax its kinds count as not tried."""
+    page = frameworks.ROOT / "docs" / "how-to" / "selftest.md"
+    folder = installed(page)
+    if not has_optax:
+        removed = [folder / "python", "-m", "pip", "uninstall", "--yes", "--quiet", "optax"]
+        subprocess.run(removed, check=True, capture_output=True)
+    kinds = ("arrays-jax", "pytree", "speeds-jax")
+    only = [word for kind in kinds for word in ("--only", kind)]
+    options = ["--engine", "jax", "--simulate", "8", "--count", "1", "--seed", "7", *only]
+    done = run_bare([folder / "layoutmap", "selftest", *options], tmp_path)
+
+    assert 0 == done.returncode, done.stdout + done.stderr
+    assert done.stdout.startswith("well: ")
+    assert has_optax == ("not tried without optax" not in done.stdout)
 
 
 NET = """

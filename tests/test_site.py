@@ -66,16 +66,23 @@ def sources(site):
             yield source.read_text(encoding="utf-8"), page
 
 
+def shown_marks(shown):
+    """Return the marks of Markdown that a page shows: fences outside inline code, and openings of boxes and tabs."""
+    outside = re.sub(r"(?<!<pre>)<code>.*?</code>", "", re.sub(r"<span></span>", "", shown), flags=re.DOTALL)
+    prose = re.sub(r"<pre.*?</pre>", "", outside, flags=re.DOTALL)
+    return re.findall("```", outside) + re.findall(r"(?:\?\?\?\+?|!!!|===) ", prose)
+
+
 @pytest.mark.long
 def test_each_fence_is_a_block_of_code(site):
-    """As many blocks as fences, and no mark of one in the prose; made by mkdocstrings are more."""
+    """As many blocks as fences, and no mark of one in the prose or in a block; made by mkdocstrings are more."""
     wrong = []
     for text, page in sources(site):
         shown = article(page)
-        prose = re.sub(r"<pre.*?</pre>|<code>.*?</code>", "", shown, flags=re.DOTALL)
         fences, blocks = len(FENCE.findall(text)), shown.count("<pre")
-        if "```" in prose or blocks < fences or (blocks > fences and "::: layoutmap" not in text):
-            wrong.append((page.name, fences, blocks))
+        marks = shown_marks(shown)
+        if marks or blocks < fences or (blocks > fences and "::: layoutmap" not in text):
+            wrong.append((page.name, fences, blocks, marks))
 
     assert [] == wrong
 

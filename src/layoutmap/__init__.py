@@ -124,8 +124,11 @@ def __getattr__(name: str) -> Any:
         try:
             return getattr(importlib.import_module(_LATE[name]), name)
         except ModuleNotFoundError as error:
+            from layoutmap.engines.tested import TESTED
+
+            package = f'"layoutmap[{error.name}]"' if error.name in TESTED else error.name
             raise AttributeError(
-                f'layoutmap.{name} needs {error.name}, which is not installed: pip install "layoutmap[{error.name}]"'
+                f"layoutmap.{name} needs {error.name}, which is not installed: pip install {package}"
             ) from error
     raise AttributeError(f"module 'layoutmap' has no attribute {name!r}")
 

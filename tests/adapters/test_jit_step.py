@@ -1,6 +1,7 @@
 """Compiled steps leave everything in its layout, and compute what one device computes."""
 
 import functools
+import warnings
 
 import equinox as eqx
 import jax
@@ -163,7 +164,8 @@ def test_batches_are_placed(layout_map):
     seen = []
     lm.jit_step(step, batch_dim="batch")(kernel, batch())
     lm.jit_step(step, batch_dim="batch", batch_argnums=1)(kernel, jnp.asarray(batch()))
-    lm.jit_step(step)(kernel, batch())
+    with pytest.warns(lm.LayoutMapWarning, match="step: mesh dim 'batch' is idle"):
+        lm.jit_step(step)(kernel, batch())
     assert [(2, 40), (2, 40), (4, 40)] == seen
     big = jnp.ones((64, 40))
     with pytest.warns(lm.LayoutMapWarning, match=r"step: args\[1\] is on one device"):
@@ -472,3 +474,48 @@ def test_a_result_that_replaces_no_argument_stays_where_jit_leaves_it(layout_map
     ):
         expected = jax.jit(step)(*arguments)
         assert layouts(expected) == layouts(lm.jit_step(step)(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("specs", "place", "is_idle"),
+    [
+        ((None, "model"), "numpy", True),
+        ((None, "model"), "batch_dim", False),
+        ((None, "model"), "one device", True),
+        ((None, "model"), "sharded", False),
+        ((None, "model"), "constrained", False),
+        ((None, "model"), "shard_map", False),
+        (("batch", "model"), "numpy", False),
+        ((None, ("batch", "model")), "numpy", False),
+        ((None, "model"), "no batch", False),
+    ],
+)
+def test_the_first_step_names_an_idle_dim_once(specs, place, is_idle):
+    """A dim is idle that shards no argument, and that the function does not use; without a batch nothing is said."""
+    mesh = lm.create_mesh("batch=2,model=4")
+    kernel = lm.dtensor.relayout(np.ones((8, 16), np.float32), lm.Layout(specs, mesh))
+    native, rows = kernel.sharding.mesh, np.ones((256, 8), np.float32)
+    over_batch = jax.sharding.NamedSharding(native, jax.sharding.PartitionSpec("batch", None))
+    given = {"one device": jnp.asarray(rows), "sharded": jax.device_put(rows, over_batch)}
+
+    def step(params, x=None):
+        if x is None:
+            return {"kernel": params["kernel"] * 2}
+        if place == "constrained":
+            x = jax.lax.with_sharding_constraint(x, over_batch)
+        if place == "shard_map":
+            x = jax.shard_map(jnp.sin, mesh=native, in_specs=over_batch.spec, out_specs=over_batch.spec)(x)
+        return {"kernel": params["kernel"] - (x @ params["kernel"]).mean(0)}
+
+    compiled = lm.jit_step(step, batch_dim="batch" if place == "batch_dim" else None)
+    arguments = () if place == "no batch" else (given.get(place, rows),)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        params = {"kernel": kernel}
+        for _ in range(2):
+            params = compiled(params, *arguments)
+    ours = [each for each in caught if each.category is lm.LayoutMapWarning]
+
+    assert ["step: mesh dim 'batch' is idle"] * is_idle == [str(w.message).splitlines()[0] for w in ours]
+    assert all("pass batch_dim='batch' to jit_step" in str(w.message) for w in ours)
+    assert all(w.filename == __file__ for w in ours)

@@ -1,5 +1,7 @@
 """A mesh dim that nothing uses, and batches of which none is sharded, are said."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -61,3 +63,60 @@ fit: no batch was sharded over mesh dim 'batch'
   fix   use a batch_size that is a multiple of 2"""
     ] == [str(w.message) for w in ours]
     assert [__file__] == [w.filename for w in ours]
+
+
+def caught_by(steps):
+    """The warnings of this library while something runs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps()
+    return [each for each in caught if each.category is lm.LayoutMapWarning]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "idle"),
+    [
+        ((None, "model"), {}, ["batch"]),
+        ((None, "model"), {"batch_dim": "batch"}, []),
+        (("batch", None), {"batch_dim": "batch"}, ["model"]),
+        (("batch", "model"), {}, []),
+        ((("batch", "model"), None), {}, []),
+        ((None, None), {}, ["batch", "model"]),
+    ],
+)
+def test_the_first_step_names_idle_dims_once(rule, options, idle):
+    """At the user's line, with the argument to pass; lint says how batches are sharded, before a step and after it."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {"d1.kernel": rule}, rest="replicated")
+    with warnings.catch_warnings(action="ignore"):  # weights along two axes are warned of, too
+        model = layout_map.build(make_model, **options)
+    x, y = np.ones((8, 8), "float32"), np.ones((8, 16), "float32")
+    before = repr(lm.inspect(model).lint())
+    first = caught_by(lambda: model.fit(x, y, verbose=0))
+    said = "batches are sharded over batch" if options else "batches are replicated"
+
+    assert [f"fit: mesh dim {', '.join(map(repr, idle))} is idle"] * bool(idle) == [
+        str(each.message).splitlines()[0] for each in first
+    ]
+    assert all(each.filename == __file__ for each in first)
+    assert all(("pass batch_dim='batch' to build" in str(each.message)) != bool(options) for each in first)
+    assert [] == caught_by(lambda: (model.fit(x, y, verbose=0), model.train_on_batch(x, y)))
+    assert [True, True] == [said in each for each in (before, repr(lm.inspect(model).lint()))]
+    if not options and idle:
+        assert set(idle) == {p.subject for p in lm.inspect(model).lint() if p.kind == "unused dim"}
+
+
+def test_a_dim_of_size_one_or_of_activations_is_not_idle():
+    """Nor do `predict` and `evaluate` warn, which take no step."""
+    x, y = np.ones((8, 8), "float32"), np.ones((8, 16), "float32")
+    single = lm.LayoutMap(
+        lm.create_mesh("batch=1,model=8"), {"d1.kernel": (None, "model")}, rest="replicated"
+    )
+    outputs = lm.LayoutMap(
+        lm.create_mesh("batch=2,model=4"), {"d1.kernel": (None, "model")}, rest="replicated"
+    )
+    outputs.activations["d1"] = ("batch", None)
+    idle = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {"d1.kernel": (None, "model")}, rest="replicated")
+    for layout_map in (single, outputs):
+        assert [] == caught_by(lambda m=layout_map: m.build(make_model).fit(x, y, verbose=0))
+    model = idle.build(make_model)
+    assert [] == caught_by(lambda: (model.predict(x, verbose=0), model.evaluate(x, y, verbose=0)))

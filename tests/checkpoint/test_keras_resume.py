@@ -5,6 +5,7 @@ import tempfile
 import keras
 import numpy as np
 import pytest
+from cases import few
 
 import layoutmap as lm
 
@@ -85,3 +86,63 @@ def test_training_goes_on_in_other_layouts(saved, dims):
     assert sorted(after) == sorted(found)
     for path, value in found.items():
         np.testing.assert_allclose(value, after[path], rtol=1e-6, atol=1e-6, err_msg=path)
+
+
+KERAS_READS_BY_ARRAY = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad", "rmsprop", "nadam", "lion", "adafactor")
+
+
+def make_uncompiled():
+    return keras.Sequential([keras.Input((8,)), L.Dense(16, name="up"), L.Dense(4, name="down")])
+
+
+def make_with(optimizer):
+    model = make_uncompiled()
+    model.compile(optimizer, "mse")
+    return model
+
+
+@pytest.mark.filterwarnings("error::layoutmap.LayoutMapWarning")
+@KERAS_READS_BY_ARRAY
+@pytest.mark.parametrize("optimizer", few(OPTIMIZERS, "adam"))
+@pytest.mark.parametrize("is_sharded", few([True, False], True))
+def test_an_optimizer_that_a_load_left_out_is_named_and_restored_by_compile(tmp_path, optimizer, is_sharded):
+    """The warning has the variables and the reason. After `compile` the losses are those without a break."""
+    rules = layout_map("batch=2,model=4", (None, "model"))
+    rules.rest = "replicated"
+    keras.utils.set_random_seed(2)
+    model = rules.build(lambda: make_with(optimizer), batch_dim="batch")
+    trained(model)
+    lm.save(model, tmp_path)
+    losses = trained(model)
+    options = {"layout_map": rules, "batch_dim": "batch"} if is_sharded else {}
+    with pytest.warns(lm.LayoutMapWarning, match="variables of the optimizer were not read") as caught:
+        found = lm.load(make_uncompiled, tmp_path, **options)
+    (ours,) = (str(each.message) for each in caught if each.category is lm.LayoutMapWarning)
+    found.compile(optimizer, "mse")
+
+    assert "optimizer.iteration" in ours
+    assert "why       the model has no optimizer" in ours
+    assert STEPS == int(np.asarray(keras.ops.cast(found.optimizer.iterations, "int32")))
+    assert "compile" not in vars(found) or is_sharded
+    np.testing.assert_allclose(trained(found), losses, rtol=1e-6)
+    found.compile(optimizer, "mse")  # a later one begins anew
+    assert 0 == int(np.asarray(keras.ops.cast(found.optimizer.iterations, "int32")))
+
+
+@pytest.mark.filterwarnings("error::layoutmap.LayoutMapWarning")
+@KERAS_READS_BY_ARRAY
+def test_another_optimizer_is_not_restored(tmp_path):
+    """A warning names what was not restored; weights keep what was trained meanwhile. `extra="ignore"` says nothing."""
+    model = make_with("adam")
+    trained(model)
+    lm.save(model, tmp_path)
+    with pytest.warns(lm.LayoutMapWarning, match="were not read"):
+        found = lm.load(make_uncompiled, tmp_path)
+    found.layers[0].kernel.assign(np.zeros((8, 16)))
+    with pytest.warns(lm.LayoutMapWarning, match="the state of the optimizer was not restored"):
+        found.compile("sgd", "mse")
+    assert 0.0 == float(np.abs(np.asarray(found.layers[0].kernel)).max())
+    quiet = lm.load(make_uncompiled, tmp_path, extra="ignore")
+    quiet.compile("adam", "mse")
+    assert 0 == int(np.asarray(keras.ops.cast(quiet.optimizer.iterations, "int32")))

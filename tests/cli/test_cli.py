@@ -237,12 +237,12 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
 
     assert 0 == code
     assert (
-        "<Findings: 1 finding; batches are sharded over batch>: see layoutmap lint cli_models:make ...\n"
+        "<Findings: 1 finding; batches are assumed to be sharded over batch>: see layoutmap lint cli_models:make ...\n"
         in out
     )
     assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
     assert (1, f"{told}\n") == run(capsys, "lint", "cli_models:make", "--rules", "odd.yaml")[:2]
-    assert (0, "Lint: nothing found; batches are sharded over batch\n") == run(
+    assert (0, "Lint: nothing found; batches are assumed to be sharded over batch\n") == run(
         capsys, "lint", "cli_models:make", "--rules", "rules.yaml"
     )[:2]
     code, out, err = run(capsys, "lint", "odd.json", "--batch-dim", "data")

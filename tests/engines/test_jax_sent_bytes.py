@@ -11,13 +11,13 @@ from cases import compiled_for_gpus, few
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from layoutmap.engines.jax.cost.compiled import compile_modules
+from layoutmap.engines.jax.cost.counting import collectives_of
+from layoutmap.engines.jax.cost.partitioned import read
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.cost import hlo
-from layoutmap.engines.jax.cost.compiled import compile_modules
-from layoutmap.engines.jax.cost.counting import collectives_of
-from layoutmap.engines.jax.cost.partitioned import read
 
 MESH = Mesh(None, "a=2,b=4")
 ROWS, COLUMNS = 16, 32

@@ -357,7 +357,7 @@ def test_repeated_blocks_are_reported_once():
     assert text.startswith(
         "contradicts its kernel: blocks.{0..1}.up.bias: is sharded differently from up.kernel, with which it is used\n"
     )
-    assert text.endswith("\nLint: 1 finding; batches are sharded over data")
+    assert text.endswith("\nLint: 1 finding; batches are assumed to be sharded over data")
 
 
 @given(strategies.plans(layers=True))

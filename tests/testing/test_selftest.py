@@ -130,6 +130,53 @@ def test_each_kind_has_a_turn(run):
     assert {subject_named(kind).title for kind in kinds} <= {row["tried on"] for row in found["laws"]}
 
 
+@pytest.mark.skipif(HERE != "jax", reason="optax, which is hidden, is a package of JAX")
+@pytest.mark.parametrize("is_alone", [False, True], ids=["with arrays", "alone"])
+def test_a_missing_package_is_no_fault(run, tmp_path, is_alone):
+    """Without optax models of pytrees are "not tried", by its name; if nothing else is tried: exit code 2."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util, sys\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.partition('.')[0] == 'optax':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'optax' else find(name, *rest)\n"
+    )
+    kinds = ["pytree"] if is_alone else ["pytree", "arrays-jax"]
+    source = f"{tmp_path}{os.pathsep}{SOURCE}"
+    code, said, found = run("--count", "1", *(w for k in kinds for w in ("--only", k)), source=source)
+
+    if is_alone:
+        assert (2, {}) == (code, found), said
+        assert "nothing could be tried" in said
+        assert "pip install optax" in said
+    else:
+        assert 0 == code, said
+        assert "not tried without optax" in found["says"]
+        assert found["says"].startswith("well: 4 laws on 1 cases")
+        assert "optax: pip install optax" == found["ran on"]["not installed"]
+
+
+def test_only_a_package_that_is_not_there_is_missing():
+    """A module that an installed package lacks is a fault; so is any other error."""
+    from layoutmap.testing.laws import missing_package, tried
+
+    def wrapped():
+        try:
+            import no_such_package  # noqa: F401
+        except ImportError as error:
+            raise ValueError from error
+
+    def of_an_installed_one():
+        import layoutmap.no_such_module  # noqa: F401
+
+    assert ("not tried", "no_such_package") == ((outcome := tried("a law", wrapped)).what, outcome.missing)
+    assert ("failed", "") == ((outcome := tried("a law", of_an_installed_one)).what, outcome.missing)
+    assert "" == missing_package(ValueError())
+
+
 SWAPPED = {
     "jax": (
         "engines/jax/devices.py",

@@ -7,7 +7,7 @@ gets its value, and how the library trains. It knows no rule, no mesh and no dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -106,6 +106,15 @@ class ScopeContext(Protocol):  # why: decisions/0042
         """Return initial values, each in its layout, by the keys given; all processes of the mesh must ask."""
         ...
 
+    def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
+        """Warn about mesh dims that shard no weight, no layer output and no batch; once, at the first training step.
+
+        Args:
+            step: The name of the step, for the message.
+            sharded: The mesh dims over which the program itself has sharded the step's batch.
+        """
+        ...
+
     def gather(self, values: NumpyArray) -> NumpyArray:
         """Return the values of each process of the mesh, one row each; they must all ask, with values of one shape."""
         ...
@@ -166,6 +175,8 @@ class Building(Protocol):  # why: decisions/0171
     """
 
     name: str
+    places_batches: bool = False
+    """Whether the library's own training steps shard batches, by the scope's batch dim alone."""
 
     @property
     def engine_name(self) -> str:
@@ -305,6 +316,10 @@ class Keeping(Building, Protocol):
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
         """Put back what `settings` returned, here or of another library; `"random"` has those of this process."""
         ...
+
+    def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
+        """Call a function once, when a model without an optimizer is given one; return whether the library can."""
+        return False
 
 
 @runtime_checkable

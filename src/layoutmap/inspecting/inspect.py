@@ -97,6 +97,7 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
         problems += differences(held, engine, mesh)
     gathered = tuple(dim for dim in adapter.gathered_dims(model) if dim in mesh)
     plan = Plan(mesh, tuple(assignments), in_order(problems), gathered_dims=gathered)
+    plan = replace(plan, batches=(batch_dim,) if batch_dim else scope and scope.batches)
     if scope is not None:
         return _with_rules(plan, scope.plan)
     return plan.with_problems([*_unused_dims(plan, batch_dim)])

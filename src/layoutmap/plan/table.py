@@ -36,6 +36,7 @@ class PlanTable(Mapping[str, Assignment]):
     device_memory: int | None = None
     strict: bool = False
     gathered_dims: tuple[str, ...] = ()
+    batches: tuple[str, ...] | None = field(default=None, compare=False)
 
     @cached_property
     def _by_key(self) -> dict[str, Assignment]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
@@ -15,9 +16,10 @@ from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, full_index, held_shards
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.users_line import level_of_user
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import of_processes
@@ -71,7 +73,8 @@ def load(
         missing: What happens with weights of the model that are not in the checkpoint: `"error"`, or `"keep"`: they
             keep their values, or are initialized.
         extra: What happens with variables in the checkpoint that the model does not have: `"error"`, or `"ignore"`.
-            Slots are left out where no optimizer is passed.
+            Slots are left out where no optimizer is passed. Of a Keras model that is not compiled, a warning names them
+            unless this is `"ignore"`, and `compile` restores them.
         cast: Whether values of another element type are converted to that of the model.
         override: Settings of an optimizer of torch that are not to be those that were saved, as in `{"lr": 1e-4}`, for
             all of its groups. Others are those that were saved, with a warning where the optimizer was made with
@@ -146,6 +149,9 @@ def load(
     with nullcontext() if is_new or verify == "first" else _loaded_in_part():
         loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
     values.close()
+    if loading.unread and extra == "error":
+        again = Values(source, names=table, missing=missing, cast=cast)
+        _report_unread(loading, again, loaded[0])
     return loaded if optimizer is not None else loaded[0]
 
 
@@ -263,8 +269,10 @@ class _Loading:  # why: decisions/0138
         override: Mapping[str, object] | None,
     ):
         self._adapter = adapter
+        self.library = adapter.name
         self._engine = get_engine(adapter.engine_name)
         self._values = values
+        self.unread: Sequence[str] = ()
         self._processes = processes
         self._progress = progress
         self._states = values.source.states
@@ -283,6 +291,7 @@ class _Loading:  # why: decisions/0138
         is_new: bool,
         within: AbstractContextManager[object] | None = None,
         random: Mapping[str, Any] | None = None,
+        only: Collection[str] | None = None,
     ) -> tuple[Any, Any]:
         """Read what has not been read yet; into what is not new once all of it has been checked.
 
@@ -292,11 +301,19 @@ class _Loading:  # why: decisions/0138
             is_new: Whether nothing is lost if a value turns out to be damaged.
             within: Entered once all has been checked.
             random: The random states to set in the end, with the settings of the optimizer; `None`: neither.
+            only: The paths in the checkpoint of what is read; `None`: all.
         """
         stored = self._processes.agreed(lambda: self._checked(model, optimizer))
         # Initializers, in their turn, may have drawn from a generator whose state had been read.
         taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
-        rest = [e for e in stored if e.variable.path not in taken and self._values.find(e.variable)]
+        rest = [
+            e
+            for e in stored
+            if e.variable.path not in taken
+            and (saved := self._values.find(e.variable))
+            and (only is None or saved.path in only)
+        ]
+        self.unread = self._unread(stored)
         layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
         # In place of a slot that the optimizer does not have yet, there is the weight that it is for.
@@ -360,6 +377,23 @@ class _Loading:  # why: decisions/0138
         self._values.check([each.variable for each in stored], kinds)
         return stored
 
+    def _unread(self, stored: Sequence[Stored]) -> Sequence[str]:
+        """Return the paths of saved slots that a model would have with an optimizer of its own, which it lacks."""
+        if not self._settings or "optimizer" in self._settings:  # that is passed beside the model
+            return ()
+        known = {saved.path for each in stored if (saved := self._values.find(each.variable))}
+        slots = [v.path for v in self._values.source.variables.values() if v.kind is Kind.SLOT]
+        return [path for path in slots if path not in known]
+
+    def read_again(self, values: Values, model: object, paths: Collection[str]) -> None:
+        """Read variables that a model has by now."""
+        self._values = values
+        self.put(model, None, is_new=False, only=paths)
+
+    def restore_later(self, model: object, restore: Callable[[], None]) -> bool:
+        """Call a function once the model has an optimizer; return whether its library can."""
+        return self._adapter.restore_with_optimizer(model, restore)
+
     def _check_optimizer(self, has_slots: bool) -> None:
         """Raise if an optimizer is to be loaded, and the checkpoint has none that the library knows."""
         if (
@@ -396,6 +430,34 @@ class _Loading:  # why: decisions/0138
                 for index, _ in held_shards(layout, saved.shape, ids).values():
                     self._values.source.check(saved.path, index)
             progress(variable.path)
+
+
+def _report_unread(loading: _Loading, values: Values, model: object) -> None:  # why: decisions/0189
+    """Warn of saved slots that were not read, and have them read once the model has an optimizer."""
+    unread, where = tuple(loading.unread), values.source.where
+
+    def restore() -> None:
+        try:
+            loading.read_again(values, model, unread)
+        except CheckpointError as error:
+            warning = LayoutMapWarning(
+                f"{where}: the state of the optimizer was not restored",
+                facts={"not read": listed(unread)},
+                why=f"the optimizer differs from the one that was saved: {error.what}",
+                fix="compile the model with the optimizer that was saved",
+            )
+            warnings.warn(warning, stacklevel=level_of_user({loading.library}))
+
+    is_restored = loading.restore_later(model, restore)
+    warning = LayoutMapWarning(
+        f"{where}: {len(unread)} variables of the optimizer were not read",
+        facts={"not read": listed(unread)},
+        why="the model has no optimizer",
+        fix="call model.compile(...), which restores them" * is_restored
+        + "build the model with its optimizer" * (not is_restored)
+        + ', or pass extra="ignore" to leave them out',
+    )
+    warnings.warn(warning, stacklevel=level_of_user())
 
 
 def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,7 @@ from layoutmap.adapters import REFUSED, Building
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Session
 from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, listed
+from layoutmap.core.idle_dims import idle_dims_warning
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -78,6 +79,7 @@ class Scope:
         self.across = across  # whether the mesh has devices of other processes
         self._engine = engine
         self._warned: set[str] = set()
+        self._has_stepped = False
         self.values: SavedValues | None = None
         self.layers: Sequence[str] | None = None
         self.free_activations = False
@@ -118,7 +120,8 @@ class Scope:
             several_dims=self.several_dims,
         )
         unused = self._unused_dims(plan) if complete and not self.plan_only else ()
-        self.plan = plan.with_problems([*self._not_held(plan), *unused])
+        self.plan = replace(plan, batches=None if self.plan_only else self.batches)
+        self.plan = self.plan.with_problems([*self._not_held(plan), *unused])
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
@@ -234,6 +237,26 @@ class Scope:
                     "compute the same",
                     f"pass batch_dim={dim.name!r} to the scope, or add rules that shard weights over it",
                 )
+
+    @property
+    def batches(self) -> tuple[str, ...] | None:
+        """The mesh dims over which batches are sharded, as far as steps have shown; `None`: a program decides."""
+        dim, seen = self.policy.batch_dim, self.policy.batches
+        if dim is not None:
+            return () if seen and True not in seen else (dim,)
+        return () if self.adapter.places_batches else None
+
+    def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
+        """Warn once about mesh dims that shard nothing; see `ScopeContext`."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        idle = [
+            each.name for each in self.plan.unused_dims if each.name not in (self.policy.batch_dim, *sharded)
+        ]
+        if idle:
+            warning = idle_dims_warning(step, self.mesh, idle, self.policy.batch_dim, "build or scope")
+            warnings.warn(warning, stacklevel=level_of_user({self.adapter.name}))
 
     def warn_of_nothing(self) -> None:
         """Warn if nothing was made here: another thread made it, or a library whose models a scope cannot see."""

@@ -41,6 +41,8 @@ class Plan(PlanTable):  # why: decisions/0041
         device_memory: The memory of a device in bytes, of a plan without a cost; `None`: nobody has said.
         strict: Whether warnings count as errors in the verdict.
         gathered_dims: The mesh dims over which torch's `fully_shard` gathers weights before their layers compute.
+        batches: The mesh dims over which batches are sharded, of a model that exists; empty: they are replicated;
+            `None`: not known.
 
     Example:
         >>> from layoutmap.core.variables import VariableSpec
@@ -149,7 +151,7 @@ class Plan(PlanTable):  # why: decisions/0041
               why   groups of 4 devices store and compute the same: 2 of the 8 devices would be enough
               fix   shard weights over model, or plan for a mesh without it
             <BLANKLINE>
-            Lint: 1 finding; batches are sharded over batch
+            Lint: 1 finding; batches are assumed to be sharded over batch
         """
         return lint_plan(self, batch_dim)
 

@@ -26,7 +26,7 @@ from layoutmap.testing import models
 from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.faults import try_faults
 from layoutmap.testing.killed_saves import try_killed_saves
-from layoutmap.testing.laws import PRECISIONS, Outcome, quiet, try_case
+from layoutmap.testing.laws import PRECISIONS, Outcome, missing_package, quiet, try_case
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
 from layoutmap.testing.products import product_facts
@@ -61,8 +61,10 @@ def try_seed(
     try:
         with quiet():
             case = case_of(subject, seed, there)
-    except Exception:
-        yield Outcome("a case is drawn", "failed", traceback.format_exc(limit=-4), 0.0), ""
+    except Exception as error:
+        missing = missing_package(error)
+        why = f"{missing} is not installed" if missing else traceback.format_exc(limit=-4)
+        yield Outcome("a case is drawn", "not tried" if missing else "failed", why, 0.0, missing=missing), ""
         return
     for outcome in try_case(case, laws):
         tried = case.in_precision(PRECISIONS[outcome.law]) if outcome.law in PRECISIONS else case

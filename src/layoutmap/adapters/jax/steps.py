@@ -7,6 +7,7 @@ others since it says of each argument that it refuses why.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -40,6 +41,7 @@ from layoutmap.adapters.jax.signatures import (
 )
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, brief
+from layoutmap.core.idle_dims import idle_dims_warning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import level_of_user
@@ -272,6 +274,7 @@ class JitStep:
         self._programs: dict[Hashable, _Program] = {}
         self._last: _Program | None = None
         self._objects: StepObjects | None = None
+        self._has_stepped = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step; the first time for arguments of this kind, compile it."""
@@ -447,6 +450,8 @@ class JitStep:
                 self._name, variant, self._static, names, keys, donated, tree, shardings, places, unplaced
             )
             self._compile(program, given)
+            if any(_may_be_batch(np.shape(leaves[n]), is_batch) for n, is_batch in places.items()):
+                self._warn_of_idle_dims(mesh, shardings, program.compiled, given)
             if native.is_multi_process:
                 self._compare(mesh, program.compiled, given)
             self._programs[signature] = program
@@ -458,6 +463,25 @@ class JitStep:
             of_objects = [n for key in variant.objects for n in program.list_leaves(key)]
             call.objects.write({at: leaves[n] for at, n in enumerate(of_objects) if n in places})
         return program, given
+
+    def _warn_of_idle_dims(
+        self, mesh: Mesh, shardings: Sequence[NamedSharding], compiled: jax.stages.Wrapped, arguments: Any
+    ) -> None:
+        """Warn at the first step about mesh dims that shard no argument, and that the function itself does not use."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))} | {self._batch_dim}
+        idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
+        if idle:  # lowering takes time, so it is done for such meshes alone
+            args, kwargs = arguments
+            lines = compiled.lower(*args, **kwargs).as_text().splitlines()
+            # Shardy names a dim wherever it is used. Another partitioner numbers devices, so nothing is known then.
+            uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
+            idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
+        if idle:
+            warning = idle_dims_warning(self._name, mesh, idle, self._batch_dim, "jit_step")
+            warnings.warn(warning, stacklevel=level_of_user())
 
     def _find_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
@@ -605,6 +629,11 @@ class JitStep:
                     why="objects of nnx are changed in place, and what is returned would be a copy",
                     fix="return the loss and metrics only",
                 )
+
+
+def _may_be_batch(shape: tuple[int, ...], is_batch: bool) -> bool:
+    """Whether an argument off the mesh has rows: what was taken as a batch, or is too large for a number or a key."""
+    return bool(shape) and (is_batch or math.prod(shape) > _SMALL)
 
 
 def _is_deleted(array: jax.Array) -> bool:

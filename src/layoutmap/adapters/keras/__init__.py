@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ class KerasAdapter(Adapter):
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""
 
     name = "keras"
+    places_batches = True
 
     @property
     def engine_name(self) -> str:
@@ -174,6 +175,11 @@ class KerasAdapter(Adapter):
     def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
         """Return the random states, and names of layers."""
         return checkpoints.settings(model, backend_of(backend_name()))
+
+    def restore_with_optimizer(self, model: keras.Model, restore: Callable[[], None]) -> bool:
+        """Call a function once, when a model that is not compiled is compiled with an optimizer."""
+        checkpoints.restore_at_compile(model, restore)
+        return True
 
     def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, object]) -> None:
         """Put back what `settings` returned."""

@@ -6,7 +6,8 @@ look as if Keras had made them up, as `dense_7`, are numbered anew, as a scope d
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -88,6 +89,25 @@ def restore_settings(backend: Backend, found: Mapping[str, Any]) -> None:
         set_global_seed(states["keras"])
     backend.restore_random_states(states)
     random_states.restore(states)  # last: a generator of Keras's is made with a number of Python's
+
+
+def restore_at_compile(model: Any, restore: Callable[[], None]) -> None:  # why: decisions/0189
+    """Call a function once, after the next `compile` of a model that gives it an optimizer."""
+    before = model.__dict__.get("compile")
+    plain = model.compile
+
+    @functools.wraps(plain)
+    def compile(*args: object, **kwargs: object) -> object:
+        result = plain(*args, **kwargs)
+        if getattr(model, "optimizer", None) is not None:
+            if model.__dict__.get("compile") is compile:  # else another scope has taken the model
+                del model.__dict__["compile"]
+                if before is not None:
+                    model.__dict__["compile"] = before
+            restore()
+        return result
+
+    model.__dict__["compile"] = compile  # past Keras's __setattr__, which tracks what it is given
 
 
 def _synced_entries(model: Any, optimizer: object = None) -> list[Entry]:

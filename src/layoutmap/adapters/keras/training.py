@@ -144,6 +144,8 @@ def step_wraps(
                 return getattr(model, attribute)
 
             materialize_for_training(model, session)
+            if name == "train":
+                session.context.warn_of_idle_dims("fit")
             if getattr(model, attribute) is None or force:
                 if session.context.across:
                     check_program(f"the {name} step", describe_model(model, name), session.context.gather)

@@ -46,6 +46,7 @@ class TorchAdapter(Adapter):
     """Knows `torch.nn`; see `layoutmap.adapters.protocol`."""
 
     name = "torch"
+    places_batches = True
 
     @property
     def engine_name(self) -> str:

@@ -210,6 +210,8 @@ class Forward:
                 self._watch = self._new_watch()
             self._watch.look()
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
+        if torch.is_grad_enabled() and self._the_module().training:
+            self.context.warn_of_idle_dims(type(self._the_module()).__name__, _sharded_dims((args, kwargs)))
         with self._checked(args, kwargs), running(self.context):
             args, kwargs = on_mesh((args, kwargs), self.context)
             self._check_rows()
@@ -399,3 +401,12 @@ def is_planned(module: torch.nn.Module) -> bool:
     """Whether a model has no values: it was only planned, or its scope failed."""
     own = forward_of(module)
     return own is not None and bool(own.valueless)
+
+
+def _sharded_dims(values: object) -> set[str]:
+    """Return the mesh dims over which the program has sharded what it calls a module with."""
+    found: set[str] = set()
+    for tensor in tensors_in(values, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        found.update(name for name, place in zip(names, tensor.placements, strict=True) if place.is_shard())
+    return found

@@ -120,7 +120,7 @@ def inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
             yield param
 
 
-def is_ref(var: Any) -> bool:
+def is_ref(var: object) -> bool:
     """Return whether a variable is a Ref, which operations change."""
     return isinstance(var, Var) and not isinstance(var.aval, jax.core.ShapedArray)
 

@@ -44,12 +44,14 @@ class Findings:
 
     Args:
         problems: Each finding, with its evidence in `facts` and a fix.
-        batch_dim: The mesh dim that was taken for the one that the batch is sharded over; `None`: it is not known, so
-            nothing was judged by it.
+        batch_dim: The mesh dim that was taken for the one that the batch is sharded over; `None`: there is none or it
+            is not known, so nothing was judged by it.
+        is_known: Whether that was said or read off a model, and not assumed by rules for activations or by its name.
     """
 
     problems: tuple[Problem, ...]
     batch_dim: str | None
+    is_known: bool = False
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self.problems)
@@ -72,8 +74,10 @@ class Findings:
     def _line(self) -> str:
         count = len(group_problems(self.problems))
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
-        batch = self.batch_dim
-        return f"{found}; {f'batches are sharded over {escaped(batch)}' if batch else 'the batch dim is not known'}"
+        if self.batch_dim:
+            how = "are sharded" if self.is_known else "are assumed to be sharded"
+            return f"{found}; batches {how} over {escaped(self.batch_dim)}"
+        return f"{found}; {'batches are replicated' if self.is_known else 'the batch dim is not known'}"
 
 
 def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
@@ -83,11 +87,14 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
         PlanError: The mesh has no such dim.
     """
     check_dim("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
-    linted = Linted(plan, batch_dim or (plan.cost.batch_dim if plan.cost else None) or usual_batch_dim(plan))
+    of_cost = plan.cost.batch_dim if plan.cost else None
+    known = batch_dim or of_cost or next(iter(plan.batches or ()), None)
+    is_known = known is not None or plan.batches is not None
+    linted = Linted(plan, known if is_known else usual_batch_dim(plan))
     found = [problem for check in checks.CHECKS for problem in check(linted)]
     if plan.cost is not None:
         found += load_cost_package().lint(linted)
-    return Findings(tuple(found), linted.batch_dim)
+    return Findings(tuple(found), linted.batch_dim, is_known)
 
 
 def usual_batch_dim(plan: PlanTable) -> str | None:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from layoutmap.testing.laws import inspecting, keeping, planning, training
@@ -69,6 +70,7 @@ class Outcome:
         why: The differences, the error or the reason.
         seconds: How long it took.
         figures: What was measured.
+        missing: The package without which the law cannot be tried; empty: none is missing.
     """
 
     law: str
@@ -76,6 +78,7 @@ class Outcome:
     why: str
     seconds: float
     figures: Sequence[Mapping[str, Any]] = ()
+    missing: str = ""
 
     @property
     def is_suspicious(self) -> bool:
@@ -112,13 +115,29 @@ def tried(
         differences: Returns the differences that it finds.
         figures: Has what it measures, when they are known.
     """
-    begun = time.perf_counter()
+    begun, missing = time.perf_counter(), ""
     try:
         with quiet():
             found = list(differences())
         what, why = ("wrong", "\n".join(found)) if found else ("held", "")
     except NotTried as reason:
         what, why = "not tried", str(reason)
-    except (Exception, SystemExit):
-        what, why = "failed", traceback.format_exc(limit=-4)
-    return Outcome(law, what, why, time.perf_counter() - begun, figures)
+    except (Exception, SystemExit) as error:
+        what, why, missing = "failed", traceback.format_exc(limit=-4), missing_package(error)
+        if missing:
+            what, why = "not tried", f"{missing} is not installed"
+    return Outcome(law, what, why, time.perf_counter() - begun, figures, missing)
+
+
+def missing_package(error: BaseException | None) -> str:  # why: decisions/0188
+    """Return the package that an error, or one of its causes, could not import; empty if it has another reason.
+
+    A module of this package, or one that an installed package lacks, is a fault and no missing package.
+    """
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            if find_spec(package) is None:
+                return package
+        error = error.__cause__
+    return ""

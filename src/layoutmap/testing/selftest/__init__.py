@@ -82,6 +82,14 @@ def selftest(options: Any) -> Report | None:  # why: decisions/0166
             why=next((each.outcome.why for each in report.tried), "frameworks take up to a minute to start"),
             fix="see that this lists devices: layoutmap devices; or give more --minutes",
         )
+    if report.missing:
+        report.facts["not installed"] = f"{', '.join(report.missing)}: pip install {' '.join(report.missing)}"
+    if report.missing and all(each.outcome.missing for each in report.tried) and report.is_complete:
+        raise LayoutMapError(
+            "nothing could be tried",
+            why=f"not installed: {', '.join(report.missing)}",
+            fix=f"pip install {' '.join(report.missing)}",
+        )
     if started_by.process:
         return None
     for engine in schedule.devices:

@@ -6,6 +6,7 @@ import getpass
 import json
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -63,14 +64,21 @@ class Report:
         return [each for each in self.tried if each.outcome.is_suspicious]
 
     @property
+    def missing(self) -> dict[str, int]:
+        """How many laws could not be tried for want of a package, by its name."""
+        return dict(Counter(each.outcome.missing for each in self.tried if each.outcome.missing))
+
+    @property
     def headline(self) -> str:
         """The verdict in a line."""
-        cases = len({(each.subject, each.seed) for each in self.tried})
-        begun = f"{len(self.tried)} laws on {cases} cases in {self.seconds:.0f} s"
+        tried = [each for each in self.tried if not each.outcome.missing]
+        cases = len({(each.subject, each.seed) for each in tried})
+        begun = f"{len(tried)} laws on {cases} cases in {self.seconds:.0f} s"
+        without = "".join(f"; {number} not tried without {name}" for name, number in self.missing.items())
         if not self.failures:
-            return f"well: {begun}, and none failed" if cases else "nothing was tried"
+            return (f"well: {begun}, and none failed" if cases else "nothing was tried") + without
         laws = dict.fromkeys(f"{each.subject}: {each.outcome.law}" for each in self.failures)
-        return f"WRONG: {len(self.failures)} of {begun} failed: {'; '.join(laws)}"
+        return f"WRONG: {len(self.failures)} of {begun} failed: {'; '.join(laws)}{without}"
 
     def rows(self) -> list[list[str]]:
         """A row for each law and subject: how often it was tried, held and failed; seconds."""

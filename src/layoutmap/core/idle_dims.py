@@ -1,0 +1,33 @@
+"""The warning of a training step about mesh dims that shard nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.mesh import Mesh
+
+
+def idle_dims_warning(
+    step: str, mesh: Mesh, dims: Sequence[str], batch_dim: str | None, called: str
+) -> LayoutMapWarning:
+    """Return the warning that groups of devices compute the same step.
+
+    Args:
+        step: The name of the step.
+        mesh: The mesh.
+        dims: The mesh dims that shard no weight, no layer output and no batch; at least one.
+        batch_dim: The mesh dim over which batches are sharded; `None`: batches are replicated.
+        called: The function that takes `batch_dim`, as the user calls it.
+    """
+    names = ", ".join(map(repr, dims))
+    size = 1
+    for dim in dims:
+        size *= mesh.dim_size(dim)
+    rules = f"add rules that shard weights over {names}, or use a mesh without it"
+    return LayoutMapWarning(
+        f"{step}: mesh dim {names} is idle",
+        facts={"mesh": str(mesh), "batch_dim": batch_dim},
+        why=f"no weight, layer output or batch is sharded over it: groups of {size} devices compute the same rows",
+        fix=rules if batch_dim else f"pass batch_dim={dims[0]!r} to {called}, or {rules}",
+    )
