@@ -18,11 +18,11 @@ from pathlib import Path
 
 import frameworks
 import pytest
-from layoutmap.engines.jax.cost.targets import TARGETS
 from test_docs import not_printed, program_of
 
 import layoutmap as lm
 from layoutmap.adapters import ADAPTERS
+from layoutmap.cost.jax.targets import TARGETS
 from layoutmap.engines import ENGINES
 from layoutmap.engines.tested import TESTED
 

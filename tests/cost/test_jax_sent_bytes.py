@@ -11,13 +11,13 @@ from cases import compiled_for_gpus, few
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layoutmap.engines.jax.cost.compiled import compile_modules
-from layoutmap.engines.jax.cost.counting import collectives_of
-from layoutmap.engines.jax.cost.partitioned import read
 
 from layoutmap.core.mesh import Mesh
+from layoutmap.cost.jax import hlo
+from layoutmap.cost.jax.compiled import compile_modules
+from layoutmap.cost.jax.counting import collectives_of
+from layoutmap.cost.jax.partitioned import read
 from layoutmap.engines.jax import shardy
-from layoutmap.engines.jax.cost import hlo
 
 MESH = Mesh(None, "a=2,b=4")
 ROWS, COLUMNS = 16, 32
