@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from layoutmap.checkpoint import foreign
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
 from layoutmap.checkpoint.renamed import Renamed, under_their_names
 from layoutmap.checkpoint.renaming import Names, Template, read_names, shipped_names
 from layoutmap.checkpoint.source import SavedVariable
+from layoutmap.cli.main import main
 from layoutmap.core.blocks import Index
 from layoutmap.core.errors import CheckpointError, RuleError
 from layoutmap.core.variables import Kind
@@ -307,3 +309,26 @@ def test_what_a_killed_export_left_is_deleted_by_the_next(tmp_path: Path) -> Non
     export_source(Arrays({"x": np.zeros(3)}), tmp_path / "x")
 
     assert [".x.notes", "x"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_format_is_one_module_and_one_line_of_the_registry(tmp_path, monkeypatch):
+    """`export` and the command line write a format that the registry names; another one is refused by name."""
+    (tmp_path / "raw_export.py").write_text(
+        "def write_variables(storage, folder, source, variables, max_shard_bytes, progress):\n"
+        "    for each in variables:\n"
+        "        with storage.create(folder, each.path) as sink:\n"
+        "            sink.write(source.read(each.path).tobytes())\n"
+        "        progress(each.path)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(foreign.WRITERS, "raw", "raw_export")
+    values = np.arange(3.0)
+    folder = Path(export_source(Arrays({"x": values}), tmp_path / "raw", format="raw"))
+    source = export_source(Arrays({"x": values}), tmp_path / "source")
+    code = main(["checkpoint", "export", source, str(tmp_path / "again"), "--format", "raw"])
+
+    assert [values.tobytes()] == [each.read_bytes() for each in folder.iterdir()]
+    assert (0, values.tobytes()) == (code, (tmp_path / "again" / "x").read_bytes())
+    with pytest.raises(CheckpointError, match="format='gguf': this is no format of export"):
+        export_source(Arrays({"x": values}), tmp_path / "other", format="gguf")
+    assert not (tmp_path / "other").exists()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
@@ -35,6 +37,11 @@ class SavedVariable:
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     layout: Specs | None = None
+
+    @property
+    def global_bytes(self) -> int:
+        """Size of the whole variable in bytes."""
+        return math.prod(self.shape) * numpy_dtype(self.dtype, self.path).itemsize
 
 
 def package_for(what: str, name: str, why: str) -> Any:

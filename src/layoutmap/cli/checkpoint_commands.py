@@ -125,14 +125,20 @@ def relayout(options: Any) -> int:
 
 
 def export(options: Any) -> int:
-    """Write the weights as safetensors."""
+    """Write the weights in a format of other libraries."""
     source = described(options.directory, step=options.step).source
     if options.names is not None:
         source = under_their_names(source, read_names(options.names))
     variables = {each.path: each for each in variable_specs(source.variables.values())}
     with Progress(variables, verb="written") as shown:
-        folder = export_source(source, options.new, max_shard_bytes=options.max_shard, progress=shown)
-    say(repr(described(folder)), sys.stdout)
+        folder = export_source(
+            source, options.new, format=options.format, max_shard_bytes=options.max_shard, progress=shown
+        )
+    try:
+        text = repr(described(folder))
+    except CheckpointError:  # a format that is written and not read
+        text = f"{folder}: written as {options.format}"
+    say(text, sys.stdout)
     return WELL
 
 

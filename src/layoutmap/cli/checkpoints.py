@@ -78,9 +78,10 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; default: that of the rules file'
     )
     out = command(
-        "export", "Write the weights as Hugging Face's libraries read them: safetensors and an index."
+        "export", "Write the weights in a format of other libraries, by default as Hugging Face's read them."
     )
     out.add_argument("new", metavar="NEW", help="the folder to write; if it is there, it is empty")
+    out.add_argument("--format", metavar="NAME", default="safetensors", help="default: %(default)s")
     out.add_argument(
         "--names",
         metavar="FILE|TABLE",

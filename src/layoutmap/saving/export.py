@@ -20,6 +20,7 @@ def export(
     directory: str | os.PathLike[str],
     *,
     step: int | None = None,
+    format: str = "safetensors",
     names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     max_shard_bytes: int = MOST_BYTES,
     progress: Callable[[str], object] | None = None,
@@ -35,6 +36,7 @@ def export(
         directory: The folder to make. If it exists, it is empty. Add `config.json` and the tokenizer's files to it,
             which say how the weights are used.
         step: The step of a checkpoint; `None`: the last one.
+        format: The format of the files, a key of `layoutmap.checkpoint.foreign.WRITERS`.
         names: What the variables are called in the files: a table of the library, such as `"llama"`, a YAML file, or a
             mapping from paths to names; see `load`. `None`: their paths.
         max_shard_bytes: The size of a file, in bytes, unless one tensor is larger. One file is `model.safetensors`;
@@ -61,7 +63,8 @@ def export(
         source: Source = open_source(os.fspath(cast("str | os.PathLike[str]", model)), step)
     else:
         source = _Values(model)
-    return export_source(source, directory, names=names, max_shard_bytes=max_shard_bytes, progress=progress)
+    options: dict[str, Any] = {"names": names, "max_shard_bytes": max_shard_bytes, "progress": progress}
+    return export_source(source, directory, format=format, **options)
 
 
 class _Values(Source):

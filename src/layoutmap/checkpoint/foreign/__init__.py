@@ -7,6 +7,8 @@ and a changed value cannot be seen. Nothing of a file is ever run.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
@@ -25,6 +27,25 @@ _KNOWN = (
     "a directory that layoutmap.save wrote to, *.safetensors (a file, several, or with an index), *.weights.h5, "
     "*.keras, a directory of orbax or of torch.distributed.checkpoint"
 )
+
+
+WRITERS = {"safetensors": "layoutmap.checkpoint.foreign.safetensors_export"}
+"""The formats of `export` by name, each with the module whose `write_variables` writes it."""
+
+
+def load_writer(name: str) -> Callable[..., None]:
+    """Return the function that writes variables in a format; see `safetensors_export.write_variables`.
+
+    Raises:
+        CheckpointError: There is no such format.
+    """
+    if name not in WRITERS:
+        raise CheckpointError(
+            f"format={name!r}: this is no format of export",
+            why=f"the formats are {', '.join(WRITERS)}",
+            fix="use one of them",
+        )
+    return import_module(WRITERS[name]).write_variables
 
 
 def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:  # why: decisions/0085

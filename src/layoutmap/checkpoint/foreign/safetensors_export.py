@@ -1,0 +1,98 @@
+"""Write weights as Hugging Face's libraries write and read them: files of safetensors, and an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
+from layoutmap.checkpoint.source import SavedVariable, Source
+from layoutmap.checkpoint.storage import Storage
+from layoutmap.checkpoint.writer import header_bytes
+from layoutmap.core.blocks import Index, full_index
+from layoutmap.core.errors import CheckpointError
+
+_BLOCK_BYTES = 1 << 26
+"""The most bytes in memory at once, unless one row is larger."""
+
+
+def write_variables(
+    storage: Storage,
+    folder: str,
+    source: Source,
+    variables: Sequence[SavedVariable],
+    max_shard_bytes: int,
+    progress: Callable[[str], object],
+) -> None:
+    """Write variables into a folder, as every writer of `layoutmap.checkpoint.foreign.WRITERS` does.
+
+    One file is `model.safetensors`. Several are `model-00001-of-00002.safetensors` and so on, with an index.
+
+    Args:
+        storage: The storage of the folder.
+        folder: The folder, which is empty.
+        source: The source of the values.
+        variables: The variables to write.
+        max_shard_bytes: The size of a file in bytes, unless one tensor is larger.
+        progress: Called with the path of each variable that is written.
+
+    Raises:
+        CheckpointError: safetensors has no such element type, or a file cannot be written.
+    """
+    files = list(_split_files(variables, max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, content in enumerate(files, 1):
+        name = "model.safetensors"
+        if len(files) > 1:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with storage.create(folder, name) as sink:
+            rows = [(v.path, SAFETENSORS[v.dtype], v.shape, v.global_bytes) for v in content]
+            sink.write(header_bytes("pt", rows)[0])  # a format that transformers asks for
+            for variable in content:
+                for index in _row_blocks(variable):
+                    values = np.ascontiguousarray(source.read(variable.path, index))
+                    sink.write(values.reshape(-1).view(np.uint8).data)
+                weight_map[variable.path] = name
+                progress(variable.path)
+    if len(files) > 1:
+        total = sum(each.global_bytes for each in variables)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        with storage.create(folder, "model.safetensors.index.json") as sink:
+            sink.write(json.dumps(index, indent=2).encode())
+
+
+def _split_files(variables: Sequence[SavedVariable], most: int) -> Iterator[list[SavedVariable]]:
+    """Yield the variables of each file; large elements come first, so that numpy can map all of them."""
+    found: list[SavedVariable] = []
+    size = 0
+    for variable in variables:
+        if variable.dtype not in SAFETENSORS:
+            raise CheckpointError(
+                f"{variable.path}: elements of type {variable.dtype} cannot be written",
+                why=f"safetensors has {', '.join(SAFETENSORS)}",
+                fix="convert it to one of these, or keep it in a checkpoint of layoutmap.save",
+            )
+        if found and size + variable.global_bytes > most:
+            yield _sort_by_alignment(found)
+            found, size = [], 0
+        found.append(variable)
+        size += variable.global_bytes
+    yield _sort_by_alignment(found)
+
+
+def _sort_by_alignment(variables: list[SavedVariable]) -> list[SavedVariable]:
+    return sorted(variables, key=lambda each: -numpy_dtype(each.dtype).itemsize)
+
+
+def _row_blocks(variable: SavedVariable) -> Iterator[Index]:
+    """Yield the blocks of a variable that follow each other in a file: rows of its first axis."""
+    everything = full_index(variable.shape)
+    if not variable.shape:
+        yield everything
+        return
+    row = variable.global_bytes // max(1, variable.shape[0])
+    step = max(1, _BLOCK_BYTES // max(1, row))
+    for start in range(0, variable.shape[0], step):
+        yield (slice(start, min(start + step, variable.shape[0])), *everything[1:])
