@@ -11,49 +11,32 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.adapters.torch.boundary import map_tensors, on_mesh, plain, summed_up, tensors_in
+from layoutmap.adapters.torch.boundary import on_mesh, plain, summed_up, tensors_in
 from layoutmap.adapters.torch.compiled import Compiled, as_called, by_options
 from layoutmap.adapters.torch.dynamo import go_on_compiling, not_compiled, stop_compiling
-from layoutmap.adapters.torch.fingerprints import describe_module
 from layoutmap.adapters.torch.fsdp_own import ModelCall
 from layoutmap.adapters.torch.fsdp_units import Gathering, gathered
 from layoutmap.adapters.torch.gradient_hooks import Watch
+from layoutmap.adapters.torch.graph_errors import EXPORT_ATTRIBUTES, graph_error, refuse_graphs
 from layoutmap.adapters.torch.mesh_context import here, is_running, running, summing_up
-from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import EngineError, PlanError, ScopeError
+from layoutmap.adapters.torch.module_results import ModuleResults
+from layoutmap.adapters.torch.process_checks import ProcessChecks
+from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
-from layoutmap.engines.agreement import CallSchedule, check_batch, check_program, check_values
 from layoutmap.engines.patches import temporarily
-from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.changes import keep
-from layoutmap.engines.torch.dtensor_ops import batch_divides, same_draws
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.dtensor_ops import batch_divides
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-
-with Needed("torch"):
-    from torch._C._functorch import peek_interpreter_stack as transform_of_functions
-    from torch.jit._trace import is_tracing as is_traced_by_jit
 
 _ATTRIBUTE = "forward"
 _ALONE = "a module in layouts is a graph of its own: call torch.compile(module) or module.compile()"
-
-
-_OF_EXPORTS = {
-    "__code__": "torch.export",
-    "__globals__": "torch.jit.script",
-}  # by what they read of a function
-
-
-class _NoGraphError(ScopeError, AttributeError):
-    """A module in layouts of which a graph is made; an `AttributeError` for who asks whether it is a function."""
 
 
 class Forward:
@@ -81,9 +64,6 @@ class Forward:
         layouts: Mapping[int, Layout] | None = None,
     ) -> None:
         self._module = weakref.ref(module)  # the module holds this: a circle would keep weights until gc runs
-        buffers = module.named_buffers(recurse=False) if layouts else ()
-        self._buffers = {name: layouts[id(each)] for name, each in buffers if layouts and id(each) in layouts}
-        self._placements = {name: context.engine.native(of, of.rank)[1] for name, of in self._buffers.items()}
         self._before = _before(module)
         self.path = path
         self.context = context
@@ -91,11 +71,10 @@ class Forward:
         self.valueless = valueless
         own = module.named_parameters(recurse=False) if layouts else ()
         self.weights = {name: layouts[id(each)] for name, each in own if layouts and id(each) in layouts}
-        self._output = context.policy.activation_layout(path) if path else None
+        self._results = ModuleResults(module, path, context, layouts or {})
         self._watch: Watch | None = None
-        self._schedule = CallSchedule()
+        self._checks = ProcessChecks(context)
         self._has_warned = False
-        self._compared: set[object] = set()  # modes in which the processes have compared their programs
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
         self._as_called: dict[object, Mapping[Forward, Compiled]] = {}
@@ -161,7 +140,7 @@ class Forward:
 
     def structure(self) -> object:
         """The parts of this forward that decide about the graph that its module is compiled to."""
-        return id(self._before), self._output, id(self.context)
+        return id(self._before), self._results.output, id(self.context)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the module; plain tensors give plain tensors, and `DTensor`s give `DTensor`s.
@@ -200,11 +179,9 @@ class Forward:
         return self._run(args, kwargs) if is_running() else self._on_mesh(args, kwargs)
 
     def _on_mesh(self, args: Args, kwargs: Kwargs) -> object:
-        self._refuse_transforms()
-        if is_traced_by_jit():
-            raise self._in_a_graph("torch.jit.trace")
+        refuse_graphs(self._the_module())
         if self.context.across:
-            self._compare()
+            self._checks.compare_program(self._the_module(), (each._before for each in self.inside()))
         if torch.is_grad_enabled():
             if self._watch is None or not self._watch.is_of(self._the_module()):
                 self._watch = self._new_watch()
@@ -212,7 +189,7 @@ class Forward:
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         if torch.is_grad_enabled() and self._the_module().training:
             self.context.warn_of_idle_dims(type(self._the_module()).__name__, _sharded_dims((args, kwargs)))
-        with self._checked(args, kwargs), running(self.context):
+        with self._checks.compared_call(args, kwargs), running(self.context):
             args, kwargs = on_mesh((args, kwargs), self.context)
             self._check_rows()
             with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
@@ -227,65 +204,22 @@ class Forward:
         self._has_warned = True
         self.context.policy.warn_of_uneven_batch(type(self._the_module()).__name__, "torch")
 
-    def _refuse_transforms(self) -> None:
-        transform = transform_of_functions()
-        if transform is not None:  # pyright: ignore[reportUnnecessaryComparison]
-            raise EngineError(
-                f"{type(self._the_module()).__name__}: a module in layouts is called by torch.func",
-                facts={"transform": transform.key().name.lower()},
-                why="its collectives have custom gradients, which torch.func cannot transform",
-                fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
-            )
-
     def __getattr__(self, name: str) -> object:
-        if name in _OF_EXPORTS:
-            raise self._in_a_graph(_OF_EXPORTS[name])
+        if name in EXPORT_ATTRIBUTES:
+            raise graph_error(self._the_module(), EXPORT_ATTRIBUTES[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _in_a_graph(self, what: str) -> _NoGraphError:
-        return _NoGraphError(
-            f"{type(self._the_module()).__name__}: a module in layouts, in {what}",
-            why="its collectives are those of this mesh, and such a graph is for one device",
-            fix="build the model without a scope, give it the values, and use that: "
-            "plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})",
-        )
-
-    def _compare(self) -> None:
-        """In the first call of a mode, refuse a module that is another one in another process."""
-        module = self._the_module()
-        mode = module.training, torch.is_grad_enabled()  # a program may branch on either
-        if mode not in self._compared:
-            parts = describe_module(module, (each._before for each in self.inside()))
-            check_program(f"{type(module).__name__}.forward", parts, self.context.gather)
-            self._compared.add(mode)
 
     def _new_watch(self) -> Watch:
         """The watch of a model that begins to train, or has other parts, after a look at adapters and the like."""
-        module, context = self._the_module(), self.context
-        if context.across:
-            others = ((n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor))
-            check_values(
-                ((n, checksum(context.engine.to_numpy(p.detach()))) for n, p in others), context.gather
-            )
+        module = self._the_module()
+        if self.context.across:
+            self._checks.compare_unsharded(module)
         layouts = {
             id(each): (forward.path, forward.weights)
             for each in module.modules()
             if (forward := forward_of(each))
         }
         return Watch(module, layouts)
-
-    @contextmanager
-    def _checked(self, args: Args, kwargs: Kwargs) -> Generator[None]:
-        """In calls that are due, refuse data and random numbers that are not the same in all processes."""
-        context = self.context
-        if not (context.across and context.options.check_batches and self._schedule.count_call()):
-            yield
-            return
-        given = tensors_in((args, kwargs))
-        values = [context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)]
-        check_batch(values, context.gather, self._schedule.calls)
-        with same_draws(context.engine.native(context.policy.replicated(0), 0)[0], context.gather):
-            yield
 
     def _run(self, args: Args, kwargs: Kwargs) -> object:
         compiled = None if here.is_recording else here.compiled.get(self, self.compiled)
@@ -305,33 +239,7 @@ class Forward:
         """Compute the module as it is, on the mesh."""
         forward = self._before or _plain_forward(self._the_module())
         result = forward(*args, **kwargs)  # not module(): its hooks have run
-        if self._buffers:
-            self._keep_buffers()
-        return result if self._output is None else self._laid_out(result, self._output)
-
-    @plainly
-    def _keep_buffers(self) -> None:
-        """Redistribute buffers that `forward` has assigned anew to their layouts."""
-        module = self._the_module()
-        for name, layout in self._buffers.items():
-            buffer = getattr(module, name, None)
-            if not isinstance(buffer, DTensor) or buffer.ndim != layout.rank:
-                continue
-            if buffer.placements != self._placements[name]:
-                setattr(module, name, self.context.engine.relayout(buffer, layout))
-
-    @plainly
-    def _laid_out(self, result: object, layout: Layout) -> object:
-        """The output of a layer, in the layout that a rule of `LayoutMap.activations` gives."""
-        found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
-        layouts = self.context.policy.output_layouts(
-            layout, [tuple(tensor.shape) for tensor in found], self.path
-        )
-        chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
-        # Also what is placed right already: backwards, its gradient comes to the same layout.
-        return map_tensors(
-            lambda t: self.context.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
-        )
+        return self._results.place(self._the_module(), result)
 
     def _the_module(self) -> torch.nn.Module:
         module = self._module()
@@ -354,8 +262,7 @@ class Forward:
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
-        made._compared = set()
-        made._schedule = CallSchedule()
+        made._checks = ProcessChecks(self.context)
         made._as_called = {}
         return made
 

@@ -1,0 +1,48 @@
+"""Refuse graphs of a module in layouts: those of torch.export, torch.jit and torch.func."""
+
+from __future__ import annotations
+
+import torch
+
+from layoutmap.core.errors import EngineError, ScopeError
+from layoutmap.engines.tested import Needed
+
+with Needed("torch"):
+    from torch._C._functorch import peek_interpreter_stack as transform_of_functions
+    from torch.jit._trace import is_tracing as is_traced_by_jit
+
+EXPORT_ATTRIBUTES = {"__code__": "torch.export", "__globals__": "torch.jit.script"}
+"""The attributes of a function that exporters read, and the exporter that reads each."""
+
+
+class NoGraphError(ScopeError, AttributeError):
+    """Raised when an exporter reads a module in layouts; an `AttributeError`, so that `hasattr` works."""
+
+
+def graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
+    """Return the error of a module in layouts of which a graph is made."""
+    return NoGraphError(
+        f"{type(module).__name__}: a module in layouts, in {exporter}",
+        why="its collectives are those of this mesh, and such a graph is for one device",
+        fix="build the model without a scope, give it the values, and use that: "
+        "plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})",
+    )
+
+
+def refuse_graphs(module: torch.nn.Module) -> None:
+    """Refuse a call of a module in layouts inside of a transform of torch.func or of torch.jit.trace.
+
+    Raises:
+        EngineError: It is inside of a transform.
+        NoGraphError: It is traced.
+    """
+    transform = transform_of_functions()
+    if transform is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        raise EngineError(
+            f"{type(module).__name__}: a module in layouts is called by torch.func",
+            facts={"transform": transform.key().name.lower()},
+            why="its collectives have custom gradients, which torch.func cannot transform",
+            fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
+        )
+    if is_traced_by_jit():
+        raise graph_error(module, "torch.jit.trace")

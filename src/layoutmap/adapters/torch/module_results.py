@@ -1,0 +1,68 @@
+"""Place the results of a module's call: its output by rules for activations, and buffers that it has replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from layoutmap.adapters.protocol import ScopeContext
+from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.core.layout import Layout
+from layoutmap.engines.torch.modes import plainly
+
+
+class ModuleResults:
+    """The layouts of one module's output and buffers.
+
+    Args:
+        module: The module.
+        path: Its path in the model; empty for the model itself.
+        context: The scope.
+        layouts: The layouts of the model's tensors, by their ids.
+
+    Attributes:
+        output: The layout that a rule gives its output; `None`: no rule does.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, path: str, context: ScopeContext, layouts: Mapping[int, Layout]
+    ) -> None:
+        self._context = context
+        self._path = path
+        self._buffers: dict[str, tuple[Layout, object]] = {}
+        for name, each in module.named_buffers(recurse=False) if layouts else ():
+            if layout := layouts.get(id(each)):
+                self._buffers[name] = layout, context.engine.native(layout, layout.rank)[1]
+        self.output = context.policy.activation_layout(path) if path else None
+
+    def place(self, module: torch.nn.Module, result: object) -> object:
+        """Place buffers that `forward` has assigned anew, and return the result in its layout.
+
+        Raises:
+            LayoutError: The rule does not fit the output.
+        """
+        if self._buffers:
+            self._place_buffers(module)
+        return result if self.output is None else self._place_output(result, self.output)
+
+    @plainly
+    def _place_buffers(self, module: torch.nn.Module) -> None:
+        for name, (layout, placements) in self._buffers.items():
+            buffer = getattr(module, name, None)
+            if not isinstance(buffer, DTensor) or buffer.ndim != layout.rank:
+                continue
+            if buffer.placements != placements:
+                setattr(module, name, self._context.engine.relayout(buffer, layout))
+
+    @plainly
+    def _place_output(self, result: object, layout: Layout) -> object:
+        found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
+        shapes = [tuple(tensor.shape) for tensor in found]
+        layouts = self._context.policy.output_layouts(layout, shapes, self._path)
+        chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
+        # A tensor that has its layout already is placed, too, so that its gradient comes to the same layout.
+        return map_tensors(
+            lambda t: self._context.engine.relayout(t, chosen[id(t)]) if id(t) in chosen else t, result
+        )
