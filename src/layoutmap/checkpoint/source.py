@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from layoutmap.checkpoint.gate import foreign_errors_refused
 from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
@@ -74,7 +75,9 @@ class Source(ABC):
         Raises:
             CheckpointError: There is no such variable, or its values cannot be read or are not those that were saved.
         """
-        return self._read(*self._wanted(path, index))
+        wanted = self._wanted(path, index)
+        with foreign_errors_refused(f"{self.where}: {path}"):
+            return self._read(*wanted)
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
         """Write the values of a variable at an index into an array of its element type; raises what `read` does."""
@@ -82,7 +85,9 @@ class Source(ABC):
 
     def check(self, path: str, index: Index | None = None) -> None:
         """Raise what `read` would raise, as far as the format has checksums."""
-        self._check(*self._wanted(path, index))
+        wanted = self._wanted(path, index)
+        with foreign_errors_refused(f"{self.where}: {path}"):
+            self._check(*wanted)
 
     @abstractmethod
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray: ...

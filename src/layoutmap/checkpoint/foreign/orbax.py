@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.gate import check_inside, check_variables
 from layoutmap.checkpoint.source import SavedVariable, Source, package_for
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, listed
 
 METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+_MOST_RATIO = 1 << 16  # bytes of an array for each byte of its files; zstd reaches 1 << 15 on zeros
 
 
 class Orbax(Source):
@@ -65,12 +68,12 @@ class Orbax(Source):
     def _add(self, item: Path, prefix: str) -> None:
         file = item / METADATA
         try:
-            found = json.loads(file.read_bytes())
+            found = json.loads(ByteFile(file).read_all())
             leaves = [
                 (tuple(str(key["key"]) for key in leaf["key_metadata"]), leaf["value_metadata"])
                 for leaf in found["tree_metadata"].values()
             ]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{file}: the metadata cannot be read",
                 why=f"{type(error).__name__}: {error}",
@@ -88,10 +91,13 @@ class Orbax(Source):
                     why="keys have dots",
                     fix="rename them",
                 )
+            check_inside(str(file), name)
             store = self._opened(item, path, name, found)
             shape = tuple(map(int, store.shape))
             self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
             self._stores[path] = store
+        most = _MOST_RATIO * sum(each.stat().st_size for each in item.rglob("*") if each.is_file())
+        check_variables(str(item), self.variables.values(), most)
 
     def _opened(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
         base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
@@ -99,7 +105,9 @@ class Orbax(Source):
             base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         else:
             base["path"] = f"{item / name}/"
-        spec = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
+        spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
+        # Orbax writes all chunks of an array, and tensorstore reads a missing one as zeros unless it is told otherwise.
+        spec["fill_missing_data_reads"] = False
         tensorstore = package_for("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
         try:
             return tensorstore.open(spec, open=True, read=True).result()
