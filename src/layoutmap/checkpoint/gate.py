@@ -1,26 +1,19 @@
-"""Checks that each file and each variable of a checkpoint passes before its values are used."""
+"""Checks that each file of a checkpoint passes before it is used."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import stat
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
 from layoutmap.core.errors import CheckpointError, brief
-from layoutmap.core.variables import itemsize
-
-if TYPE_CHECKING:
-    from layoutmap.checkpoint.source import SavedVariable
 
 MOST_SMALL_BYTES = 1 << 28  # metadata, indexes and manifests; a manifest of 500,000 chunks has 50 MB
-_MOST_NAME = 4096
-_MOST_AXES = 64  # numpy's limit
 _LEAST_SPARSE_BYTES = 1 << 30
-_FIX = "restore it from a copy, or save it again"
+FIX = "restore it from a copy, or save it again"
+"""What to do about a damaged file, if nothing better is known."""
 
 
 @contextlib.contextmanager
@@ -37,7 +30,7 @@ def foreign_errors_refused(where: str) -> Generator[None]:  # why: decisions/019
     except Exception as error:
         reason = str(error).splitlines()[0][:300] if str(error) else ""
         raise CheckpointError(
-            f"{where}: it cannot be read", why=f"{type(error).__name__}: {reason}", fix=_FIX
+            f"{where}: it cannot be read", why=f"{type(error).__name__}: {reason}", fix=FIX
         ) from error
 
 
@@ -49,14 +42,14 @@ def check_regular(path: str, found: os.stat_result) -> None:
     """
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(
-            f"{path}: it is not a regular file", why="only regular files hold values", fix=_FIX
+            f"{path}: it is not a regular file", why="only regular files hold values", fix=FIX
         )
     if found.st_size > _LEAST_SPARSE_BYTES and found.st_blocks * 512 < found.st_size >> 8:
         raise CheckpointError(
             f"{path}: the file is sparse",
             facts={"bytes": f"{found.st_size:,}", "on the disk": f"{found.st_blocks * 512:,}"},
             why="nearly all of its bytes were never written",
-            fix=_FIX,
+            fix=FIX,
         )
 
 
@@ -67,7 +60,7 @@ def check_small(path: str, num_bytes: int, most: int = MOST_SMALL_BYTES) -> None
             f"{path}: the file is too large",
             facts={"bytes": f"{num_bytes:,}"},
             why=f"files of this kind have at most {most:,} bytes",
-            fix=_FIX,
+            fix=FIX,
         )
 
 
@@ -78,31 +71,5 @@ def check_inside(where: str, name: str) -> None:
         raise CheckpointError(
             f"{where}: it names {brief(name)}",
             why="files of a checkpoint are in its folder",
-            fix=_FIX,
+            fix=FIX,
         )
-
-
-def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: int | None = None) -> None:
-    """Raise if a variable has a name, a rank or a size that its files cannot have.
-
-    Args:
-        where: The checkpoint, for messages.
-        variables: The variables.
-        most_bytes: How many bytes one of them can have at most; `None`: the format has checked it.
-
-    Raises:
-        CheckpointError: One has.
-    """
-    for each in variables:
-        why = ""
-        if len(each.path) > _MOST_NAME:
-            why = f"its name has {len(each.path):,} characters, and {_MOST_NAME:,} are the most"
-        elif len(each.shape) > _MOST_AXES:
-            why = f"it has {len(each.shape):,} axes, and {_MOST_AXES} are the most"
-        else:
-            size = math.ceil(math.prod(each.shape) * itemsize(each.dtype))
-            most = 2**63 - 1 if most_bytes is None else most_bytes
-            if size > most or math.prod(max(n, 1) for n in each.shape) >= 2**63:
-                why = f"its shape {each.shape} needs {size:,} bytes, and its files can have {most:,}"
-        if why:
-            raise CheckpointError(f"{where}: {brief(each.path)} cannot be right", why=why, fix=_FIX)

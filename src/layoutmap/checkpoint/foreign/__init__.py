@@ -13,11 +13,11 @@ from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
-from layoutmap.checkpoint.gate import check_regular, check_variables, foreign_errors_refused
+from layoutmap.checkpoint.gate import check_regular, foreign_errors_refused
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
-from layoutmap.checkpoint.source import Source
+from layoutmap.checkpoint.source import Source, check_variables
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, listed
 

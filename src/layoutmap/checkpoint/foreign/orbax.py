@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.gate import check_inside, check_variables
-from layoutmap.checkpoint.source import SavedVariable, Source, package_for
+from layoutmap.checkpoint.gate import check_inside, check_regular, check_small
+from layoutmap.checkpoint.source import SavedVariable, Source, check_variables, package_for
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, listed
 
 METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+_SMALL = {".zarray", ".zattrs", "zarr.json"}
 _MOST_RATIO = 1 << 16  # bytes of an array for each byte of its files; zstd reaches 1 << 15 on zeros
 
 
@@ -67,6 +68,7 @@ class Orbax(Source):
 
     def _add(self, item: Path, prefix: str) -> None:
         file = item / METADATA
+        num_bytes = _checked_bytes(item)
         try:
             found = json.loads(ByteFile(file).read_all())
             leaves = [
@@ -96,8 +98,7 @@ class Orbax(Source):
             shape = tuple(map(int, store.shape))
             self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
             self._stores[path] = store
-        most = _MOST_RATIO * sum(each.stat().st_size for each in item.rglob("*") if each.is_file())
-        check_variables(str(item), self.variables.values(), most)
+        check_variables(str(item), self.variables.values(), num_bytes * _MOST_RATIO)
 
     def _opened(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
         base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
@@ -116,6 +117,26 @@ class Orbax(Source):
 
     def __repr__(self) -> str:
         return f"<Orbax {self.where}: {len(self.variables)} arrays, no checksums>"
+
+
+def _checked_bytes(item: Path) -> int:
+    """Return the size of all files of a checkpoint.
+
+    Raises:
+        CheckpointError: One is not a regular file: tensorstore would wait for a pipe without end.
+    """
+    total = 0
+    for folder, _, names in os.walk(item):
+        for path in (os.path.join(folder, name) for name in names):
+            try:
+                found = os.stat(path)
+            except OSError as error:
+                raise _unreadable(str(item), path, error) from error
+            check_regular(path, found)
+            if os.path.basename(path) in _SMALL:
+                check_small(path, found.st_size)
+            total += found.st_size
+    return total
 
 
 def is_orbax(folder: Path) -> bool:
