@@ -13,7 +13,7 @@ from layoutmap.core.errors import CheckpointError, brief
 MOST_SMALL_BYTES = 1 << 28  # metadata, indexes and manifests; a manifest of 500,000 chunks has 50 MB
 _LEAST_SPARSE_BYTES = 1 << 30
 FIX = "restore it from a copy, or save it again"
-"""What to do about a damaged file, if nothing better is known."""
+"""Advice on a damaged file, if nothing better is known."""
 
 
 @contextlib.contextmanager

@@ -111,7 +111,9 @@ class Source(ABC):
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
         """Write the values of a variable at an index into an array of its element type; raises what `read` does."""
-        self._read_into(*self._wanted(path, index), target)
+        wanted = self._wanted(path, index)
+        with foreign_errors_refused(f"{self.where}: {path}"):
+            self._read_into(*wanted, target)
 
     def check(self, path: str, index: Index | None = None) -> None:
         """Raise what `read` would raise, as far as the format has checksums."""
