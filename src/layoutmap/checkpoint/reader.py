@@ -14,6 +14,7 @@ import numpy as np
 
 from layoutmap.checkpoint.chunk_table import ChunkTable, Shared
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.gate import check_small
 from layoutmap.checkpoint.lineage import last_step
 from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of, manifest_from_bytes
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -59,6 +60,7 @@ class StepSource(Source):
                 why="only the manifest says which bytes belong to which variable",
                 fix="restore it from a copy, or load another step",
             )
+        check_small(f"{where}/{NAME}", size)
         data = np.empty(size, np.uint8)
         storage.read_into(self._folder, NAME, 0, data.data)
         self.manifest: Manifest = manifest_from_bytes(data.tobytes(), f"{where}/{NAME}")

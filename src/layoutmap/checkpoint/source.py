@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.gate import FIX, foreign_errors_refused
 from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
-from layoutmap.core.errors import CheckpointError, listed
-from layoutmap.core.variables import Kind
+from layoutmap.core.errors import CheckpointError, brief, listed
+from layoutmap.core.variables import Kind, itemsize
+
+_MOST_NAME = 4096
+_MOST_AXES = 64  # numpy's limit
 
 Specs = tuple[str | tuple[str, ...] | None, ...]
 """Sharding specs as JSON has them: `None` for an unsharded axis."""
@@ -42,6 +46,32 @@ class SavedVariable:
     def global_bytes(self) -> int:
         """Size of the whole variable in bytes."""
         return math.prod(self.shape) * numpy_dtype(self.dtype, self.path).itemsize
+
+
+def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: int | None = None) -> None:
+    """Raise if a variable has a name, a rank or a size that its files cannot have.
+
+    Args:
+        where: The checkpoint, for messages.
+        variables: The variables.
+        most_bytes: How many bytes one of them can have at most; `None`: the format has checked it.
+
+    Raises:
+        CheckpointError: One has.
+    """
+    for each in variables:
+        why = ""
+        if len(each.path) > _MOST_NAME:
+            why = f"its name has {len(each.path):,} characters, and {_MOST_NAME:,} are the most"
+        elif len(each.shape) > _MOST_AXES:
+            why = f"it has {len(each.shape):,} axes, and {_MOST_AXES} are the most"
+        else:
+            size = math.ceil(math.prod(each.shape) * itemsize(each.dtype))
+            most = 2**63 - 1 if most_bytes is None else most_bytes
+            if size > most or math.prod(max(n, 1) for n in each.shape) >= 2**63:
+                why = f"its shape {each.shape} needs {size:,} bytes, and its files can have {most:,}"
+        if why:
+            raise CheckpointError(f"{where}: {brief(each.path)} cannot be right", why=why, fix=FIX)
 
 
 def package_for(what: str, name: str, why: str) -> Any:
@@ -81,15 +111,21 @@ class Source(ABC):
         Raises:
             CheckpointError: There is no such variable, or its values cannot be read or are not those that were saved.
         """
-        return self._read(*self._wanted(path, index))
+        wanted = self._wanted(path, index)
+        with foreign_errors_refused(f"{self.where}: {path}"):
+            return self._read(*wanted)
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
         """Write the values of a variable at an index into an array of its element type; raises what `read` does."""
-        self._read_into(*self._wanted(path, index), target)
+        wanted = self._wanted(path, index)
+        with foreign_errors_refused(f"{self.where}: {path}"):
+            self._read_into(*wanted, target)
 
     def check(self, path: str, index: Index | None = None) -> None:
         """Raise what `read` would raise, as far as the format has checksums."""
-        self._check(*self._wanted(path, index))
+        wanted = self._wanted(path, index)
+        with foreign_errors_refused(f"{self.where}: {path}"):
+            self._check(*wanted)
 
     @abstractmethod
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray: ...

@@ -15,10 +15,11 @@ from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
+from layoutmap.checkpoint.gate import check_regular, foreign_errors_refused
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
-from layoutmap.checkpoint.source import Source
+from layoutmap.checkpoint.source import Source, check_variables
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, listed
 
@@ -63,11 +64,20 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is of a kind that is not read, such as a pickle.
     """
+    with foreign_errors_refused(os.fspath(path)):
+        found = _open(path, step)
+        check_variables(found.where, found.variables.values())
+    return found
+
+
+def _open(path: str | os.PathLike[str], step: int | None) -> Source:
     storage = storage_of(path)
     if not isinstance(storage, LocalStorage):
         return StepSource(storage, step)
     where = Path(path)
     name = where.name
+    if where.exists() and not where.is_dir():
+        check_regular(os.fspath(path), where.stat())
     if where.is_dir():
         if (where / NAME).is_file() and name.startswith("step-") and name[5:].isdigit():
             return StepSource(LocalStorage(where.parent), _only(step, int(name[5:]), path))

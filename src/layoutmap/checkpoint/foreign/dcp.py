@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.foreign.archives import Window
+from layoutmap.checkpoint.foreign.archives import Window, stored_files
 from layoutmap.checkpoint.foreign.dcp_pickle import Dtype, Tensor, as_sizes, unpickled, wrong
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -30,9 +29,10 @@ from layoutmap.core.blocks import (
     not_once,
     within,
 )
-from layoutmap.core.errors import CheckpointError, brief
+from layoutmap.core.errors import brief, listed
 
 METADATA = ".metadata"
+_FIX = "restore it from a copy, or save it again with torch"
 _MOST_HEAD_BYTES = 1 << 20  # of the pickle before a tensor's values; a plain tensor has some 200
 
 
@@ -66,7 +66,7 @@ class DistributedCheckpoint(Source):
         self._files: dict[str, ByteFile] = {}
         self._heads: dict[tuple[str, int], tuple[Tensor, str, int]] = {}
         file = ByteFile(self._folder / METADATA)
-        found = unpickled(file.path, file.read(0, file.num_bytes))
+        found = unpickled(file.path, file.read_all())
         try:
             variables, self._chunks = _contents(file.path, found)
         except (AttributeError, TypeError, ValueError) as error:
@@ -116,46 +116,26 @@ class DistributedCheckpoint(Source):
         file = self._files.get(chunk.file) or ByteFile(self._folder / chunk.file)
         self._files[chunk.file] = file
         window = Window(file, chunk.start, chunk.num_bytes)
-        try:
-            with zipfile.ZipFile(cast("Any", window)) as archive:
-                infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                head = infos["data.pkl"]
-                if head.file_size > _MOST_HEAD_BYTES:
-                    raise wrong(
-                        file.path, f"{path}: its head has {head.file_size} bytes", "a tensor has fewer"
-                    )
-                tensor = unpickled(file.path, archive.read(head))
-                if not isinstance(tensor, Tensor):
-                    raise wrong(
-                        file.path, f"{path}: it is not a plain tensor", f"its pickle says {brief(tensor)}"
-                    )
-                if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
-                    raise wrong(
-                        file.path, f"{path}: its bytes are in the other order", "the machine was another"
-                    )
-                data = infos[f"data/{tensor.storage[2]}"]
-                local = file.read(chunk.start + data.header_offset, 30)
-                start = (
-                    data.header_offset
-                    + 30
-                    + sum(int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
-                )
-        except CheckpointError:
-            raise
-        except (
-            zipfile.BadZipFile,
-            KeyError,
-            IndexError,
-            TypeError,
-            NotImplementedError,
-            OSError,
-            EOFError,
-        ) as error:
+        # DCP stores each file of the archive as it is, so a compressed one would be of any size once it is read.
+        stored = stored_files(window, file.path, _FIX)
+        files = {name.partition("/")[2]: each for name, each in stored.items()}
+        head, order = files.get("data.pkl"), files.get("byteorder")
+        if head is None or head.num_bytes > _MOST_HEAD_BYTES:
             raise wrong(
-                file.path, f"{path}: its values cannot be found", f"{type(error).__name__}: {error}"
-            ) from error
+                file.path, f"{path}: its head is missing, or too large", "a tensor has 200 bytes of it"
+            )
+        tensor = unpickled(file.path, head.read(head.num_bytes) or b"")
+        if not isinstance(tensor, Tensor):
+            raise wrong(file.path, f"{path}: it is not a plain tensor", f"its pickle says {brief(tensor)}")
+        if order is not None and order.read(9) != b"little":
+            raise wrong(file.path, f"{path}: its bytes are in the other order", "the machine was another")
+        data = files.get(f"data/{tensor.storage[2]}")
+        if data is None:
+            raise wrong(
+                file.path, f"{path}: its values cannot be found", f"the archive has {listed([*files])}"
+            )
         _check_tensor(file.path, path, tensor, chunk, data, self.variables[path])
-        self._heads[key] = tensor, tensor.storage[1], chunk.start + start
+        self._heads[key] = tensor, tensor.storage[1], data.start
         return self._heads[key]
 
     def __repr__(self) -> str:
@@ -183,7 +163,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _check_tensor(
-    where: str, path: str, tensor: Tensor, chunk: _Chunk, data: zipfile.ZipInfo, variable: SavedVariable
+    where: str, path: str, tensor: Tensor, chunk: _Chunk, data: Window, variable: SavedVariable
 ) -> None:
     """Raise unless the head of a chunk says what the metadata says, and its bytes exist."""
     itemsize = numpy_dtype(variable.dtype, path).itemsize
@@ -195,10 +175,8 @@ def _check_tensor(
         why = f"it has the shape {tensor.shape}, and in the metadata {block_shape(chunk.index)}"
     elif tensor.storage[1] not in (variable.dtype, None):
         why = f"its elements are {tensor.storage[1]}, and in the metadata {variable.dtype}"
-    elif data.compress_type != zipfile.ZIP_STORED:
-        why = "its values are compressed"
-    elif math.prod(tensor.shape) and (last + 1) * itemsize > data.file_size:
-        why = f"it needs {(last + 1) * itemsize} bytes, and has {data.file_size}"
+    elif math.prod(tensor.shape) and (last + 1) * itemsize > data.num_bytes:
+        why = f"it needs {(last + 1) * itemsize} bytes, and has {data.num_bytes}"
     if why:
         raise wrong(where, f"{path}: a chunk of it is not as the metadata says", why)
 

@@ -10,14 +10,14 @@ import io
 import pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from layoutmap.core.errors import CheckpointError, brief
 
 _MOST_AXES = 64
+_MOST_TUPLE = 10_000  # parts of a tuple, those of its parts included
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -96,6 +96,21 @@ class Tensor:
     dtype: str | None
 
 
+class _Maker:
+    """A function that a pickle may call and cannot change."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., object]):
+        self._make = make
+
+    def __call__(self, *values: object) -> object:
+        return self._make(*values)
+
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("a pickle changes a function")
+
+
 class TensorUnpickler(pickle.Unpickler):
     """Makes inert records of tensors, and refuses all but these in mappings and lists, with numbers and texts."""
 
@@ -116,7 +131,7 @@ class TensorUnpickler(pickle.Unpickler):
             ("collections", "Counter"): _first,
         }
         if (module, name) in known:
-            return partial(known[module, name])  # whose attributes a pickle may set
+            return _Maker(known[module, name])
         if module == "torch" and name in _DTYPES:
             return Dtype(name)
         if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
@@ -145,7 +160,7 @@ class _Unpickler(TensorUnpickler):
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if (module, name) in _IGNORED:
-            return partial(_nothing)
+            return _Maker(_nothing)
         return set if (module, name) == ("builtins", "set") else super().find_class(module, name)
 
 
@@ -176,6 +191,7 @@ def unpickled(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler)
     """The content of a pickle, in inert records; `where` is its file, for messages."""
     try:
         _check_memo(data)
+        _check_tuples(data)
         return kind(where, data).load()
     except CheckpointError:
         raise
@@ -188,6 +204,38 @@ def _check_memo(data: bytes) -> None:
     for opcode, number, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= cast("int", number) <= len(data):
             raise ValueError(f"object {number} of {len(data)} bytes")
+
+
+def _check_tuples(data: bytes) -> None:
+    """Raise a `ValueError` if a tuple has too many parts: Python hashes all of them, in C and without a bound."""
+    stack: list[int] = []  # the sizes of values
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    for opcode, number, _ in pickletools.genops(data):
+        name, before = opcode.name, opcode.stack_before
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[cast("int", number)] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[cast("int", number)])
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+        else:
+            if pickletools.markobject in before:
+                kept = marks.pop() - before.index(pickletools.markobject)
+            else:
+                kept = len(stack) - len(before)
+            parts = stack[kept:]
+            del stack[kept:]
+            size = 1 + sum(parts) if name.startswith("TUPLE") or name == "FROZENSET" else 1
+            if size > _MOST_TUPLE:
+                raise ValueError(f"a tuple of {brief(size)} parts")
+            stack += [size] * len(opcode.stack_after)
 
 
 def as_sizes(values: Sequence[Any]) -> tuple[int, ...]:

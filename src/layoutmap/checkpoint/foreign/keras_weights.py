@@ -23,6 +23,7 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
 
 _WEIGHTS = "model.weights.h5"
+_MOST_DEPTH = 64
 
 
 class KerasWeights(Source):
@@ -45,9 +46,10 @@ class KerasWeights(Source):
         h5py = package_for("weight files of Keras", "h5py", "they are files of HDF5")
         for file in _files_of(Path(path)):
             try:
-                root = h5py.File(_within(file) if file.suffix == ".keras" else file, "r")
-                for name, dataset in _datasets(h5py, str(file), root, ""):
-                    self._add(str(file), name, dataset)
+                window = ByteFile(file)
+                root = h5py.File(_within(window) if file.suffix == ".keras" else file, "r")
+                for name, dataset in _datasets(h5py, str(file), root, "", set()):
+                    self._add(str(file), name, dataset, window.num_bytes)
             except (OSError, KeyError, RuntimeError) as error:
                 raise _wrong(str(file), "the file cannot be read", str(error)) from error
 
@@ -57,9 +59,10 @@ class KerasWeights(Source):
             found = np.asarray(self._datasets[path][wanted])
         except (OSError, RuntimeError) as error:
             raise _wrong(self.where, f"{path}: its values cannot be read", str(error)) from error
-        return found.view(numpy_dtype(variable.dtype, path))
+        # A view would take big-endian bytes for little-endian ones, so convert the order first.
+        return found.astype(found.dtype.newbyteorder("="), copy=False).view(numpy_dtype(variable.dtype, path))
 
-    def _add(self, file: str, name: str, dataset: Any) -> None:
+    def _add(self, file: str, name: str, dataset: Any, most: int) -> None:
         path = name.strip("/").replace("/", ".")
         if path in self.variables:
             raise _wrong(file, f"{path}: it is there twice", "another file of the same weights has it, too")
@@ -67,7 +70,7 @@ class KerasWeights(Source):
             raise _wrong(
                 file, f"{path}: its values are in another file", "a weight file of Keras has its own values"
             )
-        if dataset.id.get_storage_size() < dataset.nbytes:
+        if dataset.id.get_storage_size() < dataset.nbytes or dataset.nbytes > most:
             raise _wrong(
                 file, f"{path}: its values are not there, or compressed", "Keras writes them as they are"
             )
@@ -83,24 +86,31 @@ class KerasWeights(Source):
         return f"<KerasWeights {self.where}: {len(self.variables)} variables, no checksums>"
 
 
-def _datasets(h5py: Any, file: str, group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _datasets(h5py: Any, file: str, group: Any, prefix: str, known: set[Any]) -> Iterator[tuple[str, Any]]:
     for name in group:
         path = f"{prefix}/{name}"
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             raise _wrong(file, f"{path}: it is a link", "a weight file of Keras has none")
         found = group[name]
+        place = h5py.h5o.get_info(found.id).addr
+        # Two hard links to each of 40 groups would be 2^40 paths, so each object is read once.
+        if place in known or path.count("/") > _MOST_DEPTH:
+            raise _wrong(
+                file, f"{path[:200]}: it is there twice, or too deep", "a weight file of Keras is a tree"
+            )
+        known.add(place)
         if isinstance(found, h5py.Group):
-            yield from _datasets(h5py, file, found, path)
+            yield from _datasets(h5py, file, found, path, known)
         else:
             yield path, found
 
 
-def _within(path: Path) -> Window:
+def _within(file: ByteFile) -> Window:
     """The weight file in an archive of Keras."""
-    file = ByteFile(path)
-    files = stored_files(Window(file, 0, file.num_bytes), str(path), "save it again with model.save")
+    path = file.path
+    files = stored_files(Window(file, 0, file.num_bytes), path, "save it again with model.save")
     if _WEIGHTS not in files:
-        raise _wrong(str(path), "it has no weights", f"a model of Keras has them in {_WEIGHTS}")
+        raise _wrong(path, "it has no weights", f"a model of Keras has them in {_WEIGHTS}")
     return files[_WEIGHTS]
 
 
@@ -108,9 +118,9 @@ def _files_of(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        places = cast("dict[str, Any]", json.loads(path.read_bytes())["weight_map"]).values()
+        places = cast("dict[str, Any]", json.loads(ByteFile(path).read_all())["weight_map"]).values()
         names = [name for place in places for name in ([place] if isinstance(place, str) else place)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _wrong(str(path), "the index cannot be read", f"{type(error).__name__}: {error}") from error
     files = [path.parent / name for name in dict.fromkeys(names)]
     for file in files:

@@ -15,12 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.source import SavedVariable, Source, package_for
+from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.gate import check_inside, check_regular, check_small
+from layoutmap.checkpoint.source import SavedVariable, Source, check_variables, package_for
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, listed
 
 METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+_SMALL = {".zarray", ".zattrs", "zarr.json"}
+_MOST_RATIO = 1 << 16  # bytes of an array for each byte of its files; zstd reaches 1 << 15 on zeros
 
 
 class Orbax(Source):
@@ -64,13 +68,14 @@ class Orbax(Source):
 
     def _add(self, item: Path, prefix: str) -> None:
         file = item / METADATA
+        num_bytes = _checked_bytes(item)
         try:
-            found = json.loads(file.read_bytes())
+            found = json.loads(ByteFile(file).read_all())
             leaves = [
                 (tuple(str(key["key"]) for key in leaf["key_metadata"]), leaf["value_metadata"])
                 for leaf in found["tree_metadata"].values()
             ]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{file}: the metadata cannot be read",
                 why=f"{type(error).__name__}: {error}",
@@ -88,10 +93,12 @@ class Orbax(Source):
                     why="keys have dots",
                     fix="rename them",
                 )
+            check_inside(str(file), name)
             store = self._opened(item, path, name, found)
             shape = tuple(map(int, store.shape))
             self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
             self._stores[path] = store
+        check_variables(str(item), self.variables.values(), num_bytes * _MOST_RATIO)
 
     def _opened(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
         base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
@@ -99,7 +106,9 @@ class Orbax(Source):
             base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         else:
             base["path"] = f"{item / name}/"
-        spec = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
+        spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
+        # Orbax writes all chunks of an array, and tensorstore reads a missing one as zeros unless it is told otherwise.
+        spec["fill_missing_data_reads"] = False
         tensorstore = package_for("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
         try:
             return tensorstore.open(spec, open=True, read=True).result()
@@ -108,6 +117,26 @@ class Orbax(Source):
 
     def __repr__(self) -> str:
         return f"<Orbax {self.where}: {len(self.variables)} arrays, no checksums>"
+
+
+def _checked_bytes(item: Path) -> int:
+    """Return the size of all files of a checkpoint.
+
+    Raises:
+        CheckpointError: One is not a regular file: tensorstore would wait for a pipe without end.
+    """
+    total = 0
+    for folder, _, names in os.walk(item):
+        for path in (os.path.join(folder, name) for name in names):
+            try:
+                found = os.stat(path)
+            except OSError as error:
+                raise _unreadable(str(item), path, error) from error
+            check_regular(path, found)
+            if os.path.basename(path) in _SMALL:
+                check_small(path, found.st_size)
+            total += found.st_size
+    return total
 
 
 def is_orbax(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular, check_small
 from layoutmap.core.blocks import Index, NumpyArray, block_shape
 from layoutmap.core.errors import CheckpointError
 
@@ -42,7 +43,9 @@ class ByteFile:
         except OSError as error:
             raise _unreadable(self.path, error) from error
         weakref.finalize(self, os.close, self._file)
-        self.num_bytes = os.fstat(self._file).st_size
+        about = os.fstat(self._file)
+        check_regular(self.path, about)
+        self.num_bytes = about.st_size
         self.bytes_read = 0
 
     def read_into(self, start: int, buffer: memoryview) -> None:
@@ -69,6 +72,15 @@ class ByteFile:
                 )
             done += count
         self.bytes_read += done
+
+    def read_all(self, most: int = MOST_SMALL_BYTES) -> bytes:
+        """Return all bytes of a small file.
+
+        Raises:
+            CheckpointError: It has more than `most` bytes, or cannot be read.
+        """
+        check_small(self.path, self.num_bytes, most)
+        return self.read(0, self.num_bytes)
 
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return the bytes from one on."""

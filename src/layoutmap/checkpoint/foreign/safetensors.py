@@ -145,7 +145,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     if not path.name.endswith(INDEX):
         return [path], None
     file = ByteFile(path)
-    found = _json(file, file.read(0, file.num_bytes), "the index")
+    found = _json(file, file.read_all(), "the index")
     names = found.get("weight_map")
     if not isinstance(names, dict) or not all(
         isinstance(name, str) for name in cast("dict[str, Any]", names).values()

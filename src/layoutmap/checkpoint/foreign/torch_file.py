@@ -22,6 +22,7 @@ from layoutmap.core.errors import CheckpointError, listed
 
 _MOST_PICKLE_BYTES = 1 << 24
 _MOST_DEPTH = 32
+_MOST_NAME = 4096
 _FIX = "save the state dict again with torch.save, which has made such archives since torch 1.6"
 
 
@@ -121,9 +122,11 @@ def _tensors(where: str, found: object, most: int) -> Iterator[tuple[str, Tensor
     while left:
         path, value = left.pop()
         count += 1
-        if count > most or len(path) > _MOST_DEPTH:
+        if count > most or len(path) > _MOST_DEPTH or sum(map(len, path)) > _MOST_NAME:
             raise wrong(
-                where, "its mappings refer to each other", "they have more parts than the pickle has bytes"
+                where,
+                "its mappings refer to each other",
+                "they have more parts than the pickle has bytes, or names too long",
             )
         if isinstance(value, Tensor):
             yield ".".join(path) or "tensor", value

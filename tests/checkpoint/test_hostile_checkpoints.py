@@ -1,0 +1,290 @@
+"""Damaged and hostile files of each format are refused by name within seconds and bounded memory; good ones load."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint.saves import save as save_own
+from safetensors.numpy import save_file
+
+from layoutmap.checkpoint.foreign import open_source
+from layoutmap.cli.main import main
+from layoutmap.core.errors import CheckpointError
+
+VALUES = {"w": np.arange(64, dtype="f4").reshape(8, 8), "z": np.zeros((4, 4), "f4")}
+MOST_MEMORY = 4 << 30  # of address space; the interpreter with numpy, h5py and tensorstore maps 2 GiB
+
+
+def save_orbax(path: Path, **how: bool) -> Path:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)) as checkpointer:
+        checkpointer.save(path, {name: jnp.asarray(value) for name, value in VALUES.items()})
+    return path
+
+
+def save_keras(path: Path) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, value in VALUES.items():
+            file[f"layers/{name}/vars/0"] = value
+    return path
+
+
+def save_archive(path: Path) -> Path:
+    save_keras(path.with_suffix(".h5"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(path.with_suffix(".h5"), "model.weights.h5")
+    path.with_suffix(".h5").unlink()
+    return path
+
+
+def save_index(path: Path) -> Path:
+    path.mkdir()
+    save_file({"w": VALUES["w"]}, path / "m-1.safetensors")
+    save_file({"z": VALUES["z"]}, path / "m-2.safetensors")
+    index = '{"weight_map": {"w": "m-1.safetensors", "z": "m-2.safetensors"}}'
+    (path / "model.safetensors.index.json").write_text(index)
+    return path
+
+
+def save_step(path: Path) -> Path:
+    save_own(path, 1, VALUES)
+    return path
+
+
+def save_safetensors(path: Path) -> Path:
+    save_file(VALUES, path)
+    return path
+
+
+def save_torch(path: Path) -> Path:
+    """Written in another process, since torch and JAX do not share a test process."""
+    what = "{'w': torch.arange(64.).reshape(8, 8), 'z': torch.zeros(4, 4)}"
+    how = "import torch.distributed.checkpoint as dcp; dcp.save(v, checkpoint_id=p, no_dist=True)"
+    program = f"import torch, warnings; warnings.simplefilter('ignore'); v, p = {what}, {str(path)!r}; "
+    program += "torch.save(v, p)" if path.suffix == ".pt" else how
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, close_fds=False)
+    return path
+
+
+FORMATS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    "safetensors": ("m.safetensors", save_safetensors),
+    "index": ("m", save_index),
+    "hdf5": ("m.weights.h5", save_keras),
+    "keras": ("m.keras", save_archive),
+    "zarr": ("m", lambda path: save_orbax(path, use_ocdbt=False)),
+    "zarr3": ("m", lambda path: save_orbax(path, use_ocdbt=False, use_zarr3=True)),
+    "ocdbt": ("m", lambda path: save_orbax(path, use_ocdbt=True)),
+    "own": ("m", save_step),
+    "torch": ("m.pt", save_torch),
+    "dcp": ("m", save_torch),
+}
+# Files without values that no reader opens; and without an index, the files of a folder are read as one.
+UNREAD = (
+    "commit_success.txt",
+    "deleted m/model.safetensors.index.json",
+    "_sharding",
+    "array_metadatas",
+    "_CHECKPOINT_METADATA",
+    "ocdbt.process_",
+)
+
+READ_ALL = """
+import resource, sys
+from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign.torch_file import TorchFile
+from layoutmap.core.errors import CheckpointError
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+for line in sys.stdin:
+    path = line.rstrip()
+    try:
+        source = TorchFile(path) if path.endswith(".pt") else open_source(path)
+        values = {name: source.read(name) for name in source.variables}
+        if hasattr(source, "check_files"):
+            source.check_files()
+        print("read", *sorted(f"{v.shape}{float(v.sum())}" for v in values.values()), flush=True)
+    except CheckpointError as error:
+        parts = str(error)
+        print("refused" if "  why " in parts and "  fix " in parts else f"no reason: {parts!r}", flush=True)
+    except BaseException as error:
+        print(f"escaped {error!r:.300}", flush=True)
+"""
+
+
+def outcomes(paths: list[Path]) -> list[str]:
+    """What reading each path comes to, in a process of bounded memory and time."""
+    ended = subprocess.run(
+        [sys.executable, "-c", READ_ALL, str(MOST_MEMORY)],
+        input="\n".join(map(str, paths)),
+        capture_output=True,
+        text=True,
+        check=False,
+        close_fds=False,  # so that it is spawned, not forked: JAX has threads
+        timeout=60,
+    )
+    lines = ended.stdout.splitlines()
+    assert len(lines) == len(paths), (ended.returncode, ended.stderr[-2000:])
+    return lines
+
+
+def damage(file: Path, kind: str) -> None:
+    data = file.read_bytes()
+    file.unlink()
+    if kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "truncated":
+        file.write_bytes(data[: len(data) // 2])
+    elif kind == "directory":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "dangling":
+        file.symlink_to("nowhere")
+    elif kind == "sparse":
+        with file.open("wb") as made:
+            made.truncate(1 << 40)
+    elif kind == "nested":
+        file.write_bytes(b"[" * 200_000)
+
+
+KINDS = ("deleted", "empty", "truncated", "directory", "pipe", "dangling", "sparse", "nested")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
+    """Deleted, empty, truncated, sparse, nested or no file: each is refused, or was not needed for the values."""
+    file_name, make = FORMATS[name]
+    (tmp_path / "good").mkdir()
+    good = make(tmp_path / "good" / file_name)
+    files = [good] if good.is_file() else sorted(each for each in good.rglob("*") if each.is_file())
+    paths, whats = [good], ["good"]
+    for number, file in enumerate(files):
+        for kind in KINDS:
+            copy = tmp_path / f"{number}-{kind}"
+            shutil.copytree(tmp_path / "good", copy)
+            damage(copy / file.relative_to(tmp_path / "good"), kind)
+            paths.append(copy / file_name)
+            whats.append(f"{kind} {file.relative_to(tmp_path / 'good')}")
+    results = dict(zip(whats, outcomes(paths), strict=True))
+    expected = results.pop("good")
+
+    assert expected.startswith("read")
+    loose = {what for what, found in results.items() if found != "refused"}
+    assert {w for w in loose if results[w] != expected} == set()
+    assert {w for w in loose if not any(part in w for part in UNREAD)} == set()
+
+
+@pytest.mark.parametrize("seed", [59])
+@pytest.mark.parametrize("name", FORMATS)
+def test_changed_bytes_raise_nothing_else(tmp_path: Path, name: str, seed: int) -> None:
+    """Whatever drawn bytes of a checkpoint change, it is read, or refused with why and fix."""
+    file_name, make = FORMATS[name]
+    rng = random.Random(seed)
+    (tmp_path / "good").mkdir()
+    good = make(tmp_path / "good" / file_name)
+    files = [good] if good.is_file() else sorted(each for each in good.rglob("*") if each.is_file())
+    paths: list[Path] = []
+    for number in range(40):
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / "good", copy)
+        file = copy / rng.choice(files).relative_to(tmp_path / "good")
+        data = bytearray(file.read_bytes())
+        for _ in range(rng.choice((1, 1, 4, 30)) if data else 0):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        file.write_bytes(data)
+        paths.append(copy / file_name)
+
+    assert [] == [each for each in outcomes(paths) if each.split()[0] not in ("read", "refused")]
+
+
+@pytest.mark.parametrize("name", ["zarr", "zarr3"])
+def test_a_missing_chunk_is_no_zero(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An array whose chunk file is gone is refused and named by verify; one of zeros is read."""
+    path = FORMATS[name][1](tmp_path / "m")
+    assert 0.0 == open_source(path).read("z").sum()
+    chunk = path / "w" / ("0.0" if name == "zarr" else "c/0/0")
+    chunk.unlink()
+    with pytest.raises(CheckpointError, match="w: its values cannot be read"):
+        open_source(path).read("w")
+
+    assert 1 == main(["checkpoint", "verify", str(path)])
+    assert "w: its values cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_hdf5_of_either_byte_order_has_its_values(tmp_path: Path, order: str) -> None:
+    """Big-endian values are read as the numbers that they are."""
+    with h5py.File(tmp_path / "m.weights.h5", "w") as file:
+        file["vars/0"] = np.arange(5, dtype=f"{order}f4")
+    found = open_source(tmp_path / "m.weights.h5")
+
+    assert ("float32", [0, 1, 2, 3, 4]) == (found["vars.0"].dtype, found.read("vars.0").tolist())
+
+
+def linked(path: Path) -> None:
+    """Each of 40 groups has two hard links to the next."""
+    with h5py.File(path, "w") as file:
+        group = file
+        for _ in range(40):
+            below = group.create_group("a")
+            group["b"] = below
+            group = below
+        group["x"] = 1.0
+
+
+def torch_pickle(path: Path, content: bytes) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", content)
+
+
+def absolute(path: Path) -> None:
+    save_orbax(path, use_ocdbt=False)
+    file = path / "_METADATA"
+    file.write_text(file.read_text().replace('"key": "w"', '"key": "/etc"'))
+
+
+HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "hard links": ("a.weights.h5", linked),
+    "tuple of tuples as a key": (
+        "a.pt",
+        lambda p: torch_pickle(p, b"\x80\x02}K\x01\x85" + b"2\x86" * 140 + b"K\x01s."),
+    ),
+    "deep tuple as a key": (
+        "b.pt",
+        lambda p: torch_pickle(p, b"\x80\x02}K\x01" + b"\x85" * 200_000 + b"K\x01s."),
+    ),
+    "state of a function": (
+        "c.pt",
+        lambda p: torch_pickle(p, b"\x80\x02ctorch\nSize\nq\x00(h\x00)}}tb0h\x00)R."),
+    ),
+    "long names": (
+        "d.pt",
+        lambda p: torch_pickle(
+            p, b"\x80\x02X" + (30 << 20).to_bytes(4, "little") + b"a" * (30 << 20) + b"q\x000}h\x00}h\x00Nss."
+        ),
+    ),
+    "absolute key": ("m", absolute),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
+    """A few bytes that would crash the process, fill its memory or lead out of the folder are refused."""
+    file_name, make = HOSTILE[name]
+    make(tmp_path / file_name)
+
+    assert ["refused"] == outcomes([tmp_path / file_name])
+    for command in ("describe", "verify"):
+        assert 0 != main(["checkpoint", command, str(tmp_path / file_name)])
