@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -100,13 +101,20 @@ UNREAD = (
 )
 
 READ_ALL = """
-import resource, sys
+import contextlib, io, resource, sys
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.torch_file import TorchFile
+from layoutmap.cli.main import main
 from layoutmap.core.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
 for line in sys.stdin:
     path = line.rstrip()
+    command = ["convert", path, path + ".new"] if path.endswith(".pt") else ["verify", path]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+        main(["checkpoint", *command])
+    if "bug in layoutmap" in told.getvalue():
+        print(f"escaped {told.getvalue()[-300:]!r}", flush=True)
+        continue
     try:
         source = TorchFile(path) if path.endswith(".pt") else open_source(path)
         values = {name: source.read(name) for name in source.variables}
@@ -248,6 +256,28 @@ def torch_pickle(path: Path, content: bytes) -> None:
         archive.writestr("a/data.pkl", content)
 
 
+def safetensors_header(path: Path, header: object) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+
+
+def zip_bomb(path: Path) -> None:
+    """Weights of Keras that inflate from 0.25 MB to 256 MiB of zeros; Keras stores them as they are."""
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("model.weights.h5", "w") as f,
+    ):
+        for _ in range(16):
+            f.write(bytes(1 << 24))
+
+
+def large_zarr(path: Path) -> None:
+    save_orbax(path, use_ocdbt=False)
+    file = path / "w" / ".zarray"
+    file.write_text(file.read_text().replace('"shape":[8,8]', '"shape":[1099511627776,1099511627776]'))
+    assert "1099511627776" in file.read_text()
+
+
 def absolute(path: Path) -> None:
     save_orbax(path, use_ocdbt=False)
     file = path / "_METADATA"
@@ -275,6 +305,22 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
         ),
     ),
     "absolute key": ("m", absolute),
+    "5,000 axes": (
+        "e.safetensors",
+        lambda p: safetensors_header(p, {"w": {"dtype": "F32", "shape": [1] * 5000, "data_offsets": [0, 4]}}),
+    ),
+    "a shape of 2^80 elements": (
+        "f.safetensors",
+        lambda p: safetensors_header(
+            p, {"w": {"dtype": "F32", "shape": [1 << 40] * 2, "data_offsets": [0, 4]}}
+        ),
+    ),
+    "a name of 5,000 characters": (
+        "g.safetensors",
+        lambda p: safetensors_header(p, {"w" * 5000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
+    ),
+    "a zip that inflates": ("h.keras", zip_bomb),
+    "an array larger than its files": ("m", large_zarr),
 }
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from layoutmap.checkpoint.gate import check_small
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.states import decode
 from layoutmap.checkpoint.storage import Storage
@@ -180,6 +181,7 @@ def _read(storage: Storage, step: int) -> SavedStep | None:
 
 def _facts(storage: Storage, step: int, num_bytes: int) -> Any:
     """Return the part of a manifest before its metadata; `None`: the bytes end within it."""
+    check_small(f"{storage.where}/{storage.folder(step)}/{NAME}", num_bytes)
     data = bytearray(num_bytes)
     count = storage.read_into(storage.folder(step), NAME, 0, memoryview(data))
     head, is_there, _ = bytes(data[:count]).partition(b',\n "metadata": ')
