@@ -324,13 +324,14 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_hostile_files_are_refused(tmp_path: Path) -> None:
     """A few bytes that would crash the process, fill its memory or lead out of the folder are refused."""
-    file_name, make = HOSTILE[name]
-    make(tmp_path / file_name)
+    paths = {name: tmp_path / str(n) / file for n, (name, (file, _)) in enumerate(HOSTILE.items())}
+    for name, path in paths.items():
+        path.parent.mkdir()
+        HOSTILE[name][1](path)
+    results = dict(zip(paths, outcomes([*paths.values()]), strict=True))
 
-    assert ["refused"] == outcomes([tmp_path / file_name])
+    assert dict.fromkeys(HOSTILE, "refused") == results
     for command in ("describe", "verify"):
-        assert 0 != main(["checkpoint", command, str(tmp_path / file_name)])
+        assert [] == [n for n, path in paths.items() if main(["checkpoint", command, str(path)]) == 0]
