@@ -158,12 +158,10 @@ def test_they_are_written_to_a_rules_file():
 
 
 def test_a_key_that_is_no_regex_is_refused_with_what_to_write():
-    """As for any other rule; and one that may take forever is, too."""
+    """As for any other rule."""
     with pytest.raises(RuleError, match=r"rule 'keras:\*kernel' is not a regex") as refused:
         lm.LayoutMap(MESH, {"keras:*kernel": ROWS})
     assert "in a regex, .* matches anything: '.*kernel'" == refused.value.fix
-    with pytest.raises(RuleError, match=r"^rule 'keras:\(a\+\)\+b' could take forever"):
-        lm.LayoutMap(MESH, {"keras:(a+)+b": ROWS})
 
 
 @pytest.mark.parametrize("given", [{}, None, "a map", lm.LayoutMap(MESH)])

@@ -1,193 +1,121 @@
-"""YAML as rules files use it: text, whole numbers and null, in mappings and lists.
+"""Read YAML as text, decimal integers, and null, in mappings and lists.
 
-The rest of YAML 1.1 is refused with its line, since it says something else than people read (`010` is 8, `on` is
-true), hides the order of rules (merge keys), or makes objects (tags). An alias may repeat what an anchor names, as long
-as what the file says, written out, stays small. Reading takes time and memory in proportion to the text.
+PyYAML's `BaseLoader` reads every scalar as text, so `010`, `on`, and `1.0` keep their spelling.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import RuleError
 
-_DEEPEST = 10  # a rules file needs 5
-_MOST_BY_ALIAS = 100_000
-_STR, _INT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "null", "merge"))
-_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
-_KNOWN = "such a file holds text, whole numbers and null, in mappings and lists"  # why: decisions/0036
+_MAX_DEPTH = 10  # A rules file needs 5.
+_MAX_ALIASED = 100_000
+_INT, _NULL = "tag:yaml.org,2002:int", "tag:yaml.org,2002:null"
 
 
-def read_yaml(text: str, where: str = "rules file") -> Any:
-    """The data of one YAML document; `None` if it is empty.
+def read_yaml(text: str, where: str = "rules file") -> Any:  # why: decisions/0199
+    """Return the data of one YAML document, or `None` if it is empty.
 
     Args:
         text: The document.
-        where: What it is, as messages name it.
+        where: Name of the document in messages.
 
     Raises:
-        RuleError: It is no YAML, or not of the kind above; says where.
+        RuleError: The text is not YAML, repeats a key, has a tag or a merge key, or exceeds the limits on nesting
+            and aliases.
 
     Example:
         >>> read_yaml("{version: 1, rules: {a: &columns [null, model], b: *columns}}")
         {'version': 1, 'rules': {'a': [None, 'model'], 'b': [None, 'model']}}
     """
-    yaml = _yaml()
+    import yaml
+
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RuleError(
-            f"{where} cannot be read",
-            why=f"it is {kind_of(text)}, not text",
-            fix="pass its text, as in Path(file).read_text()",
-        )
+        why, fix = f"it is {kind_of(text)}, not text", "pass its text, as in Path(file).read_text()"
+        raise RuleError(f"{where} cannot be read", why=why, fix=fix)
     try:
-        # libyaml's parser, where PyYAML was built with it, is about 15 times as fast.
-        return _Reader(yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), where).document()
-    except RuleError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that cannot be encoded
-        # libyaml since 0.2.6 has a limit of its own, and reads up to 1024 characters ahead of its events.
-        if "maximum nesting depth" in str(error):
-            marked: Any = error
-            raise _too_deep(marked.problem_mark, where) from None
+        # libyaml's parser is about 15 times as fast, but not every build of PyYAML has it.
+        loader = _make_loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+        _check_events(yaml.parse(text, loader))  # pyright: ignore[reportUnknownMemberType]
+        return loader(text).get_single_data()
+    except _Refused as error:
+        mark, what, why, fix = error.args
+        raise RuleError(f"{where}: {what}", facts={"line": mark.line + 1}, why=why, fix=fix) from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that cannot be encoded.
         fix = "correct the text at that place"
         if "unknown escape character" in str(error):
             fix = r"use single quotes for a regex, as in 'up\.kernel', or none: in double quotes a \ begins an escape"
         raise RuleError(f"{where} cannot be read", why=str(error), fix=fix) from error
 
 
-class _Reader:
-    """Makes data of the events of a parser, one by one: nothing is made that is then refused."""
+class _Refused(Exception):
+    """Hold the mark of a refused part, and the headline, reason, and fix."""
 
-    def __init__(self, events: Iterator[Any], where: str):
-        yaml = _yaml()
-        self._events = events
-        self._where = where
-        self._yaml = yaml
-        self._resolver: Any = yaml.resolver.Resolver()
-        self._anchors: dict[str, tuple[Any, int] | None] = {}  # value and size; `None` while it is being read
-        self._size = 0  # the number of values so far, those that aliases repeat included
-        self._by_alias = 0
 
-    def document(self) -> Any:
-        yaml, found = self._yaml, None
-        documents = 0
-        for event in self._events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    why = "one file holds one document"
-                    raise self._refused(
-                        event, "it has a second document", why, "delete the line --- and all after it"
-                    )
-            elif isinstance(event, yaml.NodeEvent):
-                found = self._value(event, 1)
-        return found
+def _check_events(events: Any) -> None:
+    """Bound the nesting before PyYAML recurses, and refuse tags and merge keys, which `BaseLoader` ignores."""
+    depth = 0
+    for event in events:
+        name, tag = type(event).__name__, getattr(event, "tag", None)
+        depth += name.endswith("StartEvent") - name.endswith("EndEvent")
+        if depth > _MAX_DEPTH + 2:  # The stream and the document are two levels.
+            why = "a rules file needs five levels, for a sharding spec of several mesh dims in a layout of a rule"
+            what, fix = f"it is nested more than {_MAX_DEPTH} deep", "write a rule as in a: [null, model]"
+            raise _Refused(event.start_mark, what, why, fix)
+        if tag not in (None, "!"):
+            why = "a file holds text, decimal integers, and null, in mappings and lists"
+            raise _Refused(event.start_mark, f"the tag {tag} is not read", why, "delete the tag")
+        if name == "ScalarEvent" and event.value == "<<" and event.implicit[0]:
+            why = "a merge key hides the order of the rules, and the first match wins"
+            raise _Refused(event.start_mark, "the merge key << is not read", why, "write out the merged keys")
 
-    def _value(self, event: Any, depth: int) -> Any:
-        yaml, before = self._yaml, self._size
-        self._size += 1
-        if isinstance(event, yaml.AliasEvent):
-            return self._alias(event)
-        if event.tag not in (None, "!", _STR) or (event.tag and not isinstance(event, yaml.ScalarEvent)):
-            raise self._refused(event, f"the tag {event.tag} is not read", _KNOWN, "delete the tag")
-        if depth > _DEEPEST:
-            raise _too_deep(event.start_mark, self._where)
-        if event.anchor:
-            self._anchors[event.anchor] = None
-        if isinstance(event, yaml.ScalarEvent):
-            value = self._scalar(event)
-        elif isinstance(event, yaml.SequenceStartEvent):
-            value = [self._value(each, depth + 1) for each in self._until(yaml.SequenceEndEvent)]
-        else:
-            value = self._mapping(depth + 1)
-        if event.anchor:
-            self._anchors[event.anchor] = value, self._size - before
-        return value
 
-    def _until(self, end: type[Any]) -> Iterator[Any]:
-        for event in self._events:
-            if isinstance(event, end):
-                return
-            yield event
+@cache
+def _make_loader(base: Any) -> Any:
+    class Loader(base):
+        """Read decimal integers and null, and refuse duplicate keys and alias bombs."""
 
-    def _mapping(self, depth: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for event in self._until(self._yaml.MappingEndEvent):
-            key = self._value(event, depth)
-            if isinstance(key, (list, dict)):
-                raise self._refused(
-                    event, "a list or a mapping is a key", "keys are text", "write the key as text"
+        def __init__(self, text: str):
+            base.__init__(self, text)
+            self._size, self._sizes, self._limit = 0, dict[Any, int](), len(text) + _MAX_ALIASED
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            before = self._size
+            value: Any = base.construct_object(self, node, deep=True)
+            # An alias repeats its node, so the size grows without text.
+            self._size = before + self._sizes.setdefault(node, self._size - before + 1)
+            if self._size > self._limit:
+                what, why = (
+                    f"its aliases repeat more than {_MAX_ALIASED} values",
+                    "so many are a mistake or an attack",
                 )
-            if key in found:
-                why = "two rules for one pattern contradict each other"
-                raise self._refused(event, f"{key!r} is there twice", why, "delete one of them")
-            found[key] = self._value(next(self._events), depth)
-        return found
+                raise _Refused(node.start_mark, what, why, "write the values instead of aliases")
+            return value
 
-    def _alias(self, event: Any) -> Any:
-        name = event.anchor
-        if name not in self._anchors:
-            why = "an alias repeats what an anchor above it names"
-            raise self._refused(
-                event, f"*{name} has no &{name}", why, f"write &{name} before the value that it is to repeat"
-            )
-        anchor = self._anchors[name]
-        if anchor is None:
-            raise self._refused(
-                event, f"*{name} is inside of what it repeats", "it has no end", "write the value instead"
-            )
-        value, size = anchor
-        self._size += size
-        self._by_alias += size
-        if self._by_alias > _MOST_BY_ALIAS:
-            what = f"its aliases repeat more than {_MOST_BY_ALIAS} values"
-            raise self._refused(
-                event, what, "so much is a mistake or an attack", "write the values instead of aliases"
-            )
-        return value
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = set[Any]()
+            for key_node, _ in node.value:
+                key = repr(self.construct_object(key_node))
+                if key in keys:
+                    why = "two rules for one pattern contradict each other"
+                    raise _Refused(key_node.start_mark, f"{key} is there twice", why, "delete one of them")
+                keys.add(key)
+            return base.construct_mapping(self, node, deep=True)
 
-    def _scalar(self, event: Any) -> Any:
-        text = event.value
-        if event.tag or not event.implicit[0]:
-            return text
-        tag = self._resolver.resolve(self._yaml.ScalarNode, text, (True, False))
-        if tag == _STR:
-            return text
-        if tag == _NULL:
-            return None
-        if tag == _INT and _DECIMAL.fullmatch(text):
-            return int(text)
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
-        if tag == _MERGE:
-            why = "a merge key hides in which order the rules stand, and the first that matches wins"
-            raise self._refused(event, "the merge key << is not read", why, "write out what it stands for")
-        if tag == _INT:
-            why = "YAML 1.1 reads 010 as 8, 1:20 as 80 and 1_0 as 10, which other readers do not"
-            fix = f"write a number in decimal digits, at most 18, without zeros before them; quote text: '{shown}'"
-            raise self._refused(event, f"{shown} is no plain whole number", why, fix)
-        kind = tag.rpartition(":")[2]
-        raise self._refused(
-            event, f"YAML reads {shown} as {kind}", _KNOWN, f"write a whole number, or quote text: '{shown}'"
-        )
-
-    def _refused(self, event: Any, what: str, why: str, fix: str) -> RuleError:
-        facts = {"line": event.start_mark.line + 1}
-        return RuleError(f"{self._where}: {what}", facts=facts, why=why, fix=fix)
+    Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})$"), list("-+0123456789"))
+    Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+    Loader.add_constructor(_INT, _construct_int)
+    Loader.add_constructor(_NULL, _construct_null)
+    return Loader
 
 
-def _yaml() -> Any:  # what is known of its types is half of them
-    import yaml
-
-    return yaml
+def _construct_int(loader: object, node: Any) -> int:
+    return int(node.value)
 
 
-def _too_deep(mark: Any, where: str) -> RuleError:
-    return RuleError(
-        f"{where}: it is nested more than {_DEEPEST} deep",
-        facts={"line": mark.line + 1},
-        why="the deepest of a rules file is a sharding spec of several mesh dims, in a layout of a rule",
-        fix="write a rule as in a: [null, model]",
-    )
+def _construct_null(loader: object, node: object) -> None:
+    return None

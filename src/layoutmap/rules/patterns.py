@@ -6,8 +6,21 @@ import re
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.match import KERAS
-from layoutmap.rules.backtracking import doubling_text
-from layoutmap.rules.keras_rules import anchored
+from layoutmap.rules.keras_rules import anchored, is_named
+
+_MAX_LENGTH = 1000
+_MAX_COST = 27  # A repeat costs 4 and an optional part 1, so a path of 60 letters takes seconds at worst.
+_OPENING = re.compile(r"\((?:\?(?:[aimsu-]*:|[=!>]|<[=!]|P<\w+>))?")
+_TOKEN = re.compile(
+    rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+|[aimsu]+)\)|{_OPENING.pattern}|(?:[*+?]|\{{\d*,?\d*\}})[+?]?|.",
+    re.DOTALL,
+)
+_CHOICE = re.compile(r"\||[*+?]\??|\{.+")  # A possessive repeat tries one way.
+_LARGE_COUNT = re.compile(r"\{.*\d{4}")
+_LOOP = re.compile(r"[*+{]")
+_PART = re.compile(r"\((?:\?:)?(?:X\\\.|\\\.X)".replace("X", r"(?:\\[wd]|\[\^\\?\.\])[+*]"))
+_END = re.compile(r"\)*\Z")
+_DOT = re.compile(r"\)*\\\.")
 
 
 def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
@@ -26,32 +39,55 @@ def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
         ) from error
 
 
-def refuse_if_endless(compiled: re.Pattern[str], pattern: str, rule: str) -> None:
-    """Raise for a regex that can take exponential time to fail, and so keep a lookup busy for hours.
+def refuse_slow_pattern(pattern: str, rule: str) -> None:
+    """Raise for a regex of a file that can keep a lookup busy for hours.
 
     Raises:
-        RuleError: It is one.
+        RuleError: The pattern exceeds a limit.
     """
-    text = doubling_text(compiled)
-    if text is None:
-        return
-    possessive = _possessive(pattern)
-    raise RuleError(
-        f"{rule} {pattern!r} could take forever on a path that it does not match",
-        facts={"for example": f"a path with {text!r} many times in a row"},
-        why="its repeats can split that text in more than one way, and each repetition doubles the ways to try",
-        fix="write it so that there is one way to match, as in [^.]+ for a part of a path"
-        + (f"\nor with a possessive repeat, which never backtracks: {possessive!r}" if possessive else ""),
-    )
+    reason = find_slow_part(
+        pattern + "$" * is_named(pattern)
+    )  # A rule over Keras's names matches to the end.
+    if reason:
+        raise RuleError(
+            f"{rule} {pattern[:_MAX_LENGTH]!r} could take too long on a path that it does not match",
+            why=reason,
+            fix=r"write [^.]+ for a part of a path and (\w+\.)* for several, or make a repeat possessive, as in \w++",
+        )
 
 
-def _possessive(pattern: str) -> str | None:
-    """The pattern with one of its repeated groups made possessive, if that leaves one way to match."""
-    for end in re.finditer(r"\)(?:[*+]|\{\d*,?\d*\})(?![+?])", pattern):
-        meant = f"{pattern[: end.end()]}+{pattern[end.end() :]}"
-        if _is_regex(meant) and doubling_text(re.compile(meant)) is None:
-            return meant
-    return None
+def find_slow_part(pattern: str) -> str:  # why: decisions/0198
+    """Return the limit that a regex exceeds, or an empty string.
+
+    Example:
+        >>> find_slow_part("(a+)+$"), find_slow_part(r"(\\w+\\.)+kernel")
+        ('a repeated group holds a repeat or an alternative', '')
+    """
+    if len(pattern) > _MAX_LENGTH:
+        return f"a pattern of a file has at most {_MAX_LENGTH} characters"
+    opened: list[int] = []
+    cost = 0
+    for match in _TOKEN.finditer(pattern):
+        token, start, end = match[0], *match.span()
+        if _LARGE_COUNT.match(token) or pattern[start - 1 : end] == "(?":
+            return "a count above 999, a comment, a condition, and the flag x are for rules in Python code"
+        if token == ")" and opened:
+            group = pattern[opened.pop() : start]
+            if _LOOP.match(pattern, end) and _has_choice(group) and not _PART.fullmatch(group):
+                return "a repeated group holds a repeat or an alternative"
+        elif _OPENING.fullmatch(token):
+            opened.append(start)
+        elif token == "|" and not opened:
+            cost = 0  # The alternatives of a whole pattern are tried one after the other.
+        elif _CHOICE.fullmatch(token) and not _END.match(pattern, end):
+            cost += 1 if token[0] in "|?" or _DOT.match(pattern, end) else 4
+            if cost > _MAX_COST:
+                return f"a pattern has at most 6 repeats, or {_MAX_COST} optional parts and alternatives"
+    return ""
+
+
+def _has_choice(group: str) -> bool:
+    return any(map(_CHOICE.fullmatch, _TOKEN.findall(group)))
 
 
 def _why(error: Exception) -> str:

@@ -18,7 +18,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven, as_uneven
 from layoutmap.rules.keras_rules import is_named
 from layoutmap.rules.near_misses import nearest
-from layoutmap.rules.patterns import compile_pattern, refuse_if_endless
+from layoutmap.rules.patterns import compile_pattern
 from layoutmap.rules.table import Kept, Table
 
 _MISSING: Any = object()
@@ -210,7 +210,6 @@ class Rules(MutableMapping[str, Layout]):
                 fix="use the map's mesh, or make another map",
             )
         own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
-        refuse_if_endless(compiled, pattern, self._rule)
         number = len(self._table.in_order) + len(beside) + 1
         return Kept(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
 

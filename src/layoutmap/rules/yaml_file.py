@@ -35,6 +35,7 @@ from layoutmap.core.match import Rest, as_rest
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.core.uneven import Uneven, as_uneven
+from layoutmap.rules.patterns import refuse_slow_pattern
 
 VERSION = 1
 """The version of the form."""
@@ -217,6 +218,7 @@ def _check_specs(rule: str, pattern: str, specs: object) -> None:
             why="a layout has one sharding spec for each axis",
             fix="write a list, as in [null, model]",
         )
+    refuse_slow_pattern(pattern, f"rules file: {rule}")
     listed = cast("list[Any]", specs)
     if "None" in listed:
         raise RuleError(

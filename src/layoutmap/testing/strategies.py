@@ -22,7 +22,7 @@ from layoutmap.core.match import Rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.rules.backtracking import doubling_text
+from layoutmap.rules.patterns import find_slow_part
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan, make_plan
 
@@ -244,6 +244,6 @@ def _compiles(pattern: str) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "possible nested set": a pattern whose meaning is about to change
         try:
-            return doubling_text(re.compile(pattern)) is None  # else a map refuses it
+            return bool(re.compile(pattern)) and not find_slow_part(pattern)  # A rules file refuses others.
         except (re.error, OverflowError, RecursionError, Warning):
             return False
