@@ -1,4 +1,4 @@
-"""The bytes of a plan are those that XLA and the devices count, by code that shares none of the library's arithmetic."""
+"""The bytes of a plan are those that XLA and the devices count, found without the library's byte arithmetic."""
 
 import jax
 import numpy as np
