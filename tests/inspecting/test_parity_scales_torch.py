@@ -94,3 +94,29 @@ def test_a_wrong_number_of_any_size_is_found(seed, fault):
     first = report.first_difference
 
     assert STAGES[fault] == (first and first.stage), first
+
+
+class Counting(nn.Module):
+    """A bias whose gradient is only rounding, before a normalization that counts its calls, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.down(self.dropout(torch.tanh(self.norm(self.up(x)))))
+
+
+def test_a_measured_gradient_changes_no_state():
+    """To measure the rounding in a tiny gradient changes no count of calls, and no draw of the steps after it."""
+
+    def make_model():
+        torch.manual_seed(0)
+        return train_with(Counting(), loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.05))
+
+    batch = tuple(np.random.default_rng(0).normal(size=(8, 8)).astype("float32") for _ in "xy")
+    layout_map = lm.LayoutMap("batch=2,model=4", {r"up\.weight": ("model", None)}, rest="replicated")
+    report = lm.check_parity(make_model, layout_map, batch, library="torch", batch_dim="batch")
+
+    assert report.only_rounding["up.bias"].all()

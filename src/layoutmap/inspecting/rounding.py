@@ -15,9 +15,7 @@ _ROUNDINGS_OF_TOLERANCE = 1e-5 / 2**-23
 """How many roundings of float32 its default tolerance is. A model of coarser precision is given a larger tolerance."""
 
 
-def move_variables(
-    adapter: Training, model: Any, signs: np.random.Generator, tolerance: float
-) -> dict[str, NumpyArray]:
+def move_variables(adapter: Training, model: Any, signs: np.random.Generator, tolerance: float) -> None:
     """Move each floating-point variable of a model by one rounding.
 
     Args:
@@ -25,18 +23,12 @@ def move_variables(
         model: The model, which is changed.
         signs: Each element is moved up or down by a draw of it.
         tolerance: The largest relative difference that counts as equal; one rounding is an 84th of it.
-
-    Returns:
-        The values before, by path.
     """
-    before: dict[str, NumpyArray] = {}
-    for path, variable in adapter.variables(model).items():
+    for variable in adapter.variables(model).values():
         value = adapter.read(variable)
         moved = move_arrays(value, signs, tolerance)
         if moved is not value:
-            before[path] = value
             adapter.write(variable, moved)
-    return before
 
 
 def move_arrays(values: Any, signs: np.random.Generator, tolerance: float) -> Any:
