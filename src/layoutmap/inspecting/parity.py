@@ -8,14 +8,19 @@ Two programs that add the same numbers in another order differ by rounding, abou
 gradient is itself no larger than that (a bias in front of a normalization has none at all), an optimizer that divides
 by the gradient's size turns rounding into full steps, on one device as on many. Such elements, whose gradient is not a
 thousand times as large as the rounding in it, are left out of the comparison of steps; the report counts them.
+
+Each difference is divided by the size of the plain model's own values, so a wrong number is found however small it is.
+Where terms cancel, rounding may be as large as the values. Then the plain model is compared with itself, its numbers
+moved by one rounding: a difference counts if it is thirty times as large as that one.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, cast
 
@@ -27,11 +32,16 @@ from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
+from layoutmap.inspecting.rounding import move_arrays, move_variables
 from layoutmap.scope.arguments import check_maker
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
 
+ROUNDINGS = 30
+"""How many times as far as by one rounding of its numbers a model may differ: each of its operations rounds."""
 _EPSILON = 1e-7  # of float32
+_NUM_DRAWS = 3  # one draw of roundings leaves a single number unmoved by chance, three do not
+_FLUSHED = float(np.finfo(np.float32).tiny)  # processors may flush smaller numbers to zero
 _LARGEST_ROUNDING = 1e-2  # a larger difference is none
 _ROUNDING = 1e3  # a gradient is no rounding if it is so many times as large
 
@@ -43,12 +53,14 @@ class ParityRow:
     Args:
         stage: `"weights"`, `"forward"`, `"loss"`, `"gradient"`, or `"step 1"` and so on.
         name: A variable's path, or which output.
-        error: The largest absolute difference, divided by the size of the plain model's values, or by 1 if they are
-            smaller (for gradients: by the largest gradient of the model); `nan` where the shapes differ or only one
-            side is not a number.
+        error: The largest absolute difference, divided by the largest value of the plain model. Where rounding changes
+            that value more than the tolerance allows, divided by a larger scale, but by no more than 1 (gradients: the
+            largest gradient of the model). `nan` where the shapes differ or only one side is not a number.
         tolerance: What is allowed.
         left_out: How many elements were not compared, since their gradient is only rounding.
         factor: By what all values of the plain model are multiplied, where that is all that differs; else `None`.
+        difference: The largest absolute difference.
+        largest_scale: The largest scale that rounding may ask for.
     """
 
     stage: str
@@ -57,6 +69,25 @@ class ParityRow:
     tolerance: float
     left_out: int = 0
     factor: float | None = None
+    difference: float = 0.0
+    largest_scale: float = 0.0
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Whether the two sides differ by so little that rounding could explain it, if terms cancel."""
+        return not self.agrees and self.difference <= self.tolerance * self.largest_scale
+
+    def scale_to_rounding(self, rounding: float, times: float = ROUNDINGS) -> ParityRow:
+        """Return the row on the scale on which `times` roundings are the tolerance.
+
+        Args:
+            rounding: By how much one rounding of its numbers changes the plain model's values.
+            times: How many roundings are allowed.
+        """
+        if self.agrees or not rounding or not self.tolerance:
+            return self
+        scale = min(self.largest_scale, times * rounding / self.tolerance)
+        return replace(self, error=min(self.error, self.difference / scale)) if scale else self
 
     @property
     def agrees(self) -> bool:
@@ -138,7 +169,8 @@ def check_parity(
     configuration of a large one. Layers whose random state differs from run to run are seeded alike.
 
     Args:
-        make_model: Makes the model and returns it; compiled, if steps are to be compared. Called twice.
+        make_model: Makes the model and returns it; compiled, if steps are to be compared. Called twice, and again
+            where values are so small beside others that the rounding in them is to be measured.
         layout_map: The rules.
         batch: What one training step takes: `(x, y)` or `(x, y, sample_weight)`, all of it in each process.
         steps: How many optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
@@ -169,6 +201,13 @@ def check_parity(
     check_maker(make_model, layout_map, "check_parity")
     found = get_adapter(library) if library else imported_adapter()
     adapter = capable(found, Training, "check_parity")
+
+    def make_plain() -> Any:
+        adapter.set_seed(seed)
+        model = plain_beside(adapter, make_model, layout_map)
+        adapter.complete(model, batch)
+        return model
+
     with adapter.undisturbed():
         adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
@@ -178,6 +217,22 @@ def check_parity(
         _check_apart(adapter, plain, sharded)
         adapter.complete(plain, batch)
         report = compared(adapter, plain, sharded, batch, steps=steps, tolerance=tolerance)
+        del plain, sharded
+        for draw in range(_NUM_DRAWS):
+            first = report.first_difference
+            if first is None or not first.may_be_rounding:
+                break
+            moved = compare_rounded(
+                adapter,
+                make_plain(),
+                make_plain(),
+                batch,
+                steps=steps,
+                tolerance=tolerance,
+                left_out=report.only_rounding,
+                seed=draw,
+            )
+            report = replace(report, rows=scale_rows(report.rows, measure_rounding(moved.rows)))
     first = report.first_difference
     if raises and first is not None:
         raise ParityError(
@@ -200,12 +255,71 @@ def plain_beside(adapter: Training, make_model: Callable[[], object], layout_map
     return adapter.on_one_device(make_model(), str(mesh.device_type))
 
 
+def compare_rounded(  # why: decisions/0192
+    adapter: Training,
+    plain: Any,
+    other: Any,
+    batch: Any,
+    *,
+    steps: int = 3,
+    tolerance: float = 1e-5,
+    left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
+    seed: int = 0,
+) -> ParityReport:
+    """Compare two plain models, the numbers of one moved by one rounding: its variables and its batch.
+
+    Args:
+        adapter: Knows their library.
+        plain: A model that has taken no step.
+        other: An equal one, whose variables are moved.
+        batch: The batch of each step.
+        steps: How many optimizer steps to compare.
+        tolerance: The tolerance of the comparison that this one explains; a rounding is 1e-5 / 84 of it.
+        left_out: See `compared`.
+        seed: The signs of the roundings are drawn from it.
+    """
+    signs = np.random.default_rng(seed)
+    move_variables(adapter, other, signs, tolerance)
+    moved = move_arrays(batch, signs, tolerance)
+    return compared(
+        adapter,
+        plain,
+        other,
+        batch,
+        other_batch=moved,
+        steps=steps,
+        tolerance=tolerance,
+        left_out=left_out,
+    )
+
+
+def measure_rounding(rows: Sequence[ParityRow]) -> dict[tuple[str, int], float]:
+    """Return by how much roundings change each row, by its stage and its place in that."""
+    return {place: row.difference for place, row in _number_rows(rows)}
+
+
+def scale_rows(
+    rows: Sequence[ParityRow], rounding: Mapping[tuple[str, int], float], times: float = ROUNDINGS
+) -> tuple[ParityRow, ...]:
+    """Return rows on the scale of the rounding that was measured for each."""
+    return tuple(row.scale_to_rounding(rounding.get(place, 0.0), times) for place, row in _number_rows(rows))
+
+
+def _number_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
+    # By their places: layers without names are called otherwise in each build.
+    counts = Counter[str]()
+    for row in rows:
+        yield (row.stage, counts[row.stage]), row
+        counts[row.stage] += 1
+
+
 def compared(
     adapter: Training,
     plain: Any,
     sharded: Any,
     batch: Any,
     *,
+    other_batch: Any = None,
     steps: int = 3,
     tolerance: float = 1e-5,
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
@@ -217,6 +331,7 @@ def compared(
         plain: The model whose values are the expected ones.
         sharded: The other one.
         batch: The batch of each step.
+        other_batch: The batch of the other model; `None`: the same.
         steps: How many optimizer steps to compare.
         tolerance: The largest relative difference that counts as equal.
         left_out: The elements that steps are not compared in, as `only_rounding` of another report of the same model;
@@ -227,7 +342,10 @@ def compared(
     rounding: dict[str, npt.NDArray[np.bool_]] = {}
     # By their order: layers without names are called otherwise in each build.
     known = None if left_out is None else list(left_out.values())
-    rows = tuple(_compare(adapter, plain, sharded, batch, steps, tolerance, known, losses, missing, rounding))
+    batches = batch, batch if other_batch is None else other_batch
+    rows = tuple(
+        _compare(adapter, plain, sharded, batches, steps, tolerance, known, losses, missing, rounding)
+    )
     return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
@@ -252,7 +370,7 @@ def _compare(  # why: decisions/0008
     adapter: Training,
     plain: object,
     sharded: object,
-    batch: object,
+    batches: tuple[object, object],
     steps: int,
     tolerance: float,
     left_out: Sequence[npt.NDArray[np.bool_]] | None,
@@ -261,13 +379,14 @@ def _compare(  # why: decisions/0008
     rounding: dict[str, npt.NDArray[np.bool_]],
 ) -> Iterator[ParityRow]:
     yield from compared_variables(adapter, "weights", plain, sharded, 0.0)
-    outputs = _flat(adapter.forward(plain, batch)), _flat(adapter.forward(sharded, batch))
+    batch, other_batch = batches
+    outputs = _flat(adapter.forward(plain, batch)), _flat(adapter.forward(sharded, other_batch))
     for number, (a, b) in enumerate(zip(*outputs, strict=True)):
-        yield ParityRow("forward", f"output {number}", _difference(a, b), tolerance)
+        yield _compare_arrays("forward", f"output {number}", a, b, tolerance)
     if not steps:
         return
     logs, gradients = adapter.gradients(plain, batch)
-    other_logs, other_gradients = adapter.gradients(sharded, batch)
+    other_logs, other_gradients = adapter.gradients(sharded, other_batch)
     yield from compared_numbers("loss", logs, other_logs, tolerance)
     if not logs:
         missing.append("losses, since the model's train_step logs no number")
@@ -280,14 +399,21 @@ def _compare(  # why: decisions/0008
             f"gradients of {some}, since the model's train_step passes them to no optimizer of the model"
         )
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
+    moved: dict[str, Any] = {}
+    if left_out is None and any(_is_tiny(a, b, largest) for _, a, b in found):
+        # Of both models: an adapter may count the calls of each to draw the same numbers from then on.
+        again, _ = (_move_gradients(adapter, model, batch, tolerance) for model in (plain, sharded))
+        moved = dict(zip(other_gradients, again.values(), strict=True))
     for number, (path, gradient, actual) in enumerate(found):
-        error = _difference(gradient, actual, least=largest)
-        factor = None if error <= tolerance else _factor(gradient, actual, tolerance)
-        yield ParityRow("gradient", path, error, tolerance, factor=factor)
-        only_rounding = _only_rounding(gradient, actual, largest) if left_out is None else left_out[number]
-        rounding[path] = only_rounding
+        row = _compare_arrays("gradient", path, gradient, actual, tolerance, largest_scale=largest)
+        yield row if row.agrees else replace(row, factor=_factor(gradient, actual, tolerance))
+        if left_out is None:
+            tiny = moved.get(path) if _is_tiny(gradient, actual, largest) else None
+            rounding[path] = _only_rounding(gradient, actual, tiny)
+        else:
+            rounding[path] = left_out[number]
     for step in range(1, steps + 1):
-        logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, batch)
+        logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, other_batch)
         if "loss" in logs and "loss" in other_logs:
             losses.append((logs["loss"], other_logs["loss"]))
         yield from compared_numbers(f"step {step}", logs, other_logs, tolerance)
@@ -303,9 +429,12 @@ def compared_numbers(
         named = zip(sorted(actual, key=_by_number), sorted(expected, key=_by_number), strict=True)
         expected = {name: expected[other] for name, other in named}
     for name in dict.fromkeys([*expected, *actual]):
-        a, b = (np.asarray(logs.get(name, np.nan)) for logs in (expected, actual))
-        both = name in expected and name in actual
-        yield ParityRow(stage, name, _difference(a, b) if both else float("nan"), tolerance)
+        if name in expected and name in actual:
+            yield _compare_arrays(
+                stage, name, np.asarray(expected[name]), np.asarray(actual[name]), tolerance
+            )
+        else:
+            yield ParityRow(stage, name, float("nan"), tolerance)
 
 
 def _by_number(name: str) -> tuple[str, list[int]]:
@@ -338,7 +467,7 @@ def compared_variables(
         if left_out is not None and expected.shape == actual.shape:
             actual = cast("NumpyArray", np.where(left_out, expected, actual))
         count = 0 if left_out is None else int(left_out.sum())
-        yield ParityRow(stage, path, _difference(expected, actual), tolerance, count)
+        yield _compare_arrays(stage, path, expected, actual, tolerance, left_out=count)
 
 
 def _rounding_of(
@@ -351,30 +480,71 @@ def _rounding_of(
     return found if found is not None and found.shape == shape and found.any() else None
 
 
-def _only_rounding(expected: NumpyArray, actual: NumpyArray, largest: float) -> npt.NDArray[np.bool_]:
-    """The elements that are no larger than a thousand times what rounding does to this gradient, and not plain zero.
+def _is_tiny(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
+    """Return whether rounding of the model's largest gradient could explain all of a gradient."""
+    size = max(float(np.max(np.abs(each), initial=0.0)) for each in (expected, actual))
+    return 0 < size < 10 * _EPSILON * largest
 
-    Where no element is larger than ten times what rounding does to the model's largest gradient, all of it is rounding,
-    the zeros too: it may be in equal bits on both sides now, and in others a step later.
+
+def _move_gradients(adapter: Training, model: Any, batch: object, tolerance: float) -> Mapping[str, Any]:
+    """Return the gradients of a model while its numbers are moved by one rounding."""
+    # A forward pass may count its calls, as a batch normalization does, so put all variables back.
+    before = {path: adapter.read(variable).copy() for path, variable in adapter.variables(model).items()}
+    signs = np.random.default_rng(0)
+    move_variables(adapter, model, signs, tolerance)
+    try:
+        return adapter.gradients(model, move_arrays(batch, signs, tolerance))[1]
+    finally:
+        for path, variable in adapter.variables(model).items():
+            if path in before and not np.array_equal(adapter.read(variable), before[path], equal_nan=True):
+                adapter.write(variable, before[path])
+
+
+def _only_rounding(
+    expected: NumpyArray, actual: NumpyArray, moved: NumpyArray | None
+) -> npt.NDArray[np.bool_]:
+    """Return the elements that are not zero and no larger than a thousand times the rounding in this gradient.
+
+    Where no element is larger than ten times what one rounding of the model's numbers changes, all of the gradient is
+    rounding, the zeros too: it may be in equal bits on both sides now, and in others a step later.
+
+    Args:
+        expected: The gradient of the plain model.
+        actual: That of the other model.
+        moved: That of the plain model, its numbers moved by one rounding; `None`: the gradient is larger than
+            rounding.
     """
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
-    size = max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0))
-    if 0 < size < 10 * _EPSILON * largest:
+    noise = 0.0 if moved is None else float(np.max(np.abs(a - np.asarray(moved, np.float64)), initial=0.0))
+    if max(np.max(np.abs(a), initial=0.0), np.max(np.abs(b), initial=0.0)) < 10 * noise:
         return np.ones(a.shape, np.bool_)
-    rounding = max(np.max(np.abs(a - b), initial=0.0), _EPSILON * np.max(np.abs(a), initial=0.0))
+    rounding = max(noise, np.max(np.abs(a - b), initial=0.0), _EPSILON * np.max(np.abs(a), initial=0.0))
     return (np.abs(a) < _ROUNDING * rounding) & ((a != 0) | (b != 0))
 
 
-def _difference(expected: NumpyArray, actual: NumpyArray, *, least: float = 1.0) -> float:
-    """The largest absolute difference, divided by the largest expected value, or by `least` if that is larger."""
+def _compare_arrays(
+    stage: str,
+    name: str,
+    expected: NumpyArray,
+    actual: NumpyArray,
+    tolerance: float,
+    *,
+    left_out: int = 0,
+    largest_scale: float = 1.0,
+) -> ParityRow:
+    """Compare two arrays: the largest absolute difference, divided by the largest expected value."""
+    row = ParityRow(stage, name, 0.0, tolerance, left_out)
     if expected.shape != actual.shape:
-        return float("nan")
+        return replace(row, error=float("nan"))
     if expected.dtype.kind in "biu":
-        return float(not np.array_equal(expected, actual))
+        return replace(row, error=float(not np.array_equal(expected, actual)))
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     if not a.size or np.array_equal(a, b, equal_nan=True):
-        return 0.0
-    return float(np.max(np.abs(a - b)) / max(least, np.max(np.abs(a))))
+        return row
+    difference = float(np.max(np.abs(a - b)))
+    size = max(float(np.max(np.abs(a))), _FLUSHED / tolerance if tolerance else 0.0)
+    error = difference / size if size else math.inf
+    return replace(row, error=error, difference=difference, largest_scale=largest_scale)
 
 
 def _factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
@@ -385,7 +555,7 @@ def _factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float
     factor = float(np.vdot(a, b) / np.vdot(a, a))
     if math.isclose(factor, 1, abs_tol=10 * tolerance):  # what differs is something else
         return None
-    return factor if _difference(a * factor, b, least=float(np.max(np.abs(b)))) <= 10 * tolerance else None
+    return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None
 
 
 def _flat(outputs: object) -> list[NumpyArray]:

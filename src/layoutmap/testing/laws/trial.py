@@ -18,11 +18,14 @@ from layoutmap.adapters import Adapter, capable, get_adapter
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.inspecting.parity import (
+    ROUNDINGS,
     ParityRow,
     compared,
     compared_numbers,
     compared_variables,
+    measure_rounding,
     plain_beside,
+    scale_rows,
 )
 from layoutmap.scope.group import Group
 from layoutmap.scope.plan import Plan
@@ -30,10 +33,8 @@ from layoutmap.scope.scope import build
 from layoutmap.testing.models.cases import EPSILONS, QUANTIZED, Case
 from layoutmap.testing.models.choices import Choices
 
-ROUNDINGS = 30
-"""How many times as far as by one rounding of its weights a model may differ: each of its operations rounds."""
 _COARSE_ROUNDINGS = 8
-"""So many in other precisions, in which 30 are more than a factor of two."""
+"""How many roundings a model may differ by in coarser precisions, in which 30 are more than a factor of two."""
 _CANCELS = 1e-2
 """By so much float32 differs from exact numbers at the most, relatively, where sums of a drawn model cancel."""
 _AS_NEAR = 4
@@ -127,18 +128,30 @@ class Trial:
         return all(np.isfinite(each).all() for each in numbers if each is not None)
 
     def beyond_rounding(self, rows: Sequence[ParityRow]) -> list[ParityRow]:
-        """Return comparisons that differ by more than the plain model does when its weights are rounded."""
-        wrong = [row for row in rows if not row.agrees]
-        worst = {row.stage: EPSILONS[self.case.precision] for row in wrong}
+        """Return comparisons that differ by more than the plain model does when its weights are rounded.
+
+        Args:
+            rows: All comparisons of their stages, in order.
+        """
+        worst = {row.stage: EPSILONS[self.case.precision] for row in rows if not row.agrees}
         allowed = ROUNDINGS if self.case.precision == "float32" else _COARSE_ROUNDINGS
+        rounding: dict[tuple[str, int], float] = {}
+        wrong = [row for row in rows if not row.agrees]
         for rounded in (self._from_float32, self._rounded, self._again):  # each needs models of its own
             if not wrong:
                 break
-            for row in rounded():
+            found = tuple(rounded())
+            for place, change in measure_rounding(found).items():
+                rounding[place] = max(rounding.get(place, 0.0), change)
+            for row in scale_rows(found, rounding, allowed):
                 worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
-            wrong = [row for row in wrong if not row.error <= allowed * worst[row.stage]]
+            wrong = [
+                row
+                for row in scale_rows(rows, rounding, allowed)
+                if not row.agrees and not row.error <= allowed * worst[row.stage]
+            ]
         inexact = dict.fromkeys(worst, 0.0)
-        for row in self._otherwise() if wrong else ():
+        for row in scale_rows(tuple(self._otherwise()), rounding, allowed) if wrong else ():
             if row.error < _CANCELS:
                 inexact[row.stage] = max(inexact.get(row.stage, 0.0), row.error)
         return [row for row in wrong if not row.error <= _AS_NEAR * inexact[row.stage]]
