@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.core
@@ -120,7 +120,7 @@ def inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
             yield param
 
 
-def is_ref(var: object) -> bool:
+def is_ref(var: object) -> TypeGuard[Var]:
     """Return whether a variable is a Ref, which operations change."""
     return isinstance(var, Var) and not isinstance(var.aval, jax.core.ShapedArray)
 
