@@ -77,6 +77,7 @@ def test_a_device_holds_the_bytes_of_each_element_type(seed):
     arrays, rules = {}, {}
     for number, dtype in enumerate(DTYPES):
         shape = tuple(int(n) for n in 8 * random.integers(1, 4, size=random.integers(0, 4)))
+        shape = () if dtype == "key" else shape  # keys are refused in layouts
         spec, free = [], {"batch", "model"}
         for _ in shape:
             drawn = dims[random.integers(len(dims))]
