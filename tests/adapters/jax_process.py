@@ -33,9 +33,9 @@ def refusals(number, mesh):
     """What is said where the processes run different steps, and nothing where they run one."""
 
     def run(step):
-        params = laid_out({"kernel": np.ones((4, 8), np.float32)}, mesh)
+        params = laid_out({"kernel": np.ones((12, 8), np.float32)}, mesh)  # sharded over both dims
         try:
-            lm.jit_step(step)(params, np.ones((2, 4), np.float32))
+            lm.jit_step(step)(params, np.ones((2, 12), np.float32))
         except LayoutMapError as error:
             return str(error)
         return ""

@@ -15,6 +15,7 @@ import jax.core
 from flax import nnx
 
 from layoutmap.adapters.jax.hidden_arrays import hides_tracer
+from layoutmap.adapters.jax.module_outputs import TracedOutput
 from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.core.arguments import kind_of
@@ -92,6 +93,8 @@ def check_all_found(nodes: Nodes, state: object) -> None:
                 why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
                 fix="mark it where it is assigned: nnx.data(..)",
             )
+        if isinstance(node, TracedOutput):  # ours, and nothing of the model
+            continue
         if id(node) not in checked and hides_tracer(node, _is_of_flax):
             raise ScopeError(
                 f"{'.'.join(map(key_text, path))}: an array is hidden in a static attribute",

@@ -620,16 +620,6 @@ class JitStep:
         lowered = hash_lowered(self._name, compiled.lower(*args, **kwargs))
         check_program(self._name, [*versions("jax", "jaxlib"), lowered], gather)
 
-    def _check_no_object(self, out: object) -> None:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:
-            if is_object(leaf):
-                raise ScopeError(
-                    f"{self._name}: it returns a {type(leaf).__name__}",
-                    facts={"where": jax.tree_util.keystr(path)},
-                    why="objects of nnx are changed in place, and what is returned would be a copy",
-                    fix="return the loss and metrics only",
-                )
-
 
 def _may_be_batch(shape: tuple[int, ...], is_batch: bool) -> bool:
     """Whether an argument off the mesh has rows: what was taken as a batch, or is too large for a number or a key."""

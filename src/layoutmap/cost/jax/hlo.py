@@ -121,7 +121,7 @@ def _look(
                 if chain[0] in chains:
                     continue
                 chains.add(chain[0])
-            group = _group(rest, num_devices)
+            group = 2 if kind == "permute" else _group(rest, num_devices)  # pairs have no replica_groups
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
             for tensor_bytes in _tensors(kind, shape, group, op.endswith("-start")):
                 counts[Compiled(done, group, tensor_bytes)] += times
