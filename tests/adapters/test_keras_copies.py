@@ -33,7 +33,7 @@ def layout_map():
 
 @pytest.fixture(scope="module")
 def model(layout_map):
-    model = layout_map.build(make_model)
+    model = layout_map.build(make_model, batch_dim="batch")
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
     return model
