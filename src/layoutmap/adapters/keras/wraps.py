@@ -1,9 +1,11 @@
 """Methods that are wrapped on each layer that was made in a scope.
 
 Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
+The exception is a hook of `copies`, while a model lives that was saved to a file.
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
     __deepcopy__, __reduce_ex__, get_config                 copies: see `copies`
+    save_own_variables                                      marks the file for `load_model`: see `copies`
     call, quantized_call                                    return arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
     load_own_variables, load_weights                        values go from a file to their devices: see `loading`
