@@ -35,7 +35,7 @@ _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., object]]:  # why: decisions/0056
     """Return what to wrap on a layer for its copies."""
     own = getattr(layer, "__deepcopy__", None)
-    plain_reduce, plain_config, plain_save = layer.__reduce_ex__, layer.get_config, layer.save_own_variables
+    plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config
 
     def deepcopy(memo: object) -> object:
         with session.defer():
@@ -64,19 +64,20 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., obj
             )
         return plain_config()
 
-    @functools.wraps(plain_save)
+    return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex, "get_config": get_config}
+
+
+def marking(save: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return `save_own_variables` of a layer that marks the file for `load_model`."""
+
+    @functools.wraps(save)
     def save_own_variables(store: Any) -> None:
         if isinstance(store, H5IOStore):
             store.h5_file.attrs[_MARK] = "saved from layouts"
             session.load_watch.__enter__()  # it ends with the scope's last layer
-        plain_save(store)
+        save(store)
 
-    return {
-        "__deepcopy__": deepcopy,
-        "__reduce_ex__": reduce_ex,
-        "get_config": get_config,
-        "save_own_variables": save_own_variables,
-    }
+    return save_own_variables
 
 
 def watch_loads() -> Closing:
@@ -84,9 +85,9 @@ def watch_loads() -> Closing:
     return _PATCHES.used()
 
 
-def _getting(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _getting(plain: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(plain)
-    def get(store: Any, path: str) -> Any:
+    def get(store: Any, path: str) -> object:
         # Keras asks for the model itself once, by an empty path, before it asks for layers.
         if not path and current() is None and _MARK in store.h5_file.attrs:
             loading = _frame_in(LOADING, "load_model")

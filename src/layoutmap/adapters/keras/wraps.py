@@ -24,7 +24,7 @@ import keras
 
 from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.batches import checking_callbacks, sharding_batches
-from layoutmap.adapters.keras.copies import copy_wraps, of_two_kinds, step_of, warn_of_plain_layers
+from layoutmap.adapters.keras.copies import copy_wraps, marking, of_two_kinds, step_of, warn_of_plain_layers
 from layoutmap.adapters.keras.loading import loading, loading_weights
 from layoutmap.adapters.keras.older import existed_before
 from layoutmap.adapters.keras.paths import SESSION
@@ -54,6 +54,8 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     if session.policy.activations:
         _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
     wraps |= session.backend.layer_wraps(layer, session)
+    save = wraps.get("save_own_variables") or layer.save_own_variables
+    wraps["save_own_variables"] = marking(save, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
         wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
