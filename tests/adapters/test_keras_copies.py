@@ -33,7 +33,7 @@ def layout_map():
 
 @pytest.fixture(scope="module")
 def model(layout_map):
-    model = layout_map.build(make_model)
+    model = layout_map.build(make_model, batch_dim="batch")
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
     return model
@@ -43,6 +43,7 @@ def layouts(model):
     return {v.name: v.layout.sharding_specs for v in model.variables if hasattr(v, "layout")}
 
 
+@pytest.mark.every_backend
 def test_a_deep_copy_has_the_layouts_and_the_values(model):
     """Of weights and slots; it trains as the original does, which it leaves alone."""
     twin = copy.deepcopy(model)
@@ -87,6 +88,35 @@ def test_a_clone_is_laid_out_in_a_scope_and_warned_of_outside(model, layout_map)
     with layout_map.scope():
         twin = keras.models.clone_model(model)
     assert layouts(model) == layouts(twin)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    "save", [lambda m, path: m.save(path), keras.saving.save_model], ids=["save", "save_model"]
+)
+def test_a_file_that_is_loaded_outside_is_warned_of(save, layout_map, tmp_path):
+    """One warning at the user's line for a file of a model in layouts, wherever the file is moved to; the fixes end it.
+
+    To load weights, or the file of a plain model, is not warned of.
+    """
+    model, path, moved = layout_map.build(make_model), tmp_path / "own.keras", tmp_path / "moved.keras"
+    save(model, path)
+    path.rename(moved)
+    with pytest.warns(lm.LayoutMapWarning) as caught:
+        plain = keras.models.load_model(moved)
+    assert [f"{moved}: a model in layouts was saved to it, and is loaded outside of a scope"] == [
+        str(w.message).splitlines()[0] for w in caught
+    ]
+    assert [__file__] == [w.filename for w in caught]
+    assert {} == layouts(plain)
+
+    with layout_map.scope():
+        twin = keras.models.load_model(moved)
+    assert layouts(model) == layouts(twin) == layouts(layout_map.apply(plain))
+    outside = make_model()
+    outside.load_weights(moved)
+    outside.save(tmp_path / "plain.keras")
+    keras.models.load_model(tmp_path / "plain.keras")
 
 
 def functional(model):

@@ -296,7 +296,7 @@ def test_a_rule_that_new_variables_do_not_fit_leaves_the_weights(change):
     layout_map = lm.LayoutMap(lm.create_mesh(MESH), rules)
 
     def make():
-        with layout_map.scope() as scope:
+        with layout_map.scope(batch_dim="batch") as scope:
             model = keras.Sequential([keras.Input((8,)), L.Dense(16, name="l1"), L.Dense(16, name="l2")])
             model.compile("sgd", "mse")
         return model, scope

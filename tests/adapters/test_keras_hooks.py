@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import gc
 import importlib.util
 import inspect
 import sys
@@ -81,7 +82,10 @@ def changed(before):
 
 
 def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
-    """Inside a scope exactly the listed hooks are there; after it, whatever happened, every module is as before."""
+    """Inside a scope exactly the listed hooks are there; after it, whatever happened, every module is as before.
+
+    While a model that was saved to a file lives, the one that recognizes such files stays.
+    """
     path = str(tmp_path / "m.keras")
     use(make_model(), path)  # what Keras loads and keeps on its first use
     before = keras_now()
@@ -93,9 +97,13 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
         make_model()
         raise ZeroDivisionError
     after_exception = changed(before)
-    use(model, path)
+    with pytest.warns(lm.LayoutMapWarning, match="is loaded outside of a scope"):
+        use(model, path)
+    after_saving = changed(before)
     with make_map().scope(), make_map().scope():
         use(make_model(), path)
+    del model
+    gc.collect()
 
     hooked = {
         "keras.src.backend.common.variables.Variable.__init__",
@@ -111,6 +119,7 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
     }
     assert 1000 < len(before)
     assert hooked == inside
+    assert {"keras.src.saving.saving_lib.H5IOStore.get"} == after_saving
     assert set() == after_scope == after_exception == changed(before)
 
 

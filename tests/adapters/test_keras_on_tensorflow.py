@@ -1,5 +1,7 @@
 """What only Keras on TensorFlow can do: `tf.data`, loops with a `GradientTape`, checkpoints, SavedModels."""
 
+import contextlib
+
 import forked
 import keras
 import numpy as np
@@ -230,7 +232,9 @@ def test_files_of_keras_go_both_ways(source, target, form, tmp_path):
     path = tmp_path / f"model.{form}"
     if form == "keras":
         expected.save(path)
-        actual = target(lambda: keras.models.load_model(path))
+        loses = pytest.warns(lm.LayoutMapWarning, match="is loaded outside of a scope")
+        with loses if target is plain else contextlib.nullcontext():
+            actual = target(lambda: keras.models.load_model(path))
         assert_same_weights(expected.optimizer, actual.optimizer)
     else:
         expected.save_weights(path)

@@ -265,7 +265,8 @@ def test_an_export_is_refused(tmp_path):
     with pytest.raises(lm.ScopeError, match="a model in layouts cannot be exported on torch"):
         model.export(tmp_path / "m.onnx", format="onnx")
     model.save(tmp_path / "m.keras")
-    loaded = keras.models.load_model(tmp_path / "m.keras", compile=False)
+    with pytest.warns(lm.LayoutMapWarning, match="is loaded outside of a scope"):
+        loaded = keras.models.load_model(tmp_path / "m.keras", compile=False)
 
     assert not any(isinstance(v.value, DTensor) for v in loaded.variables)
     assert_same_weights(model, loaded, 0)

@@ -118,7 +118,8 @@ SAID = {
     "sizes": "fit: the processes pass batches that do not fit together\n"
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",
     "verbs": "the processes pass batches that do not fit together\n  process 0  evaluate: float32[4, 6]",
-    "contents": "fit: processes whose devices hold the same rows pass different ones\n  mesh   model=2, batch=4",
+    "contents": "fit: processes whose devices hold the same rows pass different ones\n"
+    "  mesh       model=2, batch=4\n  parts      1\n",
     "divided": "the rows of a batch cannot be divided between the processes\n  mesh       batch=3, model=2\n"
     "  process 0  holds the parts [0, 1]\n  process 1  holds the parts [1, 2]",
     "values": "up.kernel: the processes have different values of it",

@@ -3,6 +3,7 @@
 copy.deepcopy    makes the copy in the scope again, so it has the same layouts
 pickle           holds values and a configuration, and may be read where other devices are: a warning
 clone_model      makes new layers; where no scope is open those are plain: a warning
+load_model       makes new layers, too: a warning, by a mark in the file, while the model that was saved lives
 a head           a model made outside of the scope, with layers in it that are not: a warning at its first call, and
                  an error in a step that a backend cannot take with it
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Container
 from typing import Any
@@ -18,10 +20,14 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.current import current
-from layoutmap.adapters.keras.private import CLONING
+from layoutmap.adapters.keras.private import CLONING, LOADING, H5IOStore
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import level_of_user
+from layoutmap.engines.patches import Attribute, Closing, Patches
+
+_MARK = "layoutmap"
+"""The attribute of an HDF5 file that a model in layouts was saved to."""
 
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
@@ -50,7 +56,7 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., obj
 
     @functools.wraps(plain_config)
     def get_config() -> object:
-        if current() is None and _is_cloning():
+        if current() is None and _frame_in(CLONING) is not None:
             _warn(
                 "a model in layouts is cloned outside of a scope, and the clone has none",
                 why="clone_model makes new layers, which are plain where no scope is open",
@@ -59,6 +65,47 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., obj
         return plain_config()
 
     return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex, "get_config": get_config}
+
+
+def marking(save: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return `save_own_variables` of a layer that marks the file for `load_model`."""
+
+    @functools.wraps(save)
+    def save_own_variables(store: Any) -> None:
+        if isinstance(store, H5IOStore):
+            store.h5_file.attrs[_MARK] = "saved from layouts"
+            session.load_watch.__enter__()  # it ends with the scope's last layer
+        save(store)
+
+    return save_own_variables
+
+
+def watch_loads() -> Closing:
+    """Return the watch over files that are loaded outside of a scope; it ends when nobody holds it."""
+    return _PATCHES.used()
+
+
+def _getting(plain: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(plain)
+    def get(store: Any, path: str) -> object:
+        # Keras asks for the model itself once, by an empty path, before it asks for layers.
+        if not path and current() is None and _MARK in store.h5_file.attrs:
+            loading = _frame_in(LOADING, "load_model")
+            if loading is not None:
+                _warn(
+                    f"{loading.f_locals['filepath']}: a model in layouts was saved to it, "
+                    "and is loaded outside of a scope",
+                    why="a file has values and a configuration, and weights that are made outside are unsharded",
+                    fix="load it in a scope: with layout_map.scope(): model = keras.models.load_model(path); "
+                    "or lay out what was loaded: layout_map.apply(model)",
+                )
+        return plain(store, path)
+
+    return get
+
+
+# It stays after a scope, since the layers that Keras makes of a file know nothing of this library.
+_PATCHES = Patches([Attribute(H5IOStore, "get", _getting)])
 
 
 def warn_of_plain_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
@@ -98,11 +145,14 @@ def of_two_kinds(model: keras.Model, step: str) -> ScopeError:
     )
 
 
-def _is_cloning() -> bool:
+def _frame_in(module: str, function: str = "") -> types.FrameType | None:
+    """Return the innermost frame of a module, or of a function of it; `None`: none is running."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != CLONING:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module and function in ("", frame.f_code.co_name):
+            break
         frame = frame.f_back
-    return frame is not None
+    return frame
 
 
 def _warn(what: str, **parts: Any) -> None:

@@ -20,7 +20,8 @@ are read and set by the other modules of this folder, and nowhere else. Those of
     keras.src.trainers.trainer.Trainer              _compile_config.config, _symbolic_build
     keras.src.ops                                   Function._nodes_by_depth, Node.arguments, KerasTensor._keras_history
     keras.src.optimizers                            BaseOptimizer.__init__, _trainable_variables; Adafactor._r, _c
-    keras.src.saving.saving_lib                     H5IOStore, its _h5_entry_group and _h5_entry_path;
+    keras.src.saving.saving_lib                     H5IOStore, its get, h5_file, _h5_entry_group and
+                                                    _h5_entry_path; load_model and its filepath,
                                                     safe_get_h5_dataset, safe_get_h5_group,
                                                     get_attr_skipset
     keras.src.utils                                 python_utils.is_default, naming.to_snake_case, and what its
@@ -77,6 +78,8 @@ _CALL = "current_call_ctx"
 _LAYOUT = "_layout"
 CLONING = "keras.src.models.cloning"
 """The module in which Keras clones models."""
+LOADING = "keras.src.saving.saving_lib"
+"""The module in which `load_model` reads a file."""
 
 Names = Sequence[tuple[Any, Sequence[str]]]
 NAMES: Names = (
@@ -87,8 +90,8 @@ NAMES: Names = (
     (BaseOptimizer, ("__init__", "build", "apply", "add_variable_from_reference", "load_own_variables")),
     (global_state, ("get_global_attribute", "set_global_attribute")),
     (seed_generator, ("GLOBAL_SEED_GENERATOR", "global_seed_generator")),
-    (H5IOStore, ("__getitem__", "keys")),
-    (saving_lib, ("get_attr_skipset",)),
+    (H5IOStore, ("__getitem__", "keys", "get")),
+    (saving_lib, ("get_attr_skipset", "load_model")),
 )
 """Classes and modules that are probed, and names of theirs."""
 
@@ -100,7 +103,7 @@ ATTRIBUTES: Names = (
     (keras.layers.Embedding, ("_embeddings",)),
     (keras.optimizers.Adafactor, ("_r", "_c", "_trainable_variables")),
     (BaseOptimizer, ("_trainable_variables",)),
-    (H5IOStore, ("_h5_entry_group", "_h5_entry_path")),
+    (H5IOStore, ("_h5_entry_group", "_h5_entry_path", "h5_file")),
 )
 """Classes, and names that only their objects have, or subclasses: the code of the class has them."""
 

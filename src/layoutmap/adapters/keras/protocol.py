@@ -26,6 +26,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
+from layoutmap.engines.patches import Closing
 from layoutmap.engines.protocol import Engine
 
 Wraps = Mapping[str, Callable[..., object]]
@@ -79,6 +80,9 @@ class KerasSession(Protocol):
 
     outer_models: weakref.WeakSet[object]
     """Models outside of all scopes that have layers of this one, and were looked at."""
+
+    load_watch: Closing
+    """Entered once a model of the scope is saved to a file; see `copies.watch_loads`."""
 
     gathering: int
     """How much functions gather beyond their layouts, as far as is known that the backend needs it; 0: nothing."""

@@ -24,6 +24,7 @@ import keras
 
 from layoutmap.adapters.current import entered, is_entered
 from layoutmap.adapters.keras import private
+from layoutmap.adapters.keras.copies import watch_loads
 from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, unsupported_of
 from layoutmap.adapters.keras.early import EarlyPaths
 from layoutmap.adapters.keras.hooks import installed
@@ -68,6 +69,7 @@ class Session(KerasSession):
         self.backend = backend
         self.on_thread = OnThread()
         self.gathering = 0
+        self.load_watch = watch_loads()
         self.outer_models = weakref.WeakSet[object]()
         self.lock = threading.RLock()
         self.registry = Registry()

@@ -1,9 +1,11 @@
 """Methods that are wrapped on each layer that was made in a scope.
 
 Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class.
+The exception is a hook of `copies`, while a model lives that was saved to a file.
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
     __deepcopy__, __reduce_ex__, get_config                 copies: see `copies`
+    save_own_variables                                      marks the file for `load_model`: see `copies`
     call, quantized_call                                    return arrays in the layout of a rule for activations
     optimizer.build                                         the same, on the optimizer given to compile
     load_own_variables, load_weights                        values go from a file to their devices: see `loading`
@@ -22,7 +24,7 @@ import keras
 
 from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.batches import checking_callbacks, sharding_batches
-from layoutmap.adapters.keras.copies import copy_wraps, of_two_kinds, step_of, warn_of_plain_layers
+from layoutmap.adapters.keras.copies import copy_wraps, marking, of_two_kinds, step_of, warn_of_plain_layers
 from layoutmap.adapters.keras.loading import loading, loading_weights
 from layoutmap.adapters.keras.older import existed_before
 from layoutmap.adapters.keras.paths import SESSION
@@ -52,6 +54,8 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     if session.policy.activations:
         _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
     wraps |= session.backend.layer_wraps(layer, session)
+    save = wraps.get("save_own_variables") or layer.save_own_variables
+    wraps["save_own_variables"] = marking(save, session)
     if isinstance(layer, keras.Model):
         wraps["compile"] = _compiling(layer, session)
         wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
