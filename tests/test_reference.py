@@ -59,7 +59,7 @@ def _kinds():
         for call in ast.walk(ast.parse(source))
         if isinstance(call, ast.Call)
         and call.args
-        and ast.unparse(call.func) in ("Problem", "_problem", "_of_layout")
+        and ast.unparse(call.func) in ("Problem", "_problem", "_describe_layout_error")
     ]
     kinds = [call.args[0] for call in calls]
     assert {"kind", "read('kind', a_text, '')"} == {

@@ -125,8 +125,8 @@ FAULTS = (
     Fault(
         "slots are counted twice in the memory of a plan",
         "plan/memory.py",
-        "slots = sum(a.shard_bytes for a in fitting if a.variable.kind is Kind.SLOT)",
-        "slots = 2 * sum(a.shard_bytes for a in fitting if a.variable.kind is Kind.SLOT)",
+        "slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)",
+        "slots = 2 * sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)",
     ),
     Fault(
         "the bytes of a shard are those of the whole tensor",
@@ -137,8 +137,8 @@ FAULTS = (
     Fault(
         "rules that match nothing are not reported",
         "plan/planner.py",
-        "problems = [*_with_typos(problems, unused), *of_rules]",
-        "problems = [*_with_typos(problems, unused), *(p for p in of_rules if p.kind != 'unused rule')]",
+        "problems = [*correct_typos(problems, unused), *of_rules]",
+        "problems = [*correct_typos(problems, unused), *(p for p in of_rules if p.kind != 'unused rule')]",
     ),
     Fault(
         "an axis that does not divide is no problem",

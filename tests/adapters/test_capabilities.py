@@ -35,8 +35,8 @@ def test_nine_methods_are_enough_to_build():
     ("capability", "missing"),
     [
         (protocol.Training, "forward, gradients, on_one_device, train_step, with_optimizer"),
-        (protocol.Keeping, "restore_settings, restored, settings, stored"),
-        (protocol.Inspecting, "context_of, described"),
+        (protocol.Keeping, "restore_settings, restore_with_optimizer, restored, settings, stored"),
+        (protocol.Inspecting, "context_of, described, gathered_dims"),
     ],
 )
 def test_what_an_adapter_does_not_know_is_refused_by_name(capability, missing):

@@ -35,6 +35,30 @@ def check(cases, found):
     assert {} == wrong
 
 
+def test_a_conversion_takes_the_arguments_of_torch_by_name():
+    """Programs, such as torchao's optimizers, pass them by the names that torch's documentation has."""
+    mesh = lm.create_mesh("batch=2,model=2", engine="torch")
+    model = lm.LayoutMap(mesh, {".*weight": ("model", None)}, rest="replicated").build(
+        lambda: nn.Linear(8, 8), library="torch"
+    )
+    weight = model.weight.detach()
+    native, rows = weight.device_mesh, weight.placements
+    local = weight.to_local(grad_placements=None)
+    again = DTensor.from_local(
+        local_tensor=local, device_mesh=native, placements=rows, run_check=False, shape=None, stride=None
+    )
+    moved = again.redistribute(device_mesh=native, placements=[Replicate()] * 2, async_op=False)
+    placed = distribute_tensor(
+        tensor=moved.full_tensor(grad_placements=None),
+        device_mesh=native,
+        placements=rows,
+        src_data_rank=None,
+    )
+
+    assert rows == placed.placements
+    assert torch.equal(weight.full_tensor(), placed.full_tensor())
+
+
 @pytest.mark.parametrize("number", range(NUM_CASES))
 @pytest.mark.every_case
 def test_drawn_cases_on_simulated_devices(number):

@@ -19,8 +19,10 @@ SOURCE = ROOT / "src" / "layoutmap" / "engines" / "torch"
 # Modules that correct nothing by themselves; `sums` is about when, not what, and `linear` and `softmax` save time.
 MACHINERY = {
     "__init__",
+    "conversions",
     "dispatch",
     "linear",
+    "local_values",
     "masks",
     "mode",
     "proven",

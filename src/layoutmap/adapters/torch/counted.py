@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,10 @@ class _Context:
     options: ScopeOptions = field(default_factory=lambda: ScopeOptions(own=TorchOptions(gather="own")))
 
     def note(self, subject: str, what: str) -> None:
-        """Nothing: its plan was made."""
+        """Ignore the note, since the plan was made before."""
+
+    def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
+        """Ignore idle dims, since a step that is counted does not run."""
 
 
 def training_step(

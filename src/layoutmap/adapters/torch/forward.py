@@ -73,7 +73,7 @@ class Forward:
         self.weights = {name: layouts[id(each)] for name, each in own if layouts and id(each) in layouts}
         self._results = ModuleResults(module, path, context, layouts or {})
         self._watch: Watch | None = None
-        self._checks = ProcessChecks(context)
+        self._comparisons = ProcessChecks(context)
         self._has_warned = False
         self.compiled: Compiled | None = None
         self._graphs = {} if graphs is None else graphs
@@ -181,7 +181,7 @@ class Forward:
     def _on_mesh(self, args: Args, kwargs: Kwargs) -> object:
         refuse_graphs(self._the_module())
         if self.context.across:
-            self._checks.compare_program(self._the_module(), (each._before for each in self.inside()))
+            self._comparisons.compare_program(self._the_module(), (each._before for each in self.inside()))
         if torch.is_grad_enabled():
             if self._watch is None or not self._watch.is_of(self._the_module()):
                 self._watch = self._new_watch()
@@ -189,7 +189,7 @@ class Forward:
         is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
         if torch.is_grad_enabled() and self._the_module().training:
             self.context.warn_of_idle_dims(type(self._the_module()).__name__, _sharded_dims((args, kwargs)))
-        with self._checks.compared_call(args, kwargs), running(self.context):
+        with self._comparisons.compared_call(args, kwargs), running(self.context):
             args, kwargs = on_mesh((args, kwargs), self.context)
             self._check_rows()
             with summing_up(not all(map(batch_divides, tensors_in((args, kwargs))))):
@@ -213,7 +213,7 @@ class Forward:
         """The watch of a model that begins to train, or has other parts, after a look at adapters and the like."""
         module = self._the_module()
         if self.context.across:
-            self._checks.compare_unsharded(module)
+            self._comparisons.compare_unsharded(module)
         layouts = {
             id(each): (forward.path, forward.weights)
             for each in module.modules()
@@ -262,7 +262,7 @@ class Forward:
         made._before = copy.deepcopy(self._before, memo)
         made.gather = copy.deepcopy(self.gather, memo)
         made._watch = made.compiled = None
-        made._checks = ProcessChecks(self.context)
+        made._comparisons = ProcessChecks(self.context)
         made._as_called = {}
         return made
 

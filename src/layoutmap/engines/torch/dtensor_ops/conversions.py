@@ -118,14 +118,15 @@ def _counted_from_start(placement: Any, rank: int) -> Placement:
 @plainly
 def from_local(
     own: Function,
-    local: torch.Tensor,
+    local_tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
     """`DTensor.from_local()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
     if device_mesh is None or device_mesh not in meshes:
-        return own(local, device_mesh, placements, **options)
+        return own(local_tensor, device_mesh, placements, **options)
+    local = local_tensor
     with simulation.on_mesh(device_mesh):
         placements = replicated(device_mesh) if placements is None else placements
         wanted = tuple(_counted_from_start(each, local.ndim) for each in placements)
