@@ -24,7 +24,7 @@ def check_immutable(model: object) -> None:  # why: decisions/0187
         ScopeError: It has one.
     """
     for path, leaf in _list_leaves(model):
-        if getattr(leaf, "hijax", False) or isinstance(leaf, jax.Ref):
+        if getattr(leaf, "hijax", False) is True or isinstance(leaf, jax.Ref):  # a class has a property
             what = "a Variable of flax.nnx with hijax=True" if is_variable(leaf) else "a Ref of JAX"
             raise ScopeError(
                 f"{path or 'the model'}: a mutable array",
