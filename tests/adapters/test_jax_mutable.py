@@ -149,3 +149,10 @@ def test_a_ref_that_the_function_uses_and_freezes_is_none(layout_map):
         return {"kernel": jax.freeze(ref)}
 
     assert float(build(make, layout_map)["kernel"].sum()) == 64
+
+
+def test_a_class_of_variables_in_a_module_is_no_mutable_array():
+    """`nnx.LoRA` keeps the type of its Variables in an attribute."""
+    layout_map = lm.LayoutMap(lm.create_mesh("model=8"))
+    plan = lm.plan(lambda: nnx.LoRA(8, 2, 8, rngs=nnx.Rngs(0)), layout_map, library="jax")
+    assert ["lora_a", "lora_b"] == sorted(each.variable.path for each in plan.assignments)
