@@ -124,7 +124,7 @@ def from_local(
     **options: Any,
 ) -> DTensor:
     """`DTensor.from_local()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
-    if device_mesh is None or device_mesh not in meshes:
+    if device_mesh is None or device_mesh not in meshes or _is_composed(local_tensor):
         return own(local_tensor, device_mesh, placements, **options)
     local = local_tensor
     with simulation.on_mesh(device_mesh):
@@ -152,6 +152,14 @@ def from_local(
                 local.dtype,
             )
         return _FromLocal.of(local, spec)
+
+
+def _is_composed(local: torch.Tensor) -> bool:
+    """Whether a tensor of a class that others wrote consists of several tensors; few operators know it."""
+    if isinstance(local, DTensor):
+        return False
+    kind = type(simulation.plain(local))
+    return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.")
 
 
 @plainly
