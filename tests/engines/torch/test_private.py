@@ -19,7 +19,7 @@ NOT_OF_TORCH = {
     "_module",
     "_before",
     "_watch",
-    "_compared",
+    "_comparisons",
 }  # of tuples, of sys, of our own classes
 NOT_OF_TORCH |= {"_to_copy"}  # an operation of torch's dispatcher, as others print its name
 NOT_OF_TORCH |= {"_C"}  # a module: its names are
