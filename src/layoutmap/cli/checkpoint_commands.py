@@ -1,4 +1,4 @@
-"""The subcommands of `layoutmap checkpoint`: without a model, and without a framework."""
+"""Run the subcommands of `layoutmap checkpoint`, without a model and without a framework."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.renamed import under_their_names
 from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.specs import variable_specs
-from layoutmap.cli.output import PROBLEMS, WELL, check_targets, columns_of, say, write_all
-from layoutmap.cli.plans import rules_of_file
+from layoutmap.cli.output import PROBLEMS, WELL, check_targets, get_width, print_text, write_all
+from layoutmap.cli.plans import read_rules
 from layoutmap.core.errors import CheckpointError, LayoutMapError, listed
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -24,16 +24,15 @@ from layoutmap.core.text_table import size
 from layoutmap.core.variables import VariableSpec
 from layoutmap.plan.problems import group_problems
 from layoutmap.report.history import history_text
-from layoutmap.saving.describe import Checkpoint
-from layoutmap.saving.describe import describe as described
+from layoutmap.saving.describe import Checkpoint, describe
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
 
-def describe(options: Any) -> int:
-    """Print what is in a checkpoint, and write it as JSON and as a page."""
+def run_describe(options: Any) -> int:
+    """Print the contents of a checkpoint, and write them as JSON and as a page."""
     files = check_targets({"--json": options.json, "--html": options.html})
-    found = described(options.directory, step=options.step)
+    found = describe(options.directory, step=options.step)
     if options.match is not None:
         try:
             found = Checkpoint(found.source, options.match)
@@ -45,13 +44,13 @@ def describe(options: Any) -> int:
             ) from error
     texts = {"--json": found.to_json, "--html": found.to_html}
     out = write_all({path: texts[option]() for option, path in files.items()})
-    width = columns_of(out, options.wide)
-    say(found.to_text(width), out, width)
+    width = get_width(out, options.wide)
+    print_text(found.to_text(width), out, width)
     return WELL
 
 
-def verify(options: Any) -> int:
-    """Read all, and print what is not as it was written."""
+def run_verify(options: Any) -> int:
+    """Read a checkpoint completely and print all damage."""
     for option, value in (("--step", options.step), ("--html", options.html)):
         if options.all and value is not None:
             raise LayoutMapError(
@@ -72,27 +71,27 @@ def verify(options: Any) -> int:
 
 def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequence[str]) -> int:
     try:
-        found = described(directory, step=step)
+        found = describe(directory, step=step)
     except CheckpointError as error:
         if not is_there:
             raise
-        say(f"{error}\n\nstep {step}: 1 problem", sys.stdout)  # its manifest is damaged
+        print_text(f"{error}\n\nstep {step}: 1 problem", sys.stdout)  # its manifest is damaged
         return PROBLEMS
-    with Progress(_specs(found.plan), verb="verified") as shown:
+    with Progress(_collect_specs(found.plan), verb="verified") as shown:
         problems = found.verify(shown)
     out = write_all({path: found.to_html(problems) for path in pages})
     for problem in problems:
-        say(f"{problem}\n", out)
+        print_text(f"{problem}\n", out)
     name = found.where if found.step is None else f"step {found.step}"
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     well = "all as they were saved" if found.has_checksums else "all are there; their files have no checksums"
     all_well = f"{len(found)} variables, {size(found.global_bytes)}, {well}"
-    say(f"{name}: {count if problems else all_well}", out)
+    print_text(f"{name}: {count if problems else all_well}", out)
     return PROBLEMS if problems else WELL
 
 
-def history(options: Any) -> int:
-    """Print which step came from which."""
+def run_history(options: Any) -> int:
+    """Print the step that each step came from."""
     storage = storage_of(options.directory)
     found = History(storage)
     if not (steps := found.steps()):
@@ -102,31 +101,33 @@ def history(options: Any) -> int:
             why="a step is a folder step-<number>, whose manifest says which step it came from",
             fix="name the directory that was saved to",
         )
-    say(history_text(storage.where, steps.values()), sys.stdout)
+    print_text(history_text(storage.where, steps.values()), sys.stdout)
     for step in found.damaged:
-        say(f"step {step}: its manifest cannot be read; layoutmap checkpoint verify says why", sys.stdout)
+        print_text(
+            f"step {step}: its manifest cannot be read; layoutmap checkpoint verify says why", sys.stdout
+        )
     return PROBLEMS if found.damaged else WELL
 
 
-def relayout(options: Any) -> int:
-    """Write a step once more, in other layouts."""
-    source = described(options.directory, step=options.step)
-    layout_map = rules_of_file(options.rules, Mesh(None, options.mesh) if options.mesh else None)
+def run_relayout(options: Any) -> int:
+    """Write a step again in other layouts."""
+    source = describe(options.directory, step=options.step)
+    layout_map = read_rules(options.rules, Mesh(None, options.mesh) if options.mesh else None)
     plan = make_plan(variable_specs(source.values()), layout_map).check()
     for problem in group_problems([p for p in plan.warnings if p.kind != "no rule"]):
-        say(f"layoutmap: warning: {problem.what}", sys.stderr)
+        print_text(f"layoutmap: warning: {problem.what}", sys.stderr)
     layouts = {path: a.layout for path, a in plan.items()}
-    with Progress(_specs(plan), verb="written") as shown:
+    with Progress(_collect_specs(plan), verb="written") as shown:
         folder = write_relayout(
             source.source, storage_of(options.new), layouts, plan.mesh, plan.fingerprint, shown
         )
-    say(f"{folder}: {plan!r}", sys.stdout)
+    print_text(f"{folder}: {plan!r}", sys.stdout)
     return WELL
 
 
-def export(options: Any) -> int:
-    """Write the weights in a format of other libraries."""
-    source = described(options.directory, step=options.step).source
+def run_export(options: Any) -> int:
+    """Write the weights in another library's format."""
+    source = describe(options.directory, step=options.step).source
     if options.names is not None:
         source = under_their_names(source, read_names(options.names))
     variables = {each.path: each for each in variable_specs(source.variables.values())}
@@ -135,24 +136,24 @@ def export(options: Any) -> int:
             source, options.new, format=options.format, max_shard_bytes=options.max_shard, progress=shown
         )
     try:
-        text = repr(described(folder))
+        text = repr(describe(folder))
     except CheckpointError:  # a format that is written and not read
         text = f"{folder}: written as {options.format}"
-    say(text, sys.stdout)
+    print_text(text, sys.stdout)
     return WELL
 
 
-def convert(options: Any) -> int:
-    """Write what `torch.save` wrote as a step of a checkpoint."""
+def run_convert(options: Any) -> int:
+    """Write a `torch.save` file as a step of a checkpoint."""
     source = TorchFile(options.directory, options.part)
     mesh = Mesh(None, "device=1")
     layouts = {path: Layout.replicated(mesh, len(each.shape)) for path, each in source.variables.items()}
     variables = {each.path: each for each in variable_specs(source.variables.values())}
     with Progress(variables, verb="written") as shown:
         folder = write_relayout(source, storage_of(options.new), layouts, mesh, "", shown)
-    say(repr(described(folder)), sys.stdout)
+    print_text(repr(describe(folder)), sys.stdout)
     return WELL
 
 
-def _specs(plan: Plan) -> dict[str, VariableSpec]:
+def _collect_specs(plan: Plan) -> dict[str, VariableSpec]:
     return {path: a.variable for path, a in plan.items()}

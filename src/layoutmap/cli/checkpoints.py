@@ -1,4 +1,4 @@
-"""`layoutmap checkpoint describe | history | verify | relayout | export | convert`: what the commands take.
+"""Define the options of `layoutmap checkpoint describe | history | verify | relayout | export | convert`.
 
 They run in `checkpoint_commands`, which loads numpy: that takes as long as all the rest of the command line.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from layoutmap.cli import interrupts
 from layoutmap.cli.output import add_wide_option
-from layoutmap.cli.sizes import size_in_bytes
+from layoutmap.cli.sizes import parse_size
 
 _EXAMPLES = """examples:
   layoutmap checkpoint describe runs/llama
@@ -20,7 +20,7 @@ _EXAMPLES = """examples:
   layoutmap checkpoint verify runs/llama --all     in a job at night: exit code 1 if a byte has changed
   layoutmap checkpoint relayout runs/llama serving/llama --rules rules.yaml --mesh batch=1,model=8
   layoutmap checkpoint export runs/llama llama-hf --names llama --max-shard 5GiB     for transformers and others
-  layoutmap checkpoint convert model.pt runs/converted --part model     what torch.save wrote; nothing of it is run
+  layoutmap checkpoint convert model.pt runs/converted --part model     a file of torch.save; none of its code runs
   layoutmap checkpoint describe llama-hf     files of Hugging Face, Keras, orbax and DCP are described, too
 
 exit codes:
@@ -37,7 +37,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         required=True, metavar="describe | history | verify | relayout | export | convert"
     )
 
-    def command(name: str, text: str, *, of_a_step: bool = True) -> argparse.ArgumentParser:
+    def add_command(name: str, text: str, *, has_step: bool = True) -> argparse.ArgumentParser:
         made = commands.add_parser(
             name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
         )
@@ -45,11 +45,11 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         made.add_argument(
             "directory", metavar="DIRECTORY", help="what the checkpoint was saved to, or files of others"
         )
-        if of_a_step:
+        if has_step:
             made.add_argument("--step", metavar="N", type=int, help="the step; default: the last one")
         return made
 
-    shown = command(
+    shown = add_command(
         "describe", "Print what is in a checkpoint: its facts and its variables, the largest first."
     )
     shown.add_argument(
@@ -58,15 +58,15 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     add_wide_option(shown)
     shown.add_argument("--json", metavar="FILE", help='also write it for programs; "-": to stdout')
     shown.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
-    command("history", "Print which step came from which, as a tree.", of_a_step=False)
-    verify = command("verify", "Read all, and name each file and chunk that is not as it was written.")
+    add_command("history", "Print which step came from which, as a tree.", has_step=False)
+    verify = add_command("verify", "Read all, and name each file and chunk that is not as it was written.")
     verify.add_argument(
         "--html",
         metavar="FILE",
         help='also write a page with what is in it and what is damaged; "-": to stdout',
     )
     verify.add_argument("--all", action="store_true", help="verify every step")
-    moved = command(
+    moved = add_command(
         "relayout",
         "Write a step once more, in the layouts of other rules: devices of their mesh then read whole chunks.",
     )
@@ -77,7 +77,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     moved.add_argument(
         "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; default: that of the rules file'
     )
-    out = command(
+    out = add_command(
         "export", "Write the weights in a format of other libraries, by default as Hugging Face's read them."
     )
     out.add_argument("new", metavar="NEW", help="the folder to write; if it is there, it is empty")
@@ -91,14 +91,14 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--max-shard",
         metavar="SIZE",
-        type=size_in_bytes,
+        type=parse_size,
         default=5 << 30,
         help='how large a file becomes, as in "2GB"; default: 5GiB',
     )
-    converted = command(
+    converted = add_command(
         "convert",
         "Write the tensors of a file of torch.save as a checkpoint. Nothing of the file is run.",
-        of_a_step=False,
+        has_step=False,
     )
     converted.add_argument("new", metavar="NEW", help="the directory of the new checkpoint; it may exist")
     converted.add_argument(
@@ -109,8 +109,8 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def run_checkpoint_command(options: Any) -> int:
-    """Run the one that was named, and return the exit code."""
+    """Run the chosen subcommand and return the exit code."""
     from layoutmap.cli import checkpoint_commands
 
-    with interrupts.raised():
-        return getattr(checkpoint_commands, options.checkpoint_command)(options)
+    with interrupts.interruptible():
+        return getattr(checkpoint_commands, f"run_{options.checkpoint_command}")(options)

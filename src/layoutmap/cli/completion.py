@@ -1,4 +1,4 @@
-"""Completion of the command line in a shell: the script that shtab makes of the parser.
+"""Complete the command line in a shell with the script that shtab generates from the parser.
 
 The script is text that the shell reads once, so that a tab starts no Python. Uses `ArgumentParser._actions`, as shtab
 itself does; tested with Python 3.11 and shtab 1.13.
@@ -25,8 +25,8 @@ OPTIMIZERS = "adadelta adafactor adagrad adam adamax adamw ftrl lion muon nadam 
 """Optimizers of Keras, by the names that `compile` takes."""
 
 
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script with which a shell completes commands, options, their choices and files.
+def make_completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script with which a shell completes commands, options, choices, and files.
 
     Raises:
         LayoutMapError: shtab, which makes it, is not installed.
@@ -37,7 +37,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         raise LayoutMapError(
             "completion needs shtab", why=str(error), fix='pip install "layoutmap[completion]"'
         ) from error
-    for action in _actions_of(parser):
+    for action in _list_actions(parser):
         if action.type is Path or str(action.metavar).startswith("FILE"):
             action.complete = shtab.FILE
         elif action.metavar in ("DIRECTORY", "NEW"):
@@ -47,10 +47,10 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     return shtab.complete(parser, shell)
 
 
-def _actions_of(parser: argparse.ArgumentParser) -> Iterator[Any]:
+def _list_actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
     actions: list[Any] = parser._actions  # pyright: ignore[reportPrivateUsage]
     for action in actions:
         yield action
         if action.nargs == argparse.PARSER:  # the commands
             for inner in action.choices.values():
-                yield from _actions_of(inner)
+                yield from _list_actions(inner)

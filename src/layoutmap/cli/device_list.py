@@ -1,11 +1,11 @@
-"""`layoutmap devices`: what this process sees, and as which process of a job."""
+"""List the devices of this process and its number in a job: `layoutmap devices`."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from layoutmap.cli.output import WELL, say
+from layoutmap.cli.output import WELL, print_text
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import ENGINES, get_engine
@@ -20,12 +20,12 @@ _JOIN = {
 
 
 def list_devices(options: Any) -> int:
-    """Print who started this process, and the devices of each engine; returns the exit code."""
+    """Print this process's launcher and each engine's devices, and return the exit code."""
     started_by = launcher()
     texts: list[str] = []
     for engine in [options.engine] if options.engine else ENGINES:
         try:
-            texts.append(_devices_of(engine, started_by))
+            texts.append(_describe_devices(engine, started_by))
         except Exception as error:  # a driver's, too
             missing = isinstance(error, LayoutMapError | ImportError)
             if options.engine:
@@ -37,19 +37,19 @@ def list_devices(options: Any) -> int:
                     else f"check that {engine} itself lists its devices",
                 ) from error
             if not missing:
-                say(f"layoutmap: {engine}: no devices: {error}", sys.stderr)
+                print_text(f"layoutmap: {engine}: no devices: {error}", sys.stderr)
     if not texts:
         raise LayoutMapError(
             "no engine has devices", fix='pip install "layoutmap[jax]", [tensorflow] or [torch]'
         )
-    say(
+    print_text(
         "\n".join([str(started_by or "process 0 of 1: neither SLURM nor torchrun started it"), *texts]),
         sys.stdout,
     )
     return WELL
 
 
-def _devices_of(engine: str, started_by: Launcher | None) -> str:
+def _describe_devices(engine: str, started_by: Launcher | None) -> str:
     names = devices(engine=engine)
     here = get_engine(engine).bind(Mesh(names, {"all": len(names)})).local_device_ids
     alone = len(here) == len(names)

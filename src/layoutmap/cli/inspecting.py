@@ -1,4 +1,4 @@
-"""`layoutmap inspect` and `layoutmap guard`: the plan of a model that a user's function makes and lays out."""
+"""Plan an existing model that a user's function builds and shards: `layoutmap inspect` and `layoutmap guard`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import sys
 from typing import Any
 
-from layoutmap.cli.output import PROBLEMS, WELL, add_wide_option, columns_of, say
-from layoutmap.cli.plans import plan_of_file
-from layoutmap.cli.users_code import function_named, names_of, users_code
+from layoutmap.cli.output import PROBLEMS, WELL, add_wide_option, get_width, print_text
+from layoutmap.cli.plans import read_plan
+from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError, counted, listed
 from layoutmap.engines.launchers import launcher
 from layoutmap.plan.completeness import what_is_missing
@@ -18,7 +18,7 @@ from layoutmap.scope.plan import Plan
 
 
 def add_inspect_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for how a model that exists is looked at."""
+    """Add the options for inspecting an existing model."""
     parser.add_argument(
         "--across",
         action="store_true",
@@ -32,14 +32,14 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
     add_wide_option(parser)
 
 
-def process_number() -> int:
-    """The number of this process among those that torchrun or SLURM has started; 0: it is the first, or alone."""
+def get_process_number() -> int:
+    """Return this process's number in its torchrun or SLURM job, or 0 without one."""
     started_by = launcher()
     return 0 if started_by is None else started_by.process
 
 
-def inspected(options: Any) -> Plan:
-    """The plan of the model that a function makes, compared with that of all processes if there are several.
+def inspect_model(options: Any) -> Plan:
+    """Return the plan of the model that a function builds, compared across processes if there are several.
 
     Raises:
         LayoutMapError: It has no weights yet.
@@ -49,10 +49,10 @@ def inspected(options: Any) -> Plan:
     name, started_by = options.model, launcher()
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
-    if not process_number():
-        say(f"layoutmap: making {name}", sys.stderr)
+    if not get_process_number():
+        print_text(f"layoutmap: making {name}", sys.stderr)
     with users_code(name, choose_backend="add --backend {}"):
-        model = function_named(*names_of(name))()
+        model = import_function(*parse_function_name(name))()
         across = options.across or (started_by is not None and started_by.num_processes > 1)
         plan = inspect(model, batch_dim=options.batch_dim, across=across)
     if (missing := what_is_missing(plan)) is not None:
@@ -64,13 +64,13 @@ def inspected(options: Any) -> Plan:
     return plan
 
 
-def tell_difference(plan: Plan) -> int:
-    """Print one line if this process holds something in another way than process 0; returns the exit code."""
-    own = f"process {process_number()}"
+def report_difference(plan: Plan) -> int:
+    """Print one line if this process's layouts differ from process 0's, and return the exit code."""
+    own = f"process {get_process_number()}"
     facts = [(p.subject, dict(p.facts)) for p in plan.problems if p.kind == "differs"]
     other = [path for path, each in facts if each.get(own) != each.get("process 0")]
     if other:
-        say(
+        print_text(
             f"{own}: holds {counted(len(other), 'variable')} in other ways than process 0: {listed(other)}",
             sys.stdout,
         )
@@ -78,14 +78,14 @@ def tell_difference(plan: Plan) -> int:
 
 
 def run_guard_command(options: Any) -> int:
-    """Compare a model with the plan that was kept of it; returns the exit code, 1 if anything differs."""
-    kept = plan_of_file(options.golden)
-    plan = inspected(options)
+    """Compare a model with its stored plan and return the exit code, 1 if anything differs."""
+    kept = read_plan(options.golden)
+    plan = inspect_model(options)
     difference = kept.diff(plan)
-    if process_number():
+    if get_process_number():
         return PROBLEMS if difference or plan.errors else WELL
-    width = columns_of(sys.stdout, options.wide)
-    say(difference.to_text(width), sys.stdout, width)
+    width = get_width(sys.stdout, options.wide)
+    print_text(difference.to_text(width), sys.stdout, width)
     for problem in group_problems(plan.errors):
-        say(f"\nerror: {problem}", sys.stdout, width)
+        print_text(f"\nerror: {problem}", sys.stdout, width)
     return PROBLEMS if difference or plan.errors else WELL

@@ -1,9 +1,8 @@
-"""Ctrl-C on the command line: one line and exit code 130, whenever it comes.
+"""End the command line on Ctrl-C with one line and exit code 130.
 
-Python raises `KeyboardInterrupt` wherever the program happens to be. Inside the import of a framework that is in the
-middle of its C extensions, some of which crash or hide it behind an error of their own. So the command ends at once
-instead, from the signal's handler. Only what has something to keep or to clean up asks for the exception: see
-docs/decisions/0132.
+Python raises `KeyboardInterrupt` at any line. Inside the import of a framework, C extensions crash or replace it by
+errors of their own. So the signal's handler ends the process at once. Only blocks that must clean up ask for the
+exception (decisions/0132).
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ _INTERRUPTED = 130
 
 
 class _Handler:
-    """Signal handler of the command line; it counts the open blocks of `raised`."""
+    """Handle SIGINT on the command line, and count the open blocks of `interruptible`."""
 
     def __init__(self) -> None:
-        self.asking = 0
+        self.num_interruptible = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asking and not _imports(frame):
+        if self.num_interruptible and not _is_importing(frame):
             raise KeyboardInterrupt
         os.write(2, b"layoutmap: interrupted\n")
         os._exit(_INTERRUPTED)
 
 
-def _imports(frame: FrameType | None) -> bool:
+def _is_importing(frame: FrameType | None) -> bool:
     while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
@@ -43,21 +42,21 @@ def install_handler() -> None:
 
 
 @contextmanager
-def raised() -> Generator[None]:
-    """While open, Ctrl-C is a `KeyboardInterrupt`, as without this library, unless a module is being imported."""
+def interruptible() -> Generator[None]:
+    """Raise `KeyboardInterrupt` on Ctrl-C inside the block, unless a module is being imported."""
     handler = signal.getsignal(signal.SIGINT)
     asks = isinstance(handler, _Handler)
     if asks:
-        handler.asking += 1
+        handler.num_interruptible += 1
     try:
         yield
     finally:
         if asks:
-            handler.asking -= 1
+            handler.num_interruptible -= 1
 
 
-def ended(code: int) -> int:
-    """Return the exit code of a command that has finished; an interrupt no longer changes it."""
+def finish(code: int) -> int:
+    """Return the exit code of a finished command, and ignore later interrupts."""
     if isinstance(signal.getsignal(signal.SIGINT), _Handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if code == _INTERRUPTED:

@@ -22,16 +22,16 @@ from typing import Any, NoReturn
 import layoutmap
 from layoutmap.cli import interrupts
 from layoutmap.cli.checkpoints import add_checkpoint_commands, run_checkpoint_command
-from layoutmap.cli.completion import HOW_TO, SHELLS, completion_script
+from layoutmap.cli.completion import HOW_TO, SHELLS, make_completion_script
 from layoutmap.cli.device_list import list_devices
 from layoutmap.cli.inspecting import (
     add_inspect_options,
-    inspected,
-    process_number,
+    get_process_number,
+    inspect_model,
+    report_difference,
     run_guard_command,
-    tell_difference,
 )
-from layoutmap.cli.models import known_model, listing
+from layoutmap.cli.models import find_published_model, list_presets
 from layoutmap.cli.output import (
     CANNOT,
     CLOSED,
@@ -40,16 +40,16 @@ from layoutmap.cli.output import (
     WELL,
     add_wide_option,
     check_targets,
-    columns_of,
     drop_unwritten,
-    say,
+    get_width,
+    print_text,
     write_all,
 )
-from layoutmap.cli.plans import add_model_options, num_rules, plan_of, plans_of
+from layoutmap.cli.plans import add_model_options, count_rules, make_plans, make_single_plan
 from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
-from layoutmap.cli.sizes import size_in_bytes
-from layoutmap.cli.syntax import in_yaml
+from layoutmap.cli.sizes import parse_size
+from layoutmap.cli.syntax import translate_to_yaml
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError, counted
 from layoutmap.core.escaping import escaped
@@ -65,7 +65,7 @@ _EXAMPLES = r"""examples:
   layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch --dtype bfloat16 --optimizer adamw
   layoutmap plan keras_hub:llama3_8b --mesh data=8,model=8 --fsdp-dim data --dtype bfloat16 --optimizer adamw \
       --inputs "token_ids=int32[64,4096]" "padding_mask=int32[64,4096]" --on h100:64 --remat blocks     a step's cost
-  layoutmap inspect my_program:make_model      of a model that exists, whoever laid it out: where its variables are
+  layoutmap inspect my_program:make_model      where the variables of an existing sharded model are
   layoutmap guard golden.json my_program:make_model     in a project's CI: fails when one is elsewhere
   layoutmap explain my_models:make_llama blocks.0.up.kernel --rules rules.yaml
   layoutmap lint my_models:make_llama --rules rules.yaml --batch-dim data
@@ -89,54 +89,54 @@ exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    return interrupts.ended(_run(arguments))
+    return interrupts.finish(_run(arguments))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         try:
-            options = _parser().parse_args(arguments)
+            options = _make_parser().parse_args(arguments)
             return options.run(options)
         finally:
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
-    except BrokenPipeError:  # as with `| head`: who reads has enough
+    except BrokenPipeError:  # such as `| head`
         drop_unwritten(sys.stdout)
         return CLOSED
     except KeyboardInterrupt:
-        return _failed("interrupted", INTERRUPTED)
+        return _report_failure("interrupted", INTERRUPTED)
     except UsersCodeError as error:
-        return _failed(error, before=error.trace)
+        return _report_failure(error, before=error.trace)
     except LayoutMapError as error:
-        return _failed(error)
+        return _report_failure(error)
     except OSError as error:
         drop_unwritten(sys.stdout)
-        return _failed(error.strerror or error)
+        return _report_failure(error.strerror or error)
     except Exception as error:  # else its exit code would be that of a plan with problems
-        return _failed(
+        return _report_failure(
             f"{type(error).__name__}, which is a bug in layoutmap: please report it with the lines above",
             before=traceback.format_exc().rstrip(),
         )
 
 
-def _failed(message: object, code: int = CANNOT, *, before: str = "") -> int:
+def _report_failure(message: object, code: int = CANNOT, *, before: str = "") -> int:
     with contextlib.suppress(OSError):  # of stderr: then nobody reads it
-        told = in_yaml(f"layoutmap: {message}")
-        say(f"{before}\n\n{told}" if before else told, sys.stderr)
+        told = translate_to_yaml(f"layoutmap: {message}")
+        print_text(f"{before}\n\n{told}" if before else told, sys.stderr)
     return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """Escapes what it repeats of the command line, and passes on that nobody reads its help."""
+    """Escape repeated parts of the command line, and report a closed output while printing help."""
 
     def print_help(self, file: Any = None) -> None:
-        say(self.format_help().rstrip("\n"), file or sys.stdout)
+        print_text(self.format_help().rstrip("\n"), file or sys.stdout)
 
     def error(self, message: str) -> NoReturn:
         super().error(escaped(message))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="layoutmap",
         description="See where every weight of a model is placed, before a byte is allocated.",
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
+    def add_command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
             name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
         )
@@ -162,20 +162,20 @@ def _parser() -> argparse.ArgumentParser:
             )
         return made
 
-    plan = command(
+    plan = add_command(
         "plan",
-        _plan,
+        _run_plan,
         "Print the plan of a model: every variable with its layout and bytes, and all problems.",
         "model",
     )
     _add_plan_options(plan)
     add_model_options(plan)
-    found = command(
+    found = add_command(
         "inspect",
-        _inspect,
+        _run_inspect,
         "Print the plan of a model that a function makes and lays out, in whatever way: read off its arrays.",
     )
-    guard = command(
+    guard = add_command(
         "guard",
         run_guard_command,
         "Compare a model that a function makes with the plan that was kept of it; the exit code is 1 if it differs.",
@@ -187,56 +187,62 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("model", metavar="MODULE:FUNCTION", help="what makes the model and returns it")
         add_inspect_options(each)
     _add_plan_options(found)
-    explain = command(
-        "explain", _explain, "Explain why a variable has its layout, and what to type to change it.", "model"
+    explain = add_command(
+        "explain",
+        _run_explain,
+        "Explain why a variable has its layout, and what to type to change it.",
+        "model",
     )
     explain.add_argument("path", metavar="PATH", help="the variable's path, as the plan shows it")
     add_model_options(explain)
-    lint = command(
-        "lint", _lint, "Report layouts that are valid but probably not intended, with the evidence.", "model"
+    lint = add_command(
+        "lint",
+        _run_lint,
+        "Report layouts that are valid but probably not intended, with the evidence.",
+        "model",
     )
     add_model_options(lint)
-    diff = command(
+    diff = add_command(
         "diff",
-        _diff,
+        _run_diff,
         "Show what changes from one plan to another; the exit code is 1 if anything does.",
         *("before", "after"),
     )
     add_model_options(diff)
-    search = command(
+    search = add_command(
         "search",
         run_search_command,
         "Find the layout map with the fastest training step on a machine, and compare it with built-in expert maps.",
     )
     add_search_options(search)
-    checkpoint = command(
+    checkpoint = add_command(
         "checkpoint",
         run_checkpoint_command,
-        "Show, verify, relayout and export what was saved; no framework is loaded.",
+        "Show, verify, relayout, and export checkpoints without loading a framework.",
     )
     add_checkpoint_commands(checkpoint)
-    there = command(
+    there = add_command(
         "devices", list_devices, "List the devices of this process, and its number in a job of several."
     )
     there.add_argument("--engine", choices=tuple(ENGINES), help="the engine; default: all that are installed")
-    selftest = command(
+    selftest = add_command(
         "selftest",
         run_selftest_command,
-        "Try on the devices here, for minutes, whether layouts compute what one device computes, and how fast.",
+        "Check on these devices that sharded models compute the same numbers as one device, and measure speeds.",
     )
     add_selftest_options(selftest)
-    listed = command(
+    listed = add_command(
         "presets",
-        _presets,
+        _list_presets,
         "List the presets of rules, and the published models that can be planned by name.",
     )
     add_wide_option(listed)
-    rules = command(
-        "schema", _schema, "Print the JSON Schema of rules files, for editors, or check such files."
+    rules = add_command(
+        "schema", _run_schema, "Print the JSON Schema of rules files, for editors, or check such files."
     )
     rules.add_argument("files", metavar="FILE", nargs="*", help="a rules file to check; no model is needed")
-    completion = command(
-        "completion", _completion, "Print the script with which a shell completes this command."
+    completion = add_command(
+        "completion", _print_completion, "Print the script with which a shell completes this command."
     )
     completion.epilog = HOW_TO
     completion.add_argument("shell", choices=SHELLS)
@@ -244,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for where a plan is written, and what its verdict goes by."""
+    """Add the options for a plan's output files and for its verdict."""
     parser.add_argument(
         "--json", metavar="FILE", help='also write the plan to a file, for diff; "-": to stdout'
     )
@@ -254,7 +260,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory",
         metavar="SIZE",
-        type=size_in_bytes,
+        type=parse_size,
         help='the memory of a device, as in "80GiB"; exit code 1 if weights, gradients, slots and state need more, or '
         "with --on the peak of a step; default with --on: that of the machine",
     )
@@ -264,44 +270,49 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 # -- commands
 
 
-def _plan(options: Any) -> int:
+def _run_plan(options: Any) -> int:
     files = check_targets({"--json": options.json, "--html": options.html})
-    refused = "" if known_model(options.model) else "--dtype"
-    return _show(plan_of(options.model, options), files, options, options.model, refused)
+    refused = "" if find_published_model(options.model) else "--dtype"
+    return _show(make_single_plan(options.model, options), files, options, options.model, refused)
 
 
-def _inspect(options: Any) -> int:
+def _run_inspect(options: Any) -> int:
     files = check_targets({"--json": options.json, "--html": options.html})
-    made = inspected(options)
+    made = inspect_model(options)
     return (
-        tell_difference(made)
-        if process_number()
+        report_difference(made)
+        if get_process_number()
         else _show(made, files, options, options.json or "FILE.json")
     )
 
 
 def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused: str = "") -> int:
-    """Print a plan and write its files; `lint` is what that command takes for it."""
+    """Print a plan and write its files.
+
+    `lint` is the argument of `layoutmap lint` for this plan.
+    """
     made = made.judged(device_memory=options.device_memory, strict=options.strict or made.strict)
     memory, verdict = made.memory, made.verdict
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
     out = write_all({path: texts[option]() for option, path in files.items()})
-    width = columns_of(out, options.wide)
+    width = get_width(out, options.wide)
     rest = f"{made.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
-    say(verdict.text(as_command=True, refused=refused) + in_yaml(rest), out, width)
+    print_text(verdict.text(as_command=True, refused=refused) + translate_to_yaml(rest), out, width)
     if findings:
-        say(f"\n{findings!r}: see layoutmap lint {lint} ...", out, width)
+        print_text(f"\n{findings!r}: see layoutmap lint {lint} ...", out, width)
     if made.cost is not None:
-        say(f"\n{made.cost.to_text(width)}", out, width)
-    say(f"\nVerdict: {verdict.headline}", out, width)  # the first line is out of sight by now
+        print_text(f"\n{made.cost.to_text(width)}", out, width)
+    print_text(f"\nVerdict: {verdict.headline}", out, width)  # the first line is out of sight by now
     return WELL if verdict.passes else PROBLEMS
 
 
-def _explain(options: Any) -> int:
-    made = plan_of(options.model, options)
+def _run_explain(options: Any) -> int:
+    made = make_single_plan(options.model, options)
     try:
-        say(in_yaml(made.explain(options.path)), sys.stdout, columns_of(sys.stdout, options.wide))
+        print_text(
+            translate_to_yaml(made.explain(options.path)), sys.stdout, get_width(sys.stdout, options.wide)
+        )
     except KeyError as error:
         raise LayoutMapError(
             str(error.args[0]),
@@ -311,39 +322,39 @@ def _explain(options: Any) -> int:
     return WELL
 
 
-def _lint(options: Any) -> int:
-    findings = plan_of(options.model, options).lint(options.batch_dim)
-    say(in_yaml(str(findings)), sys.stdout, columns_of(sys.stdout, options.wide))
+def _run_lint(options: Any) -> int:
+    findings = make_single_plan(options.model, options).lint(options.batch_dim)
+    print_text(translate_to_yaml(str(findings)), sys.stdout, get_width(sys.stdout, options.wide))
     return PROBLEMS if findings else WELL
 
 
-def _diff(options: Any) -> int:
-    before, after = plans_of([options.before, options.after], options)
+def _run_diff(options: Any) -> int:
+    before, after = make_plans([options.before, options.after], options)
     difference = before.diff(after)
-    width = columns_of(sys.stdout, options.wide)
-    say(difference.to_text(width), sys.stdout, width)
+    width = get_width(sys.stdout, options.wide)
+    print_text(difference.to_text(width), sys.stdout, width)
     return PROBLEMS if difference else WELL
 
 
-def _presets(options: Any) -> int:
-    say(listing(), sys.stdout, columns_of(sys.stdout, options.wide))
+def _list_presets(options: Any) -> int:
+    print_text(list_presets(), sys.stdout, get_width(sys.stdout, options.wide))
     return WELL
 
 
-def _completion(options: Any) -> int:
-    say(completion_script(_parser(), options.shell), sys.stdout)
+def _print_completion(options: Any) -> int:
+    print_text(make_completion_script(_make_parser(), options.shell), sys.stdout)
     return WELL
 
 
-def _schema(options: Any) -> int:
+def _run_schema(options: Any) -> int:
     if not options.files:
-        say(schema().rstrip("\n"), sys.stdout)
+        print_text(schema().rstrip("\n"), sys.stdout)
     code = WELL
     for name in options.files:
         try:
-            say(f"{name}: {counted(num_rules(name), 'rule')}", sys.stdout)
+            print_text(f"{name}: {counted(count_rules(name), 'rule')}", sys.stdout)
         except LayoutMapError as error:
-            code = _failed(error)
+            code = _report_failure(error)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Models that the command line knows by itself: published ones, and presets of rules for their families.
+"""Find published models and the rule presets for their families.
 
 `keras_hub:llama3_405b` names a published model. No values of it are loaded, and without other rules it has the preset
 of its family.
@@ -20,7 +20,7 @@ from layoutmap.scope.layout_map import LayoutMap
 
 
 def add_preset_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a preset, its dims, and the type in which a published model is planned."""
+    """Add the options for a preset, its dims, and a published model's dtype."""
     parser.add_argument(
         "--preset",
         choices=presets.names(),
@@ -42,31 +42,31 @@ def add_preset_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def listing() -> str:
-    """All presets, what they are for, and the published models that have them."""
+def list_presets() -> str:
+    """Return all presets, their purposes, and the published models that use them."""
     width = max(map(len, presets.names())) + 2
     lines: list[str] = []
     for preset in presets.names():
         lines.append(f"{preset:<{width}}{presets.about(preset)}")
         own = [model for model in zoo.models().values() if model.preset == preset]
-        lines += [f"{'':<{width}}   {_spelt(model):<27}{model.num_parameters:>15,}" for model in own]
+        lines += [f"{'':<{width}}   {_format_name(model):<27}{model.num_parameters:>15,}" for model in own]
     return "\n".join(lines)
 
 
-def known_model(name: str) -> PublishedModel | None:
-    """The published model of a name as the command line takes it, if it is one."""
+def find_published_model(name: str) -> PublishedModel | None:
+    """Return the published model that a command-line name refers to, if any."""
     model = zoo.models().get(name.partition(":")[2])
-    return model if model is not None and name == _spelt(model) else None
+    return model if model is not None and name == _format_name(model) else None
 
 
-def refuse_unknown(module: str, name: str) -> None:
-    """Raise, with those that there are, if a name is looked for in a package of published models."""
+def refuse_unknown_model(module: str, name: str) -> None:
+    """Raise with the known names if a package of published models lacks a name."""
     if any(model.package == module for model in zoo.models().values()):
         zoo.model(name)
 
 
-def make_of(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
-    """A function that makes a published model.
+def make_published_model(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
+    """Return a function that builds a published model.
 
     Raises:
         LayoutMapError: Keras has no such dtype policy.
@@ -83,8 +83,8 @@ def make_of(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
     return lambda: model.make(dtype=dtype)
 
 
-def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
-    """The preset that is asked for, or that of a published model without other rules; `None`: there is none.
+def choose_preset(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
+    """Return the requested preset, or a published model's own preset if there are no other rules.
 
     Raises:
         LayoutMapError: There is no mesh for it; or an option is given that is for something else.
@@ -116,5 +116,5 @@ def preset_of(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> 
     )
 
 
-def _spelt(model: PublishedModel) -> str:
+def _format_name(model: PublishedModel) -> str:
     return f"{model.package}:{model.name}"

@@ -1,4 +1,4 @@
-"""Output of the command line: text for people, escaped, and files that are written all or not at all."""
+"""Print escaped text for people, and write files completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from layoutmap.core.escaping import escaped
 from layoutmap.core.text_table import ALL_COLUMNS, wrapped
 
 WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
-"""The exit codes; `layoutmap.cli.main` says what they mean."""
+"""Exit codes; `layoutmap.cli.main` documents them."""
 _NARROWEST = 60  # columns of a terminal: in a narrower one lines are broken by the terminal
 
 
 def add_wide_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--wide`, which prints full lines in a narrow terminal, too."""
+    """Add the option `--wide`, which prints full lines in a narrow terminal."""
     parser.add_argument(
         "--wide",
         action="store_true",
@@ -32,8 +32,8 @@ def add_wide_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def columns_of(stream: TextIO | None, wide: bool) -> int | None:
-    """Return the width of the terminal in characters; `None`: lines keep their full width.
+def get_width(stream: TextIO | None, wide: bool) -> int | None:
+    """Return the width of the terminal in characters, or None to keep full lines.
 
     Args:
         stream: The output. A file or a pipe gets full lines.
@@ -44,28 +44,28 @@ def columns_of(stream: TextIO | None, wide: bool) -> int | None:
     return max(_NARROWEST, shutil.get_terminal_size().columns)
 
 
-def say(text: str, stream: TextIO | None, width: int | None = None) -> None:
-    """Print lines for people: control characters are escaped, and so is what the stream's encoding lacks.
+def print_text(text: str, stream: TextIO | None, width: int | None = None) -> None:
+    """Print lines for people, with control characters and unencodable characters escaped.
 
     Args:
         text: The lines.
-        stream: Where they go.
-        width: How wide a line may be, before it is broken between words; `None`: as it is.
+        stream: The output stream.
+        width: Most characters of a line, which is broken between words. `None`: never broken.
 
     Raises:
         OSError: The stream is closed, or cannot be written to.
     """
-    there = _opened(stream)
-    encoding = there.encoding or "utf-8"
+    output = _check_open(stream)
+    encoding = output.encoding or "utf-8"
     lines = escaped(text, keep="\n\t")
     lines = (
         lines.encode(encoding, "backslashreplace").decode(encoding).replace(ALL_COLUMNS, "--wide shows all")
     )
-    there.write(wrapped(lines, width) + "\n")
+    output.write(wrapped(lines, width) + "\n")
 
 
 def is_stdout(path: str) -> bool:
-    """Whether a path is `-`, or another name of this process's stdout, as `/dev/stdout` is."""
+    """Return whether a path is `-` or another name of this process's stdout, such as `/dev/stdout`."""
     try:
         return path == "-" or os.path.samestat(os.stat(path), os.fstat(1))
     except OSError:
@@ -73,7 +73,7 @@ def is_stdout(path: str) -> bool:
 
 
 def check_target(option: str, path: str) -> None:
-    """Refuse what no file can be written to, before the work is done that is to be written.
+    """Refuse a path that no file can be written to, before the work starts.
 
     Raises:
         LayoutMapError: It is a folder, or the folder that it would be in does not exist.
@@ -93,7 +93,7 @@ def check_target(option: str, path: str) -> None:
 
 
 def check_targets(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the files that options name; refuse what cannot be written to, and one file for two options.
+    """Return the files that options name, and refuse unwritable paths and one file for two options.
 
     Raises:
         LayoutMapError: See `check_target`; or two options name one file.
@@ -111,25 +111,25 @@ def check_targets(options: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def write_all(texts: Mapping[str, str]) -> TextIO | None:
-    """Write texts to files by name; returns where tables for people go: stdout, or stderr if a text went to stdout."""
+    """Write texts to files, and return the stream for tables: stdout, or stderr if a text went to stdout."""
     out = sys.stdout
     for path, text in texts.items():
-        write(path, text)
+        write_file(path, text)
         if is_stdout(path):
             out = sys.stderr
         else:
-            say(f"written: {path}", sys.stderr)
+            print_text(f"written: {path}", sys.stderr)
     return out
 
 
-def write(path: str, text: str) -> None:
-    """Write a text to a file, all of it or nothing: what was there stays until the new file is complete.
+def write_file(path: str, text: str) -> None:
+    """Write a text to a file completely or not at all, and keep the old file until the new one is complete.
 
     The new file keeps the mode and the owner of the one that it replaces. A symlink stays, and its target is replaced.
     A device or a pipe is written to as it is. `-` is stdout.
 
     Raises:
-        LayoutMapError: The file cannot be written; says the system's reason.
+        LayoutMapError: The file cannot be written. It names the system's reason.
         OSError: Stdout cannot be written to.
     """
     data = text.encode("utf-8", "backslashreplace")  # half of a surrogate pair: in JSON, its escape
@@ -139,7 +139,7 @@ def write(path: str, text: str) -> None:
     try:
         there = os.stat(target) if os.path.exists(target) else None
         if there is None or stat.S_ISREG(there.st_mode):
-            with interrupts.raised():
+            with interrupts.interruptible():
                 _replace(target, data, there)
         else:
             with open(target, "wb") as file:
@@ -154,21 +154,21 @@ def write(path: str, text: str) -> None:
 
 
 def drop_unwritten(stream: TextIO | None) -> None:
-    """Let the interpreter end without a word about what a stream could not write."""
+    """Silence the interpreter's error about unwritten output when it ends."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _opened(stream: TextIO | None) -> TextIO:
+def _check_open(stream: TextIO | None) -> TextIO:
     if stream is None or stream.closed:
         raise OSError(errno.EBADF, "the output is closed")
     return stream
 
 
 def _write_to_stdout(data: bytes) -> None:
-    stream = _opened(sys.stdout)
+    stream = _check_open(sys.stdout)
     if stream.isatty() or not hasattr(stream, "buffer"):
-        return say(data.decode(), stream)
+        return print_text(data.decode(), stream)
     stream.flush()
     stream.buffer.write(data)
     return None

@@ -1,4 +1,4 @@
-"""From what a command line names to a plan: the file of one, a function that makes a model, or a published model."""
+"""Make plans from a command line: read a plan's file, or plan a user's model or a published one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from layoutmap.adapters import ADAPTERS, Training, capable, find_adapter, imported_adapter
-from layoutmap.cli.models import add_preset_options, known_model, make_of, preset_of
-from layoutmap.cli.output import add_wide_option, say
-from layoutmap.cli.users_code import function_named, names_of, users_code
+from layoutmap.cli.models import add_preset_options, choose_preset, find_published_model, make_published_model
+from layoutmap.cli.output import add_wide_option, print_text
+from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 from layoutmap.plan.completeness import what_is_missing
@@ -106,7 +106,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_partial_option(parser: argparse.ArgumentParser) -> None:
-    """Whether a plan without all weights will do."""
+    """Add the option `--partial`, which accepts a plan without all weights."""
     parser.add_argument(
         "--partial",
         action="store_true",
@@ -124,16 +124,16 @@ def add_attention_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of(name: str, options: Any) -> Plan:
-    """The plan of the one thing that a command names."""
-    return plans_of([name], options)[0]
+def make_single_plan(name: str, options: Any) -> Plan:
+    """Return the plan of the one model or file that a command names."""
+    return make_plans([name], options)[0]
 
 
-def plans_of(names: Sequence[str], options: Any) -> list[Plan]:
-    """The plans of all that a command names.
+def make_plans(names: Sequence[str], options: Any) -> list[Plan]:
+    """Return the plans of all models and files that a command names.
 
     Raises:
-        LayoutMapError: One cannot be made; or all are files, and there are options for models.
+        LayoutMapError: A plan cannot be made, or all names are files and an option is for models.
     """
     given = [f"--{name.replace('_', '-')}" for name in _OF_MODELS if getattr(options, name)]
     if given and all(map(_is_file, names)):
@@ -142,19 +142,19 @@ def plans_of(names: Sequence[str], options: Any) -> list[Plan]:
             why="the file has its own mesh, rules and variables",
             fix=f"leave out {', '.join(given)}, or name the model",
         )
-    # Files first: a plan takes minutes, and whoever misspelt a file should hear of it before.
-    read = {name: complete(plan_of_file(name), name, options) for name in names if _is_file(name)}
+    # Files first: planning a model takes minutes, and a misspelled file name should fail before that.
+    read = {name: check_complete(read_plan(name), name, options) for name in names if _is_file(name)}
     return [
-        read[name] if name in read else complete(_plan_of_model(name, options), name, options)
+        read[name] if name in read else check_complete(_plan_model(name, options), name, options)
         for name in names
     ]
 
 
-def complete(plan: Plan, name: str, options: Any) -> Plan:
-    """The plan, if it has all weights of its model, or if --partial says that it need not.
+def check_complete(plan: Plan, name: str, options: Any) -> Plan:
+    """Return the plan if it has all weights of its model or if `--partial` accepts it.
 
     Raises:
-        LayoutMapError: It has not: whatever it was asked, it would agree.
+        LayoutMapError: The plan lacks weights, so every check of it would pass.
     """
     missing = what_is_missing(plan)
     if missing is None or options.partial:
@@ -176,40 +176,44 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix == ".json"
 
 
-def plan_of_file(name: str) -> Plan:
-    """The plan in a JSON file.
+def read_plan(name: str) -> Plan:
+    """Return the plan in a JSON file.
 
     Raises:
-        LayoutMapError: It cannot be read, or has no plan.
+        LayoutMapError: The file cannot be read, or has no plan.
     """
-    text = _text_of(name)
-    with _read_from(name):
+    text = _read_text(name)
+    with _error_names_file(name):
         return Plan.from_json(text)
 
 
-def _plan_of_model(name: str, options: Any) -> Plan:
-    inputs = inputs_of(options.inputs)
+def _plan_model(name: str, options: Any) -> Plan:
+    inputs = parse_inputs(options.inputs)
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     elif options.on:
         os.environ.setdefault("KERAS_BACKEND", "jax")  # which counts steps; Keras's own choice is TensorFlow
     mesh = Mesh(None, options.mesh) if options.mesh else None
-    known = known_model(name)
-    module_name, function_name = names_of(name)
-    layout_map = preset_of(options, mesh, known)
+    known = find_published_model(name)
+    module_name, function_name = parse_function_name(name)
+    layout_map = choose_preset(options, mesh, known)
     if layout_map is None:
-        layout_map = rules_of_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
+        layout_map = read_rules(options.rules, mesh) if options.rules else LayoutMap(mesh)
     by = f" by preset {known.preset!r}" if known and not (options.rules or options.preset) else ""
-    say(f"layoutmap: planning {name}{by}", sys.stderr)
+    print_text(f"layoutmap: planning {name}{by}", sys.stderr)
     with users_code(name, choose_backend="add --backend {}"):
-        make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
-        library = options.library or ("keras" if known else imported_library())
+        make_model = (
+            make_published_model(known, options.dtype)
+            if known
+            else import_function(module_name, function_name)
+        )
+        library = options.library or ("keras" if known else find_imported_library())
         # Slots of torch are those of a step, and its plans have none.
         optimizer = options.optimizer if library == "torch" and options.on else None
         return make_plan(
             make_model
             if optimizer or not options.optimizer
-            else _with_optimizer(make_model, options.optimizer),
+            else _add_optimizer(make_model, options.optimizer),
             layout_map,
             inputs=inputs,
             library=library,
@@ -224,25 +228,25 @@ def _plan_of_model(name: str, options: Any) -> Plan:
         )
 
 
-def rules_of_file(name: str, mesh: Mesh | None) -> LayoutMap:
-    """The rules of a file, on a mesh; `None`: on its own.
+def read_rules(name: str, mesh: Mesh | None) -> LayoutMap:
+    """Return the rules of a file on `mesh`, or on the file's own mesh if `mesh` is None.
 
     Raises:
-        LayoutMapError: It cannot be read, or has what is no rule.
+        LayoutMapError: The file cannot be read, or an entry is not a rule.
     """
-    text = _text_of(name)
-    with _read_from(name):
+    text = _read_text(name)
+    with _error_names_file(name):
         return LayoutMap.from_yaml(text, mesh)
 
 
-def num_rules(name: str) -> int:
-    """Check a rules file, for which any mesh will do if it names none, and count its rules.
+def count_rules(name: str) -> int:
+    """Check a rules file and return the number of its rules. Without a mesh in the file, any mesh is accepted.
 
     Raises:
-        LayoutMapError: It cannot be read, or has what is no rule.
+        LayoutMapError: The file cannot be read, or an entry is not a rule.
     """
-    text = _text_of(name)
-    with _read_from(name):
+    text = _read_text(name)
+    with _error_names_file(name):
         fields = from_yaml(text)
         named = [spec for specs in (*fields.rules.values(), *fields.activations.values()) for spec in specs]
         dims = {dim for spec in named if spec for dim in ([spec] if isinstance(spec, str) else spec)} - {
@@ -252,7 +256,7 @@ def num_rules(name: str) -> int:
         return len(LayoutMap.from_yaml(text, mesh).rules)
 
 
-def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
+def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
     def make() -> Any:
         model = make_model()
         adapter = find_adapter(model)
@@ -272,11 +276,11 @@ def _with_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[
     return make
 
 
-def imported_library() -> str:
-    """The library that is imported.
+def find_imported_library() -> str:
+    """Return the only model library that is imported.
 
     Raises:
-        ScopeError: None is, or several are.
+        ScopeError: No library is imported, or several are.
     """
     try:
         return imported_adapter().name
@@ -284,11 +288,11 @@ def imported_library() -> str:
         raise ScopeError(error.what, why=error.why, fix=f"pass --library {' or '.join(ADAPTERS)}") from error
 
 
-def inputs_of(texts: Sequence[str] | None) -> Any:
-    """The inputs of a model: one for the first place, a list, or a dict by name."""
+def parse_inputs(texts: Sequence[str] | None) -> Any:
+    """Return the inputs of a model: one for the first argument, a list, or a dict by name."""
     if not texts:
         return None
-    read = [_input(text) for text in texts]
+    read = [_parse_input(text) for text in texts]
     names = [name for name, _ in read]
     if len(read) > 1 and (None in names or len(set(names)) < len(names)) and any(names):
         raise LayoutMapError(
@@ -303,7 +307,7 @@ def inputs_of(texts: Sequence[str] | None) -> Any:
     return read[0][1] if len(read) == 1 else [each for _, each in read]
 
 
-def _input(text: str) -> tuple[str | None, _Shaped]:
+def _parse_input(text: str) -> tuple[str | None, _Shaped]:
     found = re.fullmatch(r"(?:(\w+)=)?(\w+)\[([0-9]{1,18}(?:, *[0-9]{1,18})*|)\]", text)
     if found is None or found[2] not in _DTYPES:
         raise LayoutMapError(
@@ -316,8 +320,8 @@ def _input(text: str) -> tuple[str | None, _Shaped]:
 
 
 @contextlib.contextmanager
-def _read_from(path: str) -> Generator[None]:
-    """While open, an error of what a file says names the file."""
+def _error_names_file(path: str) -> Generator[None]:
+    """Name the file in errors about its contents."""
     try:
         yield
     except RecursionError as error:
@@ -330,7 +334,7 @@ def _read_from(path: str) -> Generator[None]:
         ) from error
 
 
-def _text_of(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

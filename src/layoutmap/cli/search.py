@@ -1,4 +1,4 @@
-"""`layoutmap search`: the layout map with which a training step of a model takes least on a machine."""
+"""Search the layout map with the fastest training step on a machine: `layoutmap search`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from layoutmap.adapters import ADAPTERS
 from layoutmap.cli import interrupts
-from layoutmap.cli.models import known_model, make_of
-from layoutmap.cli.output import WELL, add_wide_option, check_targets, columns_of, say, write_all
+from layoutmap.cli.models import find_published_model, make_published_model
+from layoutmap.cli.output import WELL, add_wide_option, check_targets, get_width, print_text, write_all
 from layoutmap.cli.plans import (
     add_attention_option,
     add_partial_option,
-    complete,
-    imported_library,
-    inputs_of,
-    rules_of_file,
+    check_complete,
+    find_imported_library,
+    parse_inputs,
+    read_rules,
 )
-from layoutmap.cli.sizes import size_in_bytes
-from layoutmap.cli.users_code import function_named, names_of, users_code
+from layoutmap.cli.sizes import parse_size
+from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for how a map is searched."""
+    """Add the options for the search of a layout map."""
     parser.add_argument(
         "model", metavar="MODULE:FUNCTION", help="a function that makes a model, or a published one"
     )
@@ -45,7 +45,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        type=size_in_bytes,
+        type=parse_size,
         help='the memory of a device that may be used, as in "80GB"; default: all that the machine has',
     )
     parser.add_argument(
@@ -103,7 +103,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_search_command(options: Any) -> int:
-    """Search a map and print it with what it is held against.
+    """Search a layout map and print it beside the built-in expert maps.
 
     Raises:
         LayoutMapError: No map fits, or an option is not as it should be.
@@ -111,21 +111,25 @@ def run_search_command(options: Any) -> int:
     from layoutmap.cost.layout_map_search import search  # late: it imports JAX
 
     files = check_targets({"--write": options.write, "--json": options.json, "--html": options.html})
-    inputs = inputs_of(options.inputs)
+    inputs = parse_inputs(options.inputs)
     mesh = Mesh(None, options.mesh) if options.mesh else None
-    start = rules_of_file(options.start, mesh) if options.start else None
-    known = known_model(options.model)
+    start = read_rules(options.start, mesh) if options.start else None
+    known = find_published_model(options.model)
     if options.dtype and not known:
         raise LayoutMapError(
             f"--dtype {options.dtype} is for published models",
             why="it has no effect here",
             fix="leave it out, and make the model with that policy",
         )
-    module_name, function_name = names_of(options.model)
+    module_name, function_name = parse_function_name(options.model)
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    with users_code(options.model), interrupts.raised():
-        make_model = make_of(known, options.dtype) if known else function_named(module_name, function_name)
-        library = options.library or ("keras" if known else imported_library())
+    with users_code(options.model), interrupts.interruptible():
+        make_model = (
+            make_published_model(known, options.dtype)
+            if known
+            else import_function(module_name, function_name)
+        )
+        library = options.library or ("keras" if known else find_imported_library())
         found = search(
             make_model,
             inputs,
@@ -144,16 +148,16 @@ def run_search_command(options: Any) -> int:
             fuse_attention=options.fuse_attention,
             library=library,
         )
-    complete(found.plan, options.model, options)
+    check_complete(found.plan, options.model, options)
     made = {
         "--write": found.to_yaml,
         "--json": found.plan.to_json,
         "--html": lambda: found.plan.to_html(found.batch_dim),
     }
     out = write_all({path: made[option]() for option, path in files.items()})
-    width, rules = columns_of(out, options.wide), found.to_yaml()
-    say(rules, out)  # to be copied: the terminal breaks its lines, and copies them as one
-    say(found.to_text(width).removeprefix(f"{rules}\n"), out, width)
+    width, rules = get_width(out, options.wide), found.to_yaml()
+    print_text(rules, out)  # to be copied: the terminal breaks its lines, and copies them as one
+    print_text(found.to_text(width).removeprefix(f"{rules}\n"), out, width)
     if not found.is_complete:
-        say("layoutmap: interrupted; the best map so far is above", sys.stderr)
+        print_text("layoutmap: interrupted; the best map so far is above", sys.stderr)
     return WELL

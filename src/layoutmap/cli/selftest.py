@@ -1,4 +1,4 @@
-"""`layoutmap selftest`: do the devices of this machine, under layouts, compute what one device computes?"""
+"""Check on this machine's devices that sharded models compute the same numbers as one device: `layoutmap selftest`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layoutmap.engines import ENGINES
 
 
 def add_selftest_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for where and for how long laws are tried."""
+    """Add the options for the devices, the laws, and the duration of the self-test."""
     parser.add_argument("--engine", choices=tuple(ENGINES), help="the engine; default: all installed")
     parser.add_argument("--simulate", metavar="N", type=int, default=0, help="try so many simulated devices")
     parser.add_argument("--mesh", metavar="DIMS", default="", help="the mesh; default: it is drawn")
@@ -33,7 +33,7 @@ def add_selftest_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_selftest_command(options: Any) -> int:
-    """Try laws until the time is over, and print and write what came of them; returns the exit code.
+    """Try laws until the time is over, print and write the results, and return the exit code.
 
     Raises:
         LayoutMapError: No law could be tried, or an option is not as it should be.
@@ -42,19 +42,19 @@ def run_selftest_command(options: Any) -> int:
     files = output.check_targets(targets)
     if find_spec("hypothesis") is None:
         raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
-    with interrupts.raised():  # by its name, as engines are: what tests all parts imports this one, too
+    with interrupts.interruptible():  # imported by its name, since `testing` is above this package
         report = import_module("layoutmap.testing.selftest").selftest(options)
     if report is None:  # another process of the program reports
         return output.WELL
     texts = {"--report": report.to_html, "--json": report.to_json}
     out = output.write_all({path: texts[option]() for option, path in files.items() if option in texts})
-    width = output.columns_of(out, options.wide)
-    output.say(report.to_text(width), out, width)
+    width = output.get_width(out, options.wide)
+    output.print_text(report.to_text(width), out, width)
     if "--write-machine" in files:  # last, since there may be too few figures
         output.write_all({files["--write-machine"]: report.to_machine_file()})
     if report.failures:
         return output.PROBLEMS
     if report.is_complete:
         return output.WELL
-    output.say("layoutmap: interrupted; what is known so far is above", sys.stderr)
+    output.print_text("layoutmap: interrupted; the results so far are above", sys.stderr)
     return output.INTERRUPTED

@@ -1,4 +1,4 @@
-"""Sizes of memory and files as people write them on a command line."""
+"""Parse sizes of memory and files on the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import re
 
 
-def size_in_bytes(text: str) -> int:
-    """Return the bytes of a size that people write; argparse shows what it raises."""
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as "80GiB" for argparse, which shows the error."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text)
     num_bytes = 0
     if found is not None:

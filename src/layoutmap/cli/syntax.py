@@ -1,4 +1,4 @@
-"""Fixes in the syntax of where the user is: on the command line that is a rules file, where the library says Python."""
+"""Translate suggested fixes from Python into the syntax of a rules file."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
 _RAW = re.compile(r"""\br"([^"]+)\"""")
 
 
-def in_yaml(text: str) -> str:
-    """A text of the library with what it says to type as lines of a rules file.
+def translate_to_yaml(text: str) -> str:
+    """Return a text with its Python rules and options rewritten as lines of a rules file.
 
     Example:
-        >>> print(in_yaml(r'add a rule: layout_map[r"up\\.kernel$"] = (None, "model")'))
+        >>> print(translate_to_yaml(r'add a rule: layout_map[r"up\\.kernel$"] = (None, "model")'))
         add a rule: 'up\\.kernel$': [null, model]
-        >>> print(in_yaml('say layout_map.rest = "replicated"'))
+        >>> print(translate_to_yaml('say layout_map.rest = "replicated"'))
         say rest: replicated
     """
-    return _RAW.sub(r"'\1'", _OPTION.sub(r"\1: \2", _RULE.sub(_line, text)))
+    return _RAW.sub(r"'\1'", _OPTION.sub(r"\1: \2", _RULE.sub(_format_rule, text)))
 
 
-def _line(found: re.Match[str]) -> str:
+def _format_rule(found: re.Match[str]) -> str:
     activations, _, pattern, specs = found.groups()
     line = f"'{pattern}'"
     if specs is not None:

@@ -1,4 +1,4 @@
-"""The code that a user's model is made with: found and run; where it fails, distinguished from this library's."""
+"""Find and run the code that builds a user's model, and tell its errors from this library's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutmap.adapters.missing_backend import missing_backend
-from layoutmap.cli.models import refuse_unknown
+from layoutmap.cli.models import refuse_unknown_model
 from layoutmap.core.errors import LayoutMapError
 
 _NOT_THEIRS = (
@@ -25,7 +25,7 @@ _NOT_THEIRS = (
 
 
 class UsersCodeError(LayoutMapError):
-    """An exception that a user's module or function raised.
+    """Exception raised by a user's module or function.
 
     Attributes:
         trace: Its traceback as text, from the user's first line on.
@@ -43,21 +43,20 @@ class UsersCodeError(LayoutMapError):
         )
 
 
-# why: decisions/0034
+# A model's code may end the process, change the folder, or print, so all of it runs in here (decisions/0034).
 @contextlib.contextmanager
 def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
-    """While open, code of the user's may run: it can import from the present folder, and it cannot end the program.
+    """Run a user's code: allow imports from the current folder, and prevent it from ending the program.
 
-    What it prints goes to stderr, so that stdout has the plan and nothing else. The present folder and stdout are
-    afterwards what they were.
+    The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
 
     Args:
-        name: What the user calls it: `module:function`.
-        choose_backend: What to type so that Keras has another backend, with `{}` for its name.
+        name: The user's name for the code: `module:function`.
+        choose_backend: Command that chooses another backend of Keras, with `{}` for its name.
 
     Raises:
         LayoutMapError: The code called `sys.exit`, or the backend of Keras is not installed.
-        UsersCodeError: The code raised something else than an error of this library.
+        UsersCodeError: The code raised an error that is not this library's.
     """
     folder = os.getcwd()
     sys.path.insert(0, folder)
@@ -87,11 +86,11 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
             sys.path.remove(folder)
 
 
-def names_of(name: str) -> tuple[str, str]:
-    """The module and the function of `module:function`.
+def parse_function_name(name: str) -> tuple[str, str]:
+    """Return the module and the function of `module:function`.
 
     Raises:
-        LayoutMapError: It is something else; a path to a file is answered with the module's name.
+        LayoutMapError: The name has another form. For a path to a file, the error suggests the module's name.
     """
     module, sign, function = name.partition(":")
     if not sign and all(map(str.isidentifier, parts := name.split("."))) and len(parts) > 1:
@@ -107,8 +106,8 @@ def names_of(name: str) -> tuple[str, str]:
     )
 
 
-def function_named(module_name: str, function_name: str) -> Callable[[], Any]:
-    """The function of a module, which is imported for it.
+def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
+    """Import a module and return one of its functions.
 
     Raises:
         LayoutMapError: There is no such module, it has no such function, or the function needs arguments.
@@ -125,7 +124,7 @@ def function_named(module_name: str, function_name: str) -> Callable[[], Any]:
         ) from error
     made = getattr(module, function_name, None)
     if not callable(made):
-        refuse_unknown(module_name, function_name)
+        refuse_unknown_model(module_name, function_name)
         near = [n for n, value in vars(module).items() if not n.startswith("_") and callable(value)]
         raise LayoutMapError(
             f"{module_name} has no function {function_name!r}",
@@ -140,6 +139,6 @@ def function_named(module_name: str, function_name: str) -> Callable[[], Any]:
             why=str(error),
             fix=f"write a function that calls {function_name} with its arguments and returns the model, and name that",
         ) from error
-    except ValueError:  # nothing is known of what it takes
+    except ValueError:  # its signature is unknown
         pass
     return made
