@@ -1,4 +1,4 @@
-"""Attack checkpoints: kill runs that save, forge manifests, damage files; and say how many of each did no harm.
+"""Attack checkpoints by killing runs that save, forging manifests, and damaging files, and count the harmless ones.
 
     python tools/attacks.py                        500 kills, 1,000 manifests, 300 files: an hour on a busy machine
     python tools/attacks.py --share 0.1            a tenth of each
@@ -53,8 +53,8 @@ ATTACKS = {
 }
 
 
-def attacked(attack: Attack, seed: int, count: int) -> Counter[str]:
-    """Attack so often, in this process; returns what came of it."""
+def run_attack(attack: Attack, seed: int, count: int) -> Counter[str]:
+    """Run one kind of attack in this process and return the counts of its outcomes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if attack.what == "manifests":
@@ -92,7 +92,7 @@ def main() -> int:
         attack = ATTACKS[name]
         count = max(1, round(attack.count * asked.share))
         if asked.here:
-            print(json.dumps(attacked(attack, asked.seed, count)))
+            print(json.dumps(run_attack(attack, asked.seed, count)))
             continue
         flags = "--xla_force_host_platform_device_count=8"
         env = os.environ | {"KERAS_BACKEND": attack.library, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

@@ -1,4 +1,4 @@
-"""Check what no linter does: the changelog's form, the decisions' form, links between pages, paths of one machine."""
+"""Check rules that no linter has: the changelog, the decisions, links, machine paths, and the language of the source."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from pathlib import Path
 
+from language import check_language
+
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")  # Keep a Changelog 1.1.0
 DECISION = ("Question", "Choice", "Why", "What was given up")
 MOST_ANY = 25
 """Uses of `Any` in 1,000 lines of a room."""
 
+CHECKED = ("src/layoutmap/cli/", "tools/")
+"""Folders whose names, docstrings, and comments follow the rules of language."""
+
 _HALLS = ("adapters", "engines")
 MACHINE_PATH = re.compile(r"(?<![\w.\-/*)}\]])/(?:work|root|home|tmp|opt)/\w")
 
 
 def check_changelog(text: str) -> list[str]:
-    """A title, `[Unreleased]` first, versions with dates, and no kind of change that readers do not know."""
+    """Check the changelog's title, versions, dates, and headings against Keep a Changelog."""
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
     kinds = re.findall(r"^### (.+)$", text, re.MULTILINE)
     found = [f"unknown kind of change: {kind}" for kind in kinds if kind not in KINDS]
@@ -37,21 +42,24 @@ def check_changelog(text: str) -> list[str]:
 
 
 def check_decision(text: str) -> list[str]:
-    """Four headings in their order under a title that asks."""
+    """Check that a decision's title asks a question and that its four headings are in order."""
     found = [] if re.match(r"# \d{4}: .+\?\n", text) else ["the title is not '# NNNN: a question?'"]
     headings = tuple(re.findall(r"^## (.+)$", text, re.MULTILINE))
     return found if headings == DECISION else [*found, f"its headings are {headings}, not {DECISION}"]
 
 
-def naming_line(number: str, sources: Mapping[str, str]) -> str:
-    """The line of a decision that says which files name it; empty if none does."""
+def format_naming_line(number: str, sources: Mapping[str, str]) -> str:
+    """Return a decision's line that lists the files citing it, or ""."""
     named = [name for name, text in sources.items() if f"decisions/{number}" in text]
     return f"Named in {', '.join(f'`{name}`' for name in sorted(named))}." if named else ""
 
 
-def check_named(path: Path, text: str, sources: Mapping[str, str], *, write: bool) -> list[str]:
-    """A decision says which files name it, and at least one does, unless it is superseded or closed."""
-    expected, found = naming_line(path.name[:4], sources), re.search(r"^Named in .*\.$", text, re.MULTILINE)
+def check_naming_line(path: Path, text: str, sources: Mapping[str, str], *, write: bool) -> list[str]:
+    """Check that a decision lists the files citing it, and that at least one does unless it is superseded."""
+    expected, found = (
+        format_naming_line(path.name[:4], sources),
+        re.search(r"^Named in .*\.$", text, re.MULTILINE),
+    )
     if not expected and not re.search(r"^## Choice\n\n(Superseded by|Changed by|Closed)", text, re.MULTILINE):
         return [
             f"no code says 'why: decisions/{path.name[:4]}', and it is not said to be superseded or closed"
@@ -67,29 +75,29 @@ def check_named(path: Path, text: str, sources: Mapping[str, str], *, write: boo
     return [f"it should say {expected or 'no file'}: python tools/check_files.py --write"]
 
 
-def check_gaps(index: str, numbers: Set[str]) -> list[str]:
-    """The index lists the numbers that no note has, up to the last one that it lists."""
+def check_missing_numbers(index: str, numbers: Set[str]) -> list[str]:
+    """Check that the index lists each number without a decision, up to its last."""
     listed = re.findall(r"\b\d{4}\b", (re.search(r"^Numbers without a note[^.]*\.", index, re.M) or [""])[0])
     missing = [f"{n:04}" for n in range(1, int(max(listed, default="0")) + 1) if f"{n:04}" not in numbers]
     return [] if listed == missing else [f"it should list the numbers without a note: {', '.join(missing)}"]
 
 
 def check_tree(text: str) -> list[str]:
-    """CONTRIBUTING's tree has every room of the source, and no other one."""
+    """Check that CONTRIBUTING's tree lists exactly the packages of the source."""
     shown = set(re.findall(r"^  (\w+)/ ", text, re.MULTILINE))
     rooms = {path.parent.name for path in (ROOT / "src" / "layoutmap").glob("*/__init__.py")}
     return [f"its tree and src/layoutmap differ in {name}/" for name in sorted(shown ^ rooms)]
 
 
 def check_links(page: Path, text: str) -> list[str]:
-    """Every relative link leads to a file."""
+    """Check that each relative link leads to a file."""
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", prose)
     return [f"dead link: {t}" for t in targets if not (page.parent / t).exists()]
 
 
 def check_any(sources: Mapping[str, str]) -> list[str]:
-    """No room has more uses of `Any` in 1,000 lines than `MOST_ANY`."""
+    """Check that no package has more than `MOST_ANY` uses of `Any` in 1,000 lines."""
     counts: Counter[str] = Counter()
     lines: Counter[str] = Counter()
     for name, text in sources.items():
@@ -101,20 +109,6 @@ def check_any(sources: Mapping[str, str]) -> list[str]:
         f"{room}: {1000 * counts[room] / lines[room]:.1f} Any in 1,000 lines, of {MOST_ANY} allowed"
         for room in counts
         if 1000 * counts[room] > lines[room] * MOST_ANY
-    ]
-
-
-def check_first_words(text: str) -> list[str]:
-    """A docstring begins with the thing that is returned or done; a test's is a law, which may be of anything."""
-    return [
-        f"{node.lineno}: a docstring begins with {found[0]!r}, which names no thing"
-        for parent in ast.walk(ast.parse(text))
-        if not str(getattr(parent, "name", "")).startswith("test_")
-        for node in ast.iter_child_nodes(parent)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-        and (found := re.match(r"(What|Those|Its?)\b", node.value.value.strip()))
     ]
 
 
@@ -157,14 +151,15 @@ def main() -> int:
         if re.fullmatch(r"docs/decisions/\d{4}-.*\.md", name):
             problems += [f"{name}: {p}" for p in check_decision(text)]
             problems += [
-                f"{name}: {p}" for p in check_named(path, text, sources, write="--write" in sys.argv)
+                f"{name}: {p}" for p in check_naming_line(path, text, sources, write="--write" in sys.argv)
             ]
             other = numbers.setdefault(path.name[:4], name)
             if other != name:
                 problems.append(f"{name}: {other} has this number")
         if name.startswith("src/") and path.suffix == ".py":
-            problems += [f"{name}:{p}" for p in check_first_words(text)]
             of_source[name.removeprefix("src/layoutmap/")] = text
+        if name.startswith(CHECKED) and path.suffix == ".py":
+            problems += [f"{name}:{p}" for p in check_language(text)]
         problems += [
             f"{name}:{number}: a path of one machine: {line.strip()}"
             for number, line in enumerate(text.splitlines(), 1)
@@ -178,8 +173,8 @@ def main() -> int:
     ]
     problems += check_any(of_source)
     index = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
-    problems += [f"docs/decisions/README.md: {p}" for p in check_gaps(index, numbers.keys())]
-    print(*problems or ["changelog, decisions, links and paths are in order"], sep="\n")
+    problems += [f"docs/decisions/README.md: {p}" for p in check_missing_numbers(index, numbers.keys())]
+    print(*problems or ["changelog, decisions, links, paths, and language are in order"], sep="\n")
     return 1 if problems else 0
 
 

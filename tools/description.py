@@ -1,9 +1,5 @@
-"""README.md as a package index shows it: what links to files of the repository leads there, as of that release.
+"""Make README.md's relative links absolute for a package index, where they would lead nowhere (decisions/0122)."""
 
-In a checkout, and wherever the repository is, README's own links hold; on an index they would lead nowhere.
-"""
-
-# why: decisions/0122
 from __future__ import annotations
 
 import re
@@ -16,14 +12,14 @@ RELATIVE = re.compile(r"(!?\[[^\]]*\]\()(?!\w+:|#)")
 
 
 class Description(MetadataHookInterface):
-    """Sets `project.readme`; `project.urls` says where the repository is."""
+    """Build hook that sets `project.readme` from the repository's address in `project.urls`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         at = f"{metadata['urls']['Repository']}/{{}}/v{metadata['version']}/"
         text = Path(self.root, "README.md").read_text(encoding="utf-8")
-        metadata["readme"] = {"content-type": "text/markdown", "text": with_absolute_links(text, at)}
+        metadata["readme"] = {"content-type": "text/markdown", "text": make_links_absolute(text, at)}
 
 
-def with_absolute_links(text: str, at: str) -> str:
-    """The links of a page relative to `at`, in which `{}` is for a picture's file or for the page of a file."""
+def make_links_absolute(text: str, at: str) -> str:
+    """Return a page with its links relative to `at`, in which `{}` becomes "raw" for a picture and "blob" otherwise."""
     return RELATIVE.sub(lambda link: link[1] + at.format("raw" if link[1][0] == "!" else "blob"), text)

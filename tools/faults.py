@@ -242,7 +242,7 @@ def main(arguments: list[str]) -> int:
         if asked.list:
             print(f"{number:>2}  {fault.title} ({fault.file})")
             continue
-        seconds, found = _seconds_until_found(fault, asked.minutes, asked.seed)
+        seconds, found = _search_fault(fault, asked.minutes, asked.seed)
         rows.append([str(number), fault.title, f"`{fault.file}`", found or "**not found**", f"{seconds:.0f}"])
         print(f"{number:>2}  {seconds:4.0f} s  {found or 'NOT FOUND'}: {fault.title}", flush=True)
     if asked.publish:
@@ -250,8 +250,8 @@ def main(arguments: list[str]) -> int:
     return int(any("not found" in row[3] for row in rows))
 
 
-def _seconds_until_found(fault: Fault, minutes: float, seed: int) -> tuple[float, str]:
-    """How long drawn cases took to find a fault, and which law on which case did; empty: none did."""
+def _search_fault(fault: Fault, minutes: float, seed: int) -> tuple[float, str]:
+    """Return the seconds until drawn cases found a fault, and the law and case that found it, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))

@@ -32,7 +32,7 @@ REPORT_SECONDS = 15.0
 
 
 def main(arguments: list[str]) -> int:
-    asked = _parser().parse_args(arguments)
+    asked = _make_parser().parse_args(arguments)
     subjects = asked.subjects or list(SUBJECTS)
     minutes = asked.minutes or (None if asked.count else 10)
     limits = {} if minutes is None else {"seconds": minutes * 60}
@@ -52,12 +52,12 @@ def main(arguments: list[str]) -> int:
                 kept = dataclasses.asdict(each.outcome)
                 lines.write(json.dumps({"subject": each.subject, "seed": each.seed, **kept}) + "\n")
                 if each.outcome.is_suspicious:
-                    _show(each, programs)
+                    _print_failure(each, programs)
                     if asked.until_found:
                         break
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
-                    _progress(tried, reported - started)
+                    _print_progress(tried, reported - started)
         except KeyboardInterrupt:
             interrupted = True
     counts = evidence.counted(tried)
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     return int(any(each.outcome.is_suspicious for each in tried))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,14 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(tried: Tried, programs: Path) -> None:
+def _print_failure(tried: Tried, programs: Path) -> None:
     outcome, name = tried.outcome, f"{tried.subject}-{tried.seed}"
     print(f"\n{outcome.what}: {name}: {outcome.law}\n{outcome.why}", flush=True)
     if tried.program:
         (programs / f"{name}.py").write_text(tried.program, encoding="utf-8")
 
 
-def _progress(tried: list[Tried], seconds: float) -> None:
+def _print_progress(tried: list[Tried], seconds: float) -> None:
     cases = Counter(subject for subject, _ in {(each.subject, each.seed) for each in tried})
     counts = Counter(each.outcome.what for each in tried)
     told = ", ".join(f"{number} {what}" for what, number in counts.items())

@@ -21,7 +21,7 @@ _JOINTS = frozenset(["from", "for", "to", "per"])
 _DECORATED = re.compile(
     r"property|setter|overload|fixture|contextmanager|given|composite|law\b|register|\.add\b|\.impl\b"
 )
-_CLAUSE = re.compile(r"\b(what|who|whoever|whose|whom)\b|;", re.IGNORECASE)
+_CLAUSE = re.compile(r"\b(what|who|whoever|whose|whom)\b(?!-)|;", re.IGNORECASE)
 _ONLY_A_DECISION = re.compile(r"#\s*(why: )?\(?decisions/\d{4}\)?\.?\s*$")
 
 
@@ -49,13 +49,13 @@ def check_language(text: str) -> list[str]:
 
 def _check_tree(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, _Function) and (problem := _name_problem(node)):
+        if isinstance(node, _Function) and (problem := _check_name(node)):
             yield node.lineno, problem
         if isinstance(node, _Documented) and (docstring := ast.get_docstring(node)):
-            yield from ((node.body[0].lineno, each) for each in _docstring_problems(node, docstring))
+            yield from ((node.body[0].lineno, each) for each in _check_docstring(node, docstring))
 
 
-def _name_problem(node: _Function) -> str | None:
+def _check_name(node: _Function) -> str | None:
     """Return the problem of a function's name, if it has one."""
     name = node.name.lstrip("_")
     words = name.split("_")
@@ -85,8 +85,8 @@ def _is_participle(word: str) -> bool:
     return bool(re.fullmatch(r"\w+(ed|ing)", word)) or word in WORDS["participles"]
 
 
-def _docstring_problems(node: _Documented, docstring: str) -> Iterator[str]:
-    """Return the problems of a docstring's first line; a test's docstring states a law."""
+def _check_docstring(node: _Documented, docstring: str) -> Iterator[str]:
+    """Yield the problems of a docstring's first paragraph. The docstring of a test states a law."""
     first = docstring.split("\n\n")[0]
     if found := _CLAUSE.search(re.sub(r"`[^`]*`", "", first)):
         yield f"the docstring has {found[0]!r}: write one fact per sentence"

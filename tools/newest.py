@@ -58,15 +58,15 @@ TRIED = {
 }
 
 
-def requirements(name: str) -> list[str]:
-    """What pip installs for a framework: the newest release, or the one that is asked for, and the tests' needs."""
+def list_requirements(name: str) -> list[str]:
+    """Return pip's arguments for a framework's newest or requested release and the tests' requirements."""
     package, beside, _ = TRIED[name.partition("==")[0]]
     groups: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     return [name.replace(name.partition("==")[0], package), *beside, *groups["test"], "-e", str(ROOT)]
 
 
-def tried(name: str) -> dict[str, Any]:
-    """The releases that were installed for a framework, and how many tests passed, failed and were skipped."""
+def test_release(name: str) -> dict[str, Any]:
+    """Install a framework and return its releases and how many tests passed, failed, and were skipped."""
     framework = name.partition("==")[0]
     environment = FOLDER / name.replace("==", "-")
     python = environment / "bin" / "python"
@@ -74,7 +74,7 @@ def tried(name: str) -> dict[str, Any]:
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     print(f"== {name}: installing", flush=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--upgrade", "--upgrade-strategy", "eager"]
-    subprocess.run([*pip, *requirements(name)], check=True)
+    subprocess.run([*pip, *list_requirements(name)], check=True)
     asked = subprocess.run(
         [python, "-m", "pip", "list", "--format", "json"], check=True, capture_output=True, text=True
     )
@@ -111,8 +111,8 @@ def tried(name: str) -> dict[str, Any]:
     return found
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """What was found, as a table of Markdown."""
+def format_table(found: list[dict[str, Any]]) -> str:
+    """Return the results as a Markdown table."""
     lines = ["| releases | passed | failed | skipped | on |", "|---|---|---|---|---|"]
     for each in found:
         releases = ", ".join(f"{name} {release}" for name, release in each["releases"].items())
@@ -123,7 +123,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Try frameworks, and print a table; exits with 1 if a test failed."""
+    """Run the tests on new releases and print a table. Exit with 1 if a test failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -133,14 +133,16 @@ def main() -> None:
     unknown = [each for each in asked.frameworks if each.partition("==")[0] not in TRIED]
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(TRIED)}")
-    found = [tried(each) for each in asked.frameworks]
-    print(table(found))
+    found = [test_release(each) for each in asked.frameworks]
+    print(format_table(found))
     failed = any(each["failed"] for each in found)
     if asked.publish:
         page = PAGE.read_text()
         found = [json.loads(each.read_text()) for each in sorted(FOLDER.glob("*/found.json"))]
         PAGE.write_text(
-            re.sub(rf"{START}.*{END}", lambda _: f"{START}\n{table(found)}\n{END}", page, flags=re.DOTALL)
+            re.sub(
+                rf"{START}.*{END}", lambda _: f"{START}\n{format_table(found)}\n{END}", page, flags=re.DOTALL
+            )
         )
     raise SystemExit(failed)
 

@@ -17,7 +17,7 @@ def count_structure(root: Path) -> tuple[str, list[str]]:
     """Return a table of the structure of a checkout, and a text for each target that it misses."""
     source = root / "src" / "layoutmap"
     lines = {
-        package: sum(map(_count_lines, _modules(source, package)))
+        package: sum(map(_count_lines, _list_modules(source, package)))
         for package in sorted({path.relative_to(source).parts[0] for path in source.rglob("*.py")})
     }
     extra = sum(lines[name] for name in _EXTRA)
@@ -26,9 +26,9 @@ def count_structure(root: Path) -> tuple[str, list[str]]:
         "library, cost and testing": sum(lines.values()),
         "tests": sum(map(_count_lines, (root / "tests").rglob("*.py"))),
     }
-    imports = _package_imports()
+    imports = _count_imports()
     cycles = sorted({" <-> ".join(sorted(pair)) for pair in imports if (pair[1], pair[0]) in imports})
-    upward = sorted(f"{a} -> {b}" for a, b in imports if _level(root, a) > _level(root, b))
+    upward = sorted(f"{a} -> {b}" for a, b in imports if _find_level(root, a) > _find_level(root, b))
     rows = [f"{number:>7,}  {name}" for name, number in lines.items()]
     rows += ["", *(f"{number:>7,}  {name} (at most {TARGETS[name]:,})" for name, number in totals.items())]
     rows += [f"{len(cycles):>7}  cycles of packages {', '.join(cycles)}".rstrip()]
@@ -40,7 +40,7 @@ def count_structure(root: Path) -> tuple[str, list[str]]:
     return "\n".join(rows), missed
 
 
-def _modules(source: Path, package: str) -> Iterator[Path]:
+def _list_modules(source: Path, package: str) -> Iterator[Path]:
     path = source / package
     yield from path.rglob("*.py") if path.is_dir() else [path]
 
@@ -49,8 +49,8 @@ def _count_lines(path: Path) -> int:
     return path.read_text(encoding="utf-8").count("\n")
 
 
-def _package_imports() -> Mapping[tuple[str, str], int]:
-    """Return how often one package of the source imports another, at run time and for types."""
+def _count_imports() -> Mapping[tuple[str, str], int]:
+    """Return how often each package imports another one, for run time and for types."""
     graph = grimp.build_graph("layoutmap")
     found: dict[tuple[str, str], int] = {}
     for module in graph.modules:
@@ -61,8 +61,8 @@ def _package_imports() -> Mapping[tuple[str, str], int]:
     return found
 
 
-def _level(root: Path, package: str) -> int:
-    """Return the place of a package in the layers of import-linter, the top one 0."""
+def _find_level(root: Path, package: str) -> int:
+    """Return a package's level in the layers of import-linter, 0 for the top."""
     settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
     layers = next(each["layers"] for each in contracts if each["type"] == "layers")

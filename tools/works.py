@@ -1,4 +1,4 @@
-"""Write the tables of what works, in docs/what-works.md and in the README, from the results of the contract tests.
+"""Write the support tables of docs/what-works.md and the README from the results of the contract tests.
 
     python tools/works.py                    run the contracts and write the tables
     python tools/works.py --check FILE ...   fail if the tables are not what these JUnit files say
@@ -217,8 +217,9 @@ DEPTH_FILES = (
 )
 
 
-def run() -> dict[tuple[str, str], str]:  # why: decisions/0141
-    """Run the contracts; the outcome for each class and law."""
+# The tables come from tests, so that no cell is an opinion (decisions/0141).
+def run_contracts() -> dict[tuple[str, str], str]:
+    """Run the contracts and return the outcome for each class and law."""
     outcomes: dict[tuple[str, str], str] = {}
     for process, files in FILES.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -229,12 +230,14 @@ def run() -> dict[tuple[str, str], str]:  # why: decisions/0141
                 cwd=ROOT,
                 env={**os.environ, "LAYOUTMAP_TEST_PROCESS": process},
             )
-            read(results, outcomes)
+            read_outcomes(results, outcomes)
     return outcomes
 
 
-def read(results: Path, outcomes: dict[tuple[str, str], str]) -> None:
-    """Add the outcome for each class and law in a JUnit file, whose name begins with its process.
+def read_outcomes(results: Path, outcomes: dict[tuple[str, str], str]) -> None:
+    """Add the outcome for each class and law in a JUnit file named for its test process.
+
+    Tests that run in several processes have one outcome per process, with the key `process:module`.
 
     Of what runs in several processes there is one for each, by `process:module`.
     """
@@ -255,68 +258,78 @@ def read(results: Path, outcomes: dict[tuple[str, str], str]) -> None:
             outcomes[key] = outcome
 
 
-def table(outcomes: dict[tuple[str, str], str]) -> str:
-    """One row for each law of adapters, and for all laws of engines together how many of them hold."""
-    rows = [_row("models", ADAPTERS.values()), _row("---", ["---"] * len(ADAPTERS))]
-    for law, sentence in laws(ALL_ADAPTERS):
-        rows.append(_row(sentence, [outcomes.get((test, law), "not run") for test in ADAPTERS]))
-    for law, sentence in laws(WITH_SCOPES):
+def format_table(outcomes: dict[tuple[str, str], str]) -> str:
+    """Return the long table: one row per adapter law, and counts of the engine laws."""
+    rows = [_format_row("models", ADAPTERS.values()), _format_row("---", ["---"] * len(ADAPTERS))]
+    for law, sentence in list_laws(ALL_ADAPTERS):
+        rows.append(_format_row(sentence, [outcomes.get((test, law), "not run") for test in ADAPTERS]))
+    for law, sentence in list_laws(WITH_SCOPES):
         said = dict.fromkeys(WITHOUT_SCOPES, "`build` only")
         rows.append(
-            _row(sentence, [said.get(test) or outcomes.get((test, law), "not run") for test in ADAPTERS])
+            _format_row(
+                sentence, [said.get(test) or outcomes.get((test, law), "not run") for test in ADAPTERS]
+            )
         )
-    rows += ["", _row("Keras in depth", BACKENDS.values()), _row("---", ["---"] * len(BACKENDS))]
     rows += [
-        _row(what, [_shown(outcomes, tests, process) for process in BACKENDS])
+        "",
+        _format_row("Keras in depth", BACKENDS.values()),
+        _format_row("---", ["---"] * len(BACKENDS)),
+    ]
+    rows += [
+        _format_row(what, [_merge_outcomes(outcomes, tests, process) for process in BACKENDS])
         for what, tests in DEPTH.items()
     ]
-    rows += ["", _row("what people do with Keras", BACKENDS.values()), _row("---", ["---"] * len(BACKENDS))]
+    rows += [
+        "",
+        _format_row("what people do with Keras", BACKENDS.values()),
+        _format_row("---", ["---"] * len(BACKENDS)),
+    ]
     start = f"{USUAL[1]}["
     things = {name for (where, name) in outcomes if where.endswith(f":{USUAL[0]}") and name.startswith(start)}
     rows += [
-        _row(
+        _format_row(
             name[len(start) : -1],
             [outcomes.get((f"{process}:{USUAL[0]}", name), "not run") for process in BACKENDS],
         )
         for name in sorted(things)
     ]
-    rows += ["", _row("arrays", ENGINES.values()), _row("---", ["---"] * len(ENGINES))]
-    all_laws = laws(ALL_ENGINES)
+    rows += ["", _format_row("arrays", ENGINES.values()), _format_row("---", ["---"] * len(ENGINES))]
+    all_laws = list_laws(ALL_ENGINES)
     counts = [sum(outcomes.get((test, law)) == "yes" for law, _ in all_laws) for test in ENGINES]
-    rows.append(_row("laws of engines that hold", [f"{count} of {len(all_laws)}" for count in counts]))
-    rows += ["", _row("on TensorFlow's DTensor", ["layers"]), _row("---", ["---"])]
+    rows.append(_format_row("laws of engines that hold", [f"{count} of {len(all_laws)}" for count in counts]))
+    rows += ["", _format_row("on TensorFlow's DTensor", ["layers"]), _format_row("---", ["---"])]
     for test, meaning in LAYERS.items():
         shown = [
             name[len(test) + 1 : -1]
             for (where, name), said in outcomes.items()
             if ":" not in where and name.startswith(f"{test}[") and said == "yes"
         ]
-        rows.append(_row(meaning, [", ".join(shown) or "not run"]))
+        rows.append(_format_row(meaning, [", ".join(shown) or "not run"]))
     return "\n".join(rows)
 
 
-def summary(outcomes: dict[tuple[str, str], str]) -> str:
-    """One line for each library: which groups of laws hold, and for how many drawn models all of docs/evidence.md."""
+def format_summary(outcomes: dict[tuple[str, str], str]) -> str:
+    """Return the README's table: one row per library with its groups of laws and its drawn models."""
     drawn = {
         SUBJECTS[subject].title: f"{found['all held']} of {found['cases'] - found['refused']}"
         for subject, found in json.loads(EVIDENCE.read_text(encoding="utf-8")).items()
     }
-    rows = [_row("models", [*GROUPS, DRAWN]), _row("---", ["---"] * (len(GROUPS) + 1))]
-    of_scopes = {law for law, _ in laws(WITH_SCOPES)}
+    rows = [_format_row("models", [*GROUPS, DRAWN]), _format_row("---", ["---"] * (len(GROUPS) + 1))]
+    of_scopes = {law for law, _ in list_laws(WITH_SCOPES)}
     for test, library in ADAPTERS.items():
         cells: list[str] = []
         for group in GROUPS.values():
             without = test in WITHOUT_SCOPES and of_scopes.issuperset(group)
             said = ["no" if without else outcomes.get((test, law), "not run") for law in group]
             cells.append(next((each for each in said if each != "yes"), "yes"))
-        rows.append(_row(library, [*cells, drawn.get(library, "none yet")]))
+        rows.append(_format_row(library, [*cells, drawn.get(library, "none yet")]))
     return "\n".join(rows)
 
 
-def _shown(
+def _merge_outcomes(
     outcomes: dict[tuple[str, str], str], tests: str | tuple[str, ...] | dict[str, str], process: str
 ) -> str:
-    """What tests say of one backend: `yes`, `no` where one of them shows a refusal, or what went wrong."""
+    """Return the outcome of tests on one backend: `yes`, `no` and the reason, or the first failure."""
     of_process = tests.get(process) if isinstance(tests, dict) else tests
     if of_process is None:
         return "not tested"
@@ -333,8 +346,8 @@ def _shown(
     return next((each for each in said if each != "yes"), "yes")
 
 
-def laws(contract: tuple[str, str]) -> list[tuple[str, str]]:
-    """The tests of a contract, each with the sentence that states its law; not those of a contract it extends."""
+def list_laws(contract: tuple[str, str]) -> list[tuple[str, str]]:
+    """Return a contract's own tests, each with the sentence that states its law."""
     module, name = contract
     contract_class = getattr(importlib.import_module(module), name)
     members: dict[str, Any] = {}
@@ -348,7 +361,7 @@ def laws(contract: tuple[str, str]) -> list[tuple[str, str]]:
     ]
 
 
-def _row(first: str, cells: Iterable[str]) -> str:
+def _format_row(first: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([first, *cells])} |"
 
 
@@ -362,9 +375,9 @@ def main() -> int:
     args = parser.parse_args()
     outcomes: dict[tuple[str, str], str] = {}
     for results in args.check or ():
-        read(results, outcomes)
-    found = outcomes if args.check else run()
-    for page, made in ((SUMMARY, summary(found)), (PAGE, table(found))):
+        read_outcomes(results, outcomes)
+    found = outcomes if args.check else run_contracts()
+    for page, made in ((SUMMARY, format_summary(found)), (PAGE, format_table(found))):
         text = page.read_text(encoding="utf-8")
         new = f"{START}\n\n{made}\n\n{END}"
         written = re.sub(
