@@ -1,4 +1,4 @@
-"""Check rules that no linter has: the changelog, the decisions, links, machine paths, and the language of the source."""
+"""Check the changelog, the decisions, links, machine paths, and the language of the source."""
 
 from __future__ import annotations
 
