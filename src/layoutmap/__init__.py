@@ -1,4 +1,4 @@
-"""Say by name where every weight of a model lives; see it before a byte is allocated; get exactly that."""
+"""Shard the weights of a model by their names, and inspect the plan before anything is allocated."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [  # why: decisions/0124
+# Each name here is a promise, so types that only come back from calls are not listed (decisions/0124).
+__all__ = [
     "UNSHARDED",
     "DVariable",
     "Activations",

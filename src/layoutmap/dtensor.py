@@ -1,7 +1,7 @@
-"""Tensors in layouts, by hand: unpack, pack, move. For the arrays of any engine.
+"""Pack, unpack, and move sharded tensors of any engine.
 
-The names and meanings are those of `tf.experimental.dtensor`. What it answers with a crash or with wrong values
-(replicas that differ, components of several ranks) is an error here. Layouts and meshes may be TensorFlow's own.
+Names and meanings follow `tf.experimental.dtensor`. Input that crashes it or gives wrong values there, such as
+replicas that differ, is an error here. Layouts and meshes may be TensorFlow's own.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout
 
 
 def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -> Any:
-    """One tensor from the components that the devices hold.
+    """Return one tensor made from the components of the devices.
 
     Args:
-        tensors: One component for each device of this process, in mesh order: arrays of the framework or of numpy,
-            or numbers; all of the same shape and element type. Devices that hold the same shard get equal components.
+        tensors: One component for each device of this process, in mesh order: framework arrays, numpy arrays, or
+            numbers, all of one shape and dtype. Devices with the same shard need equal components.
         layout: The layout of the tensor.
-        engine: The engine that is to hold it, if the components are not yet arrays of a framework; `None` means the
-            framework that is in use.
+        engine: The engine of the result if the components are not framework arrays. `None` means the framework in
+            use.
 
     Returns:
-        The tensor; along an axis that is sharded in `n` it is `n` times as long as a component.
+        The tensor. An axis sharded `n` ways is `n` times as long as that of a component.
 
     Raises:
         LayoutError: The number of components, or their shape, element type, or values do not fit the layout.
@@ -60,8 +60,8 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
         `tf.experimental.dtensor.pack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/pack
     """
     layout = as_layout(layout)
-    held_by = _engine_for(tensors[0] if len(tensors) else None, engine)
-    mesh = held_by.bind(layout.mesh)
+    target = _choose_engine(tensors[0] if len(tensors) else None, engine)
+    mesh = target.bind(layout.mesh)
     places = mesh.local_device_ids
     if len(tensors) != len(places):
         raise LayoutError(
@@ -70,7 +70,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
             why="each device holds one component",
             fix=f"pass {len(places)} components, in the order of the mesh's devices",
         )
-    components = [held_by.canonical(_values(tensor)) for tensor in tensors]
+    components = [target.canonical(_to_numpy(tensor)) for tensor in tensors]
     first = components[0]
     for i, component in enumerate(components):
         if component.shape != first.shape or component.dtype != first.dtype:
@@ -90,23 +90,23 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
         number, same = parts.setdefault(ends_of(layout.shard_slices(shape, place)), (i, component))
         if same.tobytes() != component.tobytes() and first.size:
             raise LayoutError(
-                f"pack: components {number} and {i} differ, and are the same shard",
+                f"pack: components {number} and {i} differ, but are the same shard",
                 facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.shard_offset(place)},
                 why="devices that hold the same shard hold the same values",
                 fix=f"pass component {number} again as component {i}, or shard an axis over a further mesh dim",
             )
     variable = VariableSpec("pack", shape, str(first.dtype))
-    return held_by.from_shards(Assignment(variable, layout), lambda index: parts[ends_of(index)][1])
+    return target.from_shards(Assignment(variable, layout), lambda index: parts[ends_of(index)][1])
 
 
 def unpack(tensor: Any) -> list[NumpyArray]:
-    """The components of a tensor: what each device of this process holds, in mesh order.
+    """Return the local component of each device of this process, in mesh order.
 
     Args:
-        tensor: A tensor in a layout.
+        tensor: A sharded tensor.
 
     Returns:
-        One numpy array for each device; devices that hold the same shard give the same array.
+        One numpy array for each device. Devices with the same shard share one array.
 
     Raises:
         LayoutError: The tensor is on no mesh.
@@ -122,22 +122,22 @@ def unpack(tensor: Any) -> list[NumpyArray]:
         `tf.experimental.dtensor.unpack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/unpack
     """
     layout = fetch_layout(tensor)
-    held_by = engine_of_array(tensor)
-    shards = {ends_of(index): values for index, values in held_by.to_shards(tensor)}
+    target = engine_of_array(tensor)
+    shards = {ends_of(index): values for index, values in target.to_shards(tensor)}
     shape = tuple(tensor.shape)
     return [
         shards[ends_of(layout.shard_slices(shape, place))]
-        for place in held_by.bind(layout.mesh).local_device_ids
+        for place in target.bind(layout.mesh).local_device_ids
     ]
 
 
 def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
-    """The same values in another layout, on the same mesh or on another.
+    """Return the same values in another layout, on the same mesh or on another.
 
     Args:
-        tensor: An array of a framework, in a layout or not, or of numpy.
-        layout: The layout it is to have.
-        engine: The engine that is to hold it, if it is an array of numpy; `None` means the framework that is in use.
+        tensor: A framework array, sharded or not, or a numpy array.
+        layout: The target layout.
+        engine: The engine of the result if `tensor` is a numpy array. `None` means the framework in use.
 
     Raises:
         LayoutError: The layout does not fit the tensor's shape.
@@ -153,18 +153,18 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
         `tf.experimental.dtensor.relayout`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/relayout
     """
-    return _engine_for(tensor, engine).relayout(tensor, as_layout(layout))
+    return _choose_engine(tensor, engine).relayout(tensor, as_layout(layout))
 
 
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
-    """A plain tensor on the devices of a layout's mesh.
+    """Place an unsharded tensor on the devices of a layout's mesh.
 
-    It is `relayout` for a tensor that has no layout yet; one that has is refused: no implicit redistribution.
+    Unlike `relayout`, it refuses a tensor that has a layout, so that no redistribution is implicit.
 
     Args:
-        tensor: An array of a framework in no layout, or of numpy.
-        layout: The layout it is to have.
-        engine: The engine that is to hold it, if it is an array of numpy; `None` means the framework that is in use.
+        tensor: An unsharded framework array or a numpy array.
+        layout: The target layout.
+        engine: The engine of the result if `tensor` is a numpy array. `None` means the framework in use.
 
     Raises:
         LayoutError: The tensor has a layout, or the layout does not fit its shape.
@@ -174,29 +174,29 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
         `tf.experimental.dtensor.copy_to_mesh`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/copy_to_mesh
     """
-    held_by = _engine_for(tensor, engine)
-    present = held_by.layout_of(tensor) if isinstance(tensor, held_by.array_types) else None
+    target = _choose_engine(tensor, engine)
+    present = target.layout_of(tensor) if isinstance(tensor, target.array_types) else None
     if present is not None:
         raise LayoutError(
             "copy_to_mesh: the tensor is on a mesh already",
             facts={"layout": str(present), "mesh": str(present.mesh)},
-            why="copy_to_mesh takes a plain tensor",
+            why="copy_to_mesh takes an unsharded tensor",
             fix="use relayout(tensor, layout)",
         )
-    return held_by.relayout(tensor, as_layout(layout))
+    return target.relayout(tensor, as_layout(layout))
 
 
 def call_with_layout(
     fn: Callable[..., Any], layout: Layout | None, *args: Any, engine: str | None = None, **kwargs: Any
 ) -> Any:
-    """Call a function so that its result is made in a layout; no device holds the global value.
+    """Call a function so that its result is created in a layout, without the global value on any device.
 
     Args:
-        fn: A function of the framework, as `jax.numpy.zeros`, that returns one array.
-        layout: The layout of the result; `None` calls the function as it is.
+        fn: A framework function that returns one array, such as `jax.numpy.zeros`.
+        layout: The layout of the result. `None` calls the function unchanged.
         *args: Passed to the function.
-        engine: The engine of the function; `None` means that of the arrays among the arguments, or else of the
-            framework that is in use.
+        engine: The engine of the function. `None` means that of the arrays among the arguments, or else the
+            framework in use.
         **kwargs: Passed to the function.
 
     Raises:
@@ -217,27 +217,27 @@ def call_with_layout(
     """
     if layout is None:
         return fn(*args, **kwargs)
-    array = next((each for each in (*args, *kwargs.values()) if _is_held(each)), None)
-    return _engine_for(array, engine).call(fn, as_layout(layout), args, kwargs)
+    array = next((each for each in (*args, *kwargs.values()) if _is_engine_array(each)), None)
+    return _choose_engine(array, engine).call(fn, as_layout(layout), args, kwargs)
 
 
 @contextmanager
 def run_on(
     mesh: Mesh, *, engine: str | None = None, draws: Literal["exact", "tiles"] = "exact"
 ) -> Generator[None]:
-    """While open, what is computed from plain values is computed on a mesh, each of its devices having all of it.
+    """Run computations of unsharded values on a mesh, replicated on each of its devices.
 
-    Such scopes nest, the innermost counts, and an exception closes them.
+    Scopes nest, and the innermost one applies. An exception closes them.
 
     Args:
         mesh: The mesh.
-        engine: The engine that is to compute; `None` means the framework that is in use.
-        draws: `"tiles"`, for torch only: each device draws just its part of what dropout drops; see `layoutmap.scope`.
-            A model that a scope has laid out draws as its scope says.
+        engine: The engine that computes. `None` means the framework in use.
+        draws: `"tiles"`, on torch only: each device draws only its own part of a dropout mask (see
+            `layoutmap.scope`). A model built in a scope uses the setting of its scope.
 
     Raises:
         MeshError: The machine does not have the mesh's devices.
-        EngineError: No framework is in use, or several are, or it does not draw so.
+        EngineError: No framework is in use, several are, or the engine does not support `draws`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -251,12 +251,12 @@ def run_on(
         `tf.experimental.dtensor.run_on`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/run_on
     """
-    with _engine_for(None, engine).run_on(as_mesh(mesh), draws):
+    with _choose_engine(None, engine).run_on(as_mesh(mesh), draws):
         yield
 
 
 def fetch_layout(tensor: Any) -> Layout:
-    """The layout of a tensor, or of the array that a variable of Keras or flax.nnx holds.
+    """Return the layout of a tensor, or of the array in a Keras or flax.nnx variable.
 
     Raises:
         LayoutError: The tensor is on no mesh.
@@ -266,26 +266,26 @@ def fetch_layout(tensor: Any) -> Layout:
         Traceback (most recent call last):
         ...
         layoutmap.core.errors.LayoutError: the numpy.ndarray has no layout
-          why   it is on no mesh, or a function that is compiled has yet to compute it
+          why   it is on no mesh, or a compiled function has yet to compute it
           fix   give it one: relayout(tensor, layout)
 
     References:
         `tf.experimental.dtensor.fetch_layout`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/fetch_layout
     """
-    array = tensor if _is_held(tensor) else _held_by(tensor)
-    layout = engine_of_array(array).layout_of(array) if _is_held(array) else None
+    array = tensor if _is_engine_array(tensor) else _read_variable(tensor)
+    layout = engine_of_array(array).layout_of(array) if _is_engine_array(array) else None
     if layout is None:
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
-            why="it is on no mesh, or a function that is compiled has yet to compute it",
+            why="it is on no mesh, or a compiled function has yet to compute it",
             fix="give it one: relayout(tensor, layout)",
         )
     return layout
 
 
-def _is_held(value: Any) -> bool:
-    """Whether an engine holds it."""
+def _is_engine_array(value: Any) -> bool:
+    """Return whether an engine knows this array."""
     try:
         engine_of_array(value)
     except EngineError:
@@ -293,22 +293,22 @@ def _is_held(value: Any) -> bool:
     return True
 
 
-def _held_by(variable: Any) -> Any:
-    """The array of a variable of flax.nnx or Keras; `None` of any other value."""
+def _read_variable(variable: Any) -> Any:
+    """Return the array of a flax.nnx or Keras variable, or None for any other value."""
     read = getattr(variable, "get_value", None)
     return read() if callable(read) else getattr(variable, "value", None)
 
 
-def _engine_for(tensor: Any, engine: str | None) -> Engine:
-    """The engine of an array, or the one that is to hold what is not yet an array of a framework."""
+def _choose_engine(tensor: Any, engine: str | None) -> Engine:
+    """Return the engine of an array, or the requested one for other values."""
     if engine is not None:
         return get_engine(engine)
-    return engine_of_array(tensor) if _is_held(tensor) else get_engine(default_engine_name())
+    return engine_of_array(tensor) if _is_engine_array(tensor) else get_engine(default_engine_name())
 
 
-def _values(tensor: Any) -> NumpyArray:
-    """A component as a numpy array."""
-    if not _is_held(tensor):
+def _to_numpy(tensor: Any) -> NumpyArray:
+    """Return a component as a numpy array."""
+    if not _is_engine_array(tensor):
         return np.asarray(tensor)
     shards = list(engine_of_array(tensor).to_shards(tensor))
     return assemble(shards, tuple(tensor.shape), shards[0][1].dtype)
