@@ -28,7 +28,7 @@ ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def made(model_name: str, mesh: str, with_rules: bool, batch: int, length: int):
-    """A compiled model, all its slots there, and a function that makes one step's arguments."""
+    """Return a compiled model, all its slots there, and a function that makes one step's arguments."""
     import keras
     import numpy as np
     from models import MODELS, RULES, make_model
@@ -51,7 +51,7 @@ def made(model_name: str, mesh: str, with_rules: bool, batch: int, length: int):
 
 
 def collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
-    """How many of each kind, and the bytes of their outputs, in one device's program of a training step."""
+    """Return how many of each kind, and the bytes of their outputs, in one device's program of a training step."""
     import jax
 
     from layoutmap.adapters.keras.training import place_batch

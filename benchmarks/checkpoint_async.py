@@ -34,7 +34,7 @@ WIDTH = 4096
 
 
 def models_of_jax(rows: int) -> tuple[Any, Callable[[Any], Any]]:
-    """A model, and what a step makes of it."""
+    """Return a model, and what a step makes of it."""
     import jax
 
     import layoutmap as lm

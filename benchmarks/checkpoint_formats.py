@@ -34,7 +34,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def shards(shape: tuple[int, ...], rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """The indices of the shards of a matrix."""
+    """Yield the indices of the shards of a matrix."""
     height, width = shape[0] // rows, shape[1] // columns
     for i in range(rows):
         for j in range(columns):

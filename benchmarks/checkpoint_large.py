@@ -25,7 +25,7 @@ NUM_ARRAYS, WIDTH = 16, 4096
 
 
 def best(ways: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """The least time of each way, alternating."""
+    """Return the least time of each way, alternating."""
     found: dict[str, float] = {}
     for _ in range(rounds):
         for name, run in ways.items():
@@ -36,7 +36,7 @@ def best(ways: dict[str, Callable[[], object]], rounds: int, clock: Callable[[],
 
 
 def module_of(mib: int) -> Any:
-    """A module of torch of so many MiB."""
+    """Return a module of torch of so many MiB."""
     import torch
 
     module = torch.nn.Module()

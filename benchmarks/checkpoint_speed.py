@@ -50,7 +50,7 @@ LOADS = (
 
 
 def arrays_of(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
-    """Names, shapes and element types of arrays of about so many bytes, as they are drawn."""
+    """Return names, shapes and element types of arrays of about so many bytes, as they are drawn."""
     drawn = random.Random(int(os.environ[SEED]))
     shares = [drawn.uniform(0.2, 2) for _ in range(NUM_ARRAYS)]
     found: dict[str, tuple[tuple[int, int], str]] = {}
@@ -63,7 +63,7 @@ def arrays_of(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
 
 
 def size_of(num_bytes: int) -> int:
-    """How many bytes these arrays have."""
+    """Return how many bytes these arrays have."""
     sizes = {"float32": 4, "bfloat16": 2}
     return sum(rows * width * sizes[dtype] for (rows, width), dtype in arrays_of(num_bytes).values())
 
@@ -78,7 +78,7 @@ def fsync_tree(path: str) -> None:
 
 
 def memory(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Return a line of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -353,7 +353,7 @@ def one_save(way: str, servers: dict[str, Server], source: str, root: str, total
 
 
 def times(found: dict[str, Any]) -> Times:
-    """The seconds that went by, and those of all processors."""
+    """Return the seconds that went by, and those of all processors."""
     return found["seconds"], found["processor"]
 
 
@@ -369,7 +369,7 @@ def rounds(ways: tuple[str, ...], args: Any, run: Callable[[str], Times]) -> dic
 
 
 def selected(way: str, args: Any) -> bool:
-    """Whether a way is to be tried."""
+    """Return whether a way is to be tried."""
     return way == "dd" or way.split()[0] in args.library
 
 

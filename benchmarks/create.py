@@ -95,7 +95,7 @@ class Watch(threading.Thread):
 
 
 def temporaries() -> int:
-    """The most that one program of this library's creation needs on a device in addition to its result, in bytes."""
+    """Return the most that one program of this library's creation needs on a device in addition to its result, in bytes."""
     from layoutmap.engines.jax.engine import engine
 
     most = 0
@@ -165,7 +165,7 @@ def child(method: str, model_name: str) -> None:
 
 
 def memory(what: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Return a line of /proc/self/status, in bytes."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(what))
 
@@ -178,7 +178,7 @@ def measure(
     backend: str = "jax",
     more: tuple[str, ...] = (),
 ) -> dict:
-    """One measurement by a script, in a fresh process."""
+    """Return one measurement by a script, in a fresh process."""
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,

@@ -45,7 +45,7 @@ def draw(seed):
 
 
 def drawn_map(make, inputs, library, grid, numbers):
-    """A map that someone would try, or one whose rules are drawn, and what it is."""
+    """Return a map that someone would try, or one whose rules are drawn, and what it is."""
     import layoutmap as lm
     from layoutmap.testing.models.choices import Choices
     from layoutmap.testing.models.maps import Devices, draw_map

@@ -36,7 +36,7 @@ def resident_mib() -> float:
 
 
 def load(way: str, folder: str) -> object:
-    """The backbone, loaded in one of the ways."""
+    """Return the backbone, loaded in one of the ways."""
     import keras
     import keras_hub
 

@@ -31,7 +31,7 @@ STEPS = 30
 
 
 def make(name: str):
-    """A model of one block, compiled."""
+    """Return a model of one block, compiled."""
     import hub_models
 
     return hub_models.make(name, hub_models.TINY[name] | {"num_layers": 1})

@@ -15,7 +15,7 @@ import time
 
 
 def seconds(statement: str) -> float:
-    """How long a fresh process takes for a statement."""
+    """Return how long a fresh process takes for a statement."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", statement], check=True)
     return time.perf_counter() - start

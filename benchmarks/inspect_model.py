@@ -24,7 +24,7 @@ STEP_SECONDS, EVERY = 0.1, 1000
 
 
 def make(number: int, shape: tuple[int, int], devices: int) -> dict[str, dict[str, jax.Array]]:
-    """A model of so many weights, a sixteenth of them replicated."""
+    """Return a model of so many weights, a sixteenth of them replicated."""
     mesh = jax.make_mesh((2, devices // 2) if devices > 1 else (1, 1), ("data", "model"))
     columns, whole = (jax.NamedSharding(mesh, jax.P(*specs)) for specs in ((None, "model"), ()))
     weights = [jax.device_put(jnp.ones(shape), columns if n % 16 else whole) for n in range(number)]
@@ -32,7 +32,7 @@ def make(number: int, shape: tuple[int, int], devices: int) -> dict[str, dict[st
 
 
 def seconds(function: Callable[[], object], repeats: int = 5) -> float:
-    """The median of several times of the processor, which others on the machine do not change."""
+    """Return the median of several times of the processor, which others on the machine do not change."""
     times: list[float] = []
     for _ in range(repeats):
         begun = time.process_time()

@@ -38,7 +38,7 @@ def child(name: str) -> None:
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of a function, and how long it took."""
+    """Return the result of a function, and how long it took."""
     wall, processor = time.perf_counter(), time.process_time()
     result = function()
     return (

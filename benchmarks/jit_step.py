@@ -52,7 +52,7 @@ def forward(params, x):
 
 
 def pytrees(width: int, blocks: int, mesh: str):
-    """The ways to step with a pytree of parameters, by name: each a function of a batch."""
+    """Return the ways to step with a pytree of parameters, by name: each a function of a batch."""
     tx = optax.adamw(1e-3)
     layout_map = lm.LayoutMap(lm.create_mesh(mesh))
 
@@ -94,7 +94,7 @@ def pytrees(width: int, blocks: int, mesh: str):
 
 
 def modules(width: int, blocks: int, mesh: str):
-    """The ways to step with modules of nnx, by name."""
+    """Return the ways to step with modules of nnx, by name."""
     from flax import nnx
 
     class Block(nnx.Module):

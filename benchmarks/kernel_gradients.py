@@ -31,7 +31,7 @@ CALLS = 15
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
-    """A convolution in groups."""
+    """Return a convolution in groups."""
     rank = rng.choice([1, 2, 2])
     groups = rng.choice([2, 4, 8, 32, 64])
     of_group = rng.choice([1, 1, 2, 4])
@@ -49,7 +49,7 @@ def drawn(rng: random.Random) -> dict[str, Any]:
 def make_step(
     *, rows: int, size: list[int], window: list[int], stride: int, dilation: int, groups: int, features: int
 ) -> tuple[Any, list[Any]]:
-    """A new function of value and gradients, and its arrays."""
+    """Return a new function of value and gradients, and its arrays."""
     rank, space = len(size), "HW"[: len(size)]
     numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
 

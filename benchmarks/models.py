@@ -79,7 +79,7 @@ KERAS_RULES = {
 
 
 def make_model(name: str) -> keras.Model:
-    """One of the models, or a decoder of sizes given as JSON; its weights wait for the first call.
+    """Return one of the models, or a decoder of sizes given as JSON; its weights wait for the first call.
 
     `mlp` is two dense layers and takes numbers.
     """

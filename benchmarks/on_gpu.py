@@ -114,7 +114,7 @@ def measure_one(folder, seed):
 
 
 def taken(device):
-    """The most bytes of the device that arrays and steps have taken since this process began; 0: it does not say."""
+    """Return the most bytes of the device that arrays and steps have taken since this process began; 0: it does not say."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 

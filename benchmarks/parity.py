@@ -118,7 +118,7 @@ def models():
 
 
 def check(model, optimizer, mesh, **options):
-    """The report of one case.
+    """Return the report of one case.
 
     Args:
         model: A name of `models`.

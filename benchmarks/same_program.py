@@ -29,7 +29,7 @@ RULES = {r".*(query|key|value|up)\.kernel": (None, "model"), r".*(out|down)\.ker
 
 
 def with_keras(blocks: int) -> Callable[[], object]:
-    """A step of `train_on_batch`."""
+    """Return a step of `train_on_batch`."""
     from models import Decoder
 
     with lm.LayoutMap(lm.create_mesh("model=2"), RULES, rest="replicated").scope():
@@ -41,7 +41,7 @@ def with_keras(blocks: int) -> Callable[[], object]:
 
 
 def with_jit_step(blocks: int) -> Callable[[], object]:
-    """A step of `lm.jit_step`."""
+    """Return a step of `lm.jit_step`."""
     import jax
 
     rules = {r".*up": (None, "model"), r".*down": ("model", None)}
@@ -67,7 +67,7 @@ def with_jit_step(blocks: int) -> Callable[[], object]:
 
 
 def with_torch(blocks: int) -> Callable[[], object]:
-    """A step of a loop of one's own."""
+    """Return a step of a loop of one's own."""
     import torch
     from torch_models import Decoder
 

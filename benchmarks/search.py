@@ -64,7 +64,7 @@ def inputs_of(name, batch):
 
 
 def child(name):
-    """One row, in this process."""
+    """Return one row, in this process."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     import layoutmap as lm
     from layoutmap.cost import layout_map_search as module
@@ -117,7 +117,7 @@ def child(name):
 
 
 def drawn(number, seed):
-    """The found map beside the best map of an expert, for drawn models, each as XLA compiles it for H100."""
+    """Return the found map beside the best map of an expert, for drawn models, each as XLA compiles it for H100."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     import warnings
 
@@ -170,7 +170,7 @@ def drawn(number, seed):
 
 
 def measure():
-    """The order of five maps by cost, and by measured steps, on 8 simulated CPU devices."""
+    """Return the order of five maps by cost, and by measured steps, on 8 simulated CPU devices."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     import jax

@@ -58,7 +58,7 @@ def child(method: str, model_name: str) -> None:
 
 
 def by_hand(model, loss, batch: int):
-    """A training loop as one writes it without a library's `fit`."""
+    """Return a training loop as one writes it without a library's `fit`."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -177,7 +177,7 @@ def parts() -> None:
 
 
 def seconds(function) -> float:
-    """How long one call takes."""
+    """Return how long one call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

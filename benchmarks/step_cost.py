@@ -152,7 +152,7 @@ def rules(name, mesh):
 
 
 def child(target, name, mesh):
-    """One row, in this process."""
+    """Return one row, in this process."""
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import layoutmap as lm
@@ -185,7 +185,7 @@ def child(target, name, mesh):
 
 
 def plans():
-    """The seconds that a plan with the cost of a step takes: of Llama with 8 and with 405 billion parameters."""
+    """Return the seconds that a plan with the cost of a step takes: of Llama with 8 and with 405 billion parameters."""
     os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
     import keras
 
@@ -218,7 +218,7 @@ def plans():
 
 
 def _cpu_seconds():
-    """The seconds that this process and those that it started have computed."""
+    """Return the seconds that this process and those that it started have computed."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
@@ -308,7 +308,7 @@ QUANTILES = {"least": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1}
 
 
 def distribution(what, rows):
-    """How many quotients are how near to 1, their quantiles, and the five that are furthest from it."""
+    """Return how many quotients are how near to 1, their quantiles, and the five that are furthest from it."""
     quotients = sorted(each for each, _ in rows)
     near = {f"{most:.1%}": sum(abs(q - 1) <= most for q in quotients) for most in (0.001, 0.02, 0.05, 0.15)}
     within = ", ".join(f"{number} within {most}" for most, number in near.items())

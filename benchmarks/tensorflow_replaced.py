@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 
 def make_model(layer: Callable[[], Any]) -> Any:
-    """A model with one layer of a kind between two dense ones."""
+    """Return a model with one layer of a kind between two dense ones."""
     x = keras.Input((LENGTH, WIDTH))
     y = L.Dense(WIDTH, name="d")(x)
     made = layer()

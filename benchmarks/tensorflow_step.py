@@ -118,7 +118,7 @@ def drawn_child(seed: int) -> None:
 
 
 def collectives(run: Callable[[], object]) -> int:
-    """How many collectives devices take part in, counted by TensorFlow's profiler."""
+    """Return how many collectives devices take part in, counted by TensorFlow's profiler."""
     import tensorflow as tf
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 

@@ -21,7 +21,7 @@ SIZES = {
 
 
 def sizes_of(size: str) -> tuple[int, ...]:
-    """The numbers of one of `SIZES`, or those that it lists, as in `"1024,128,2,4,8,64"`."""
+    """Return the numbers of one of `SIZES`, or those that it lists, as in `"1024,128,2,4,8,64"`."""
     return SIZES.get(size) or tuple(map(int, size.split(",")))
 
 
@@ -85,7 +85,7 @@ TP_PLAN = {
 
 
 def make_model(size: str) -> Decoder:
-    """The decoder of a size, its values those of seed 0."""
+    """Return the decoder of a size, its values those of seed 0."""
     vocabulary, width, blocks, heads, _, _ = sizes_of(size)
     torch.manual_seed(0)
     return Decoder(vocabulary, width, blocks, heads)
@@ -100,7 +100,7 @@ def batches(size: str, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def parallelize(model: Decoder, mesh: Any) -> Decoder:
-    """The same plan for torch's own `parallelize_module`, on a mesh of one dim."""
+    """Return the same plan for torch's own `parallelize_module`, on a mesh of one dim."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

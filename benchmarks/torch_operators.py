@@ -78,7 +78,7 @@ def summed(call: Callable[[], Any]) -> Any:
 
 
 def cost(call: Callable[[], Any]) -> float:
-    """The CPU seconds of one call."""
+    """Return the CPU seconds of one call."""
     number, start = 0, time.process_time()
     while time.process_time() - start < SECONDS:
         call()

@@ -127,7 +127,7 @@ def child(name: str, method: str, show: bool) -> None:
 
 
 def measure(name: str, method: str, show: bool = False) -> dict[str, float]:
-    """One measurement in a fresh process; with `show` its plan goes to the terminal."""
+    """Return one measurement in a fresh process; with `show` its plan goes to the terminal."""
     command = [sys.executable, __file__, "--child", method, "--model", name, *(["--plan"] if show else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def measure(script: str, arguments: Sequence[str], processes: int) -> dict[str, Any]:
-    """One measurement in fresh processes: what the first of them prints last, as JSON."""
+    """Return one measurement in fresh processes: what the first of them prints last, as JSON."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -134,7 +134,7 @@ def maker(method: str) -> Any:
 
 
 def peak(make: Any, data: Any, *, is_counted: bool) -> dict[str, Any]:
-    """The most that tensors take in a step, the median of some, and its collectives, which no mode sees in graphs.
+    """Return the most that tensors take in a step, the median of some, and its collectives, which no mode sees in graphs.
 
     The first two steps do not count. Steps differ by whether what gloo sends is still held.
     """
@@ -193,7 +193,7 @@ def child_in_turns(mesh: str, size: str, steps: int, is_compiled: bool) -> None:
 
 
 def collectives(step: Any) -> dict[str, int]:
-    """How many of each collective a step makes."""
+    """Return how many of each collective a step makes."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     with CommDebugMode() as counter:
@@ -319,7 +319,7 @@ def by_layoutmap_plainly(mesh: str, size: str, loss_of: Any) -> Any:
 
 
 def laid_out(mesh: str, size: str, shard_by_batch: bool, gather: Any = "fully_shard") -> Any:
-    """The model in the layouts of its tensor parallel plan, and its optimizer.
+    """Return the model in the layouts of its tensor parallel plan, and its optimizer.
 
     With `shard_by_batch`, every weight is sharded over the batch dim too, as by `fully_shard`: along the first axis
     that is not sharded yet, or along with the model dim if all are.
@@ -346,7 +346,7 @@ def laid_out(mesh: str, size: str, shard_by_batch: bool, gather: Any = "fully_sh
 
 
 def plain_losses(size: str, steps: int) -> list[float]:
-    """The losses of the same steps in this one process."""
+    """Return the losses of the same steps in this one process."""
     import torch
     from torch.nn import functional as F
 

@@ -86,7 +86,7 @@ class GPT(keras.Model):
 
 
 def make_gpt() -> GPT:
-    """The model, compiled; plain Keras, which knows nothing of meshes."""
+    """Return the model, compiled; plain Keras, which knows nothing of meshes."""
     model = GPT()
     model.compile(
         optimizer=keras.optimizers.AdamW(3e-3),
@@ -96,7 +96,7 @@ def make_gpt() -> GPT:
 
 
 def standard_library_text(num_batches: int) -> np.ndarray:
-    """Rows of characters from the sources of Python's standard library: shape (rows, LENGTH + 1)."""
+    """Return rows of characters from the sources of Python's standard library: shape (rows, LENGTH + 1)."""
     wanted = num_batches * BATCH * (LENGTH + 1)
     text = b""
     for path in sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -174,7 +174,7 @@ def show_what_is_next() -> None:
 
 
 def layout_map_on(mesh: lm.Mesh, rules: Mapping[str, Specs] = RULES) -> lm.LayoutMap:
-    """The rules on a mesh that may lack one of the dims: axes are not sharded over that one."""
+    """Return the rules on a mesh that may lack one of the dims: axes are not sharded over that one."""
     on_mesh = {
         pattern: [each if each in mesh else None for each in specs] for pattern, specs in rules.items()
     }

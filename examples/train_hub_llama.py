@@ -32,7 +32,7 @@ VOCABULARY, LENGTH, ROWS = 128, 32, 16
 
 
 def make_llama() -> keras.Model:
-    """The model, compiled."""
+    """Return the model, compiled."""
     backbone = keras_hub.models.Llama3Backbone(
         vocabulary_size=VOCABULARY,
         num_layers=1,

@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """The model; plain torch, which knows nothing of meshes."""
+    """Return the model; plain torch, which knows nothing of meshes."""
     if transformers is None:
         return GPT()
     return transformers.LlamaForCausalLM(
@@ -99,7 +99,7 @@ def make_model() -> nn.Module:
 
 
 def make_map(mesh: lm.Mesh) -> lm.LayoutMap:
-    """The model's tensor parallel plan on a mesh, and rules for what it does not mention."""
+    """Return the model's tensor parallel plan on a mesh, and rules for what it does not mention."""
     layout_map = lm.LayoutMap.from_tp_plan(make_model, mesh, batch_dim="batch")
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
     if transformers is None:
@@ -110,7 +110,7 @@ def make_map(mesh: lm.Mesh) -> lm.LayoutMap:
 
 
 def documentation(num_batches: int) -> torch.Tensor:
-    """Rows of characters from this repository's documentation: shape (batches, BATCH, LENGTH + 1)."""
+    """Return rows of characters from this repository's documentation: shape (batches, BATCH, LENGTH + 1)."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = [byte for page in pages for byte in page.read_bytes() if byte < VOCABULARY]
     wanted = num_batches * BATCH * (LENGTH + 1)
