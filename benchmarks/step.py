@@ -184,9 +184,7 @@ def seconds(function) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", choices=SIZES, help="may be given several times")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)

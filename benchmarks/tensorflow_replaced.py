@@ -12,7 +12,6 @@ first one, which traces and compiles.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -101,9 +100,7 @@ def compare(name: str, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()

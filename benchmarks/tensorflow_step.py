@@ -156,9 +156,7 @@ def drawn(count: int, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", choices=MODEL_NAMES, help="may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -122,9 +122,7 @@ def restart_peak() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="half")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -16,7 +16,6 @@ for its shard as a plain tensor.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 import warnings
@@ -112,9 +111,7 @@ def dropout_over(number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("operators", nargs="*", metavar="operator")
     parser.add_argument("--dropout", type=int, metavar="devices", help="dropout over so many devices alone")
     given = parser.parse_args()

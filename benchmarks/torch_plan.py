@@ -139,9 +139,7 @@ def measure(name: str, method: str, show: bool = False) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--model", action="append", choices=MODELS, help="may be given several times; else all"
     )

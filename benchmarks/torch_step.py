@@ -364,9 +364,7 @@ def plain_losses(size: str, steps: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--mesh", choices=METHODS, action="append", help="may be given twice; else both")
     parser.add_argument(
         "--size", default="small", help=f"{', '.join(SIZES)}, or numbers as in 1024,128,2,4,8,64"

@@ -90,9 +90,7 @@ def child(rows: int, vocabulary: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=1024, help="tokens of a batch (default: 1024)")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="a multiple of 4 (default: 32000)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -153,9 +153,7 @@ def generated(model: Any, cache: str) -> Any:
 
 def main() -> None:
     """Try families and print a line for each, and how many were right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--family", action="append", default=[])
     parser.add_argument("--count", type=int, help="how many, drawn (default: all)")
     parser.add_argument("--seed", type=int, default=0)
