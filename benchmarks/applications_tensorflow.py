@@ -3,10 +3,11 @@
     python benchmarks/applications_tensorflow.py                    one of each family: most of an hour
     python benchmarks/applications_tensorflow.py --model MobileNet  one model
 
-Inputs are 32 x 32, or the smallest that a model accepts, with eight rows and random weights. The rules shard the longest
-axis of each weight over "model", if the mesh of batch=2, model=4 divides it, and the batch over "batch". The losses,
-weights, and slots of two steps of SGD with momentum are compared with Keras on one device. Models run in float64. In
-float32, models that normalize over eight values magnify rounding too much for a comparison (MobileNet by 3e6).
+Inputs are 32 x 32, or the smallest that a model accepts, with eight rows and random weights. The rules shard the
+longest axis of each weight over "model", if the mesh of batch=2, model=4 divides it, and the batch over "batch". The
+losses, weights, and slots of two steps of SGD with momentum are compared with Keras on one device. Models run in
+float64. In float32, models that normalize over eight values magnify rounding too much for a comparison (MobileNet by
+3e6).
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def main() -> None:
     """Try models, and print a line for each and the number of each outcome."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", default=[])
-    parser.add_argument("--seconds", type=float, default=900, help="time limit of a model (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=900, help="time limit of a model (default: %(default)s)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from checkpoint_speed import fsync_tree
+from checkpoint_speed import sync_tree
 from measure import make_parser, time_call
 
 NUM_ARRAYS, WIDTH = 16, 4096
@@ -172,7 +172,7 @@ def main() -> None:
                 os.sync()
                 start = time.perf_counter()
                 write(folder, arrays)
-                fsync_tree(folder)
+                sync_tree(folder)
                 writes[name].append(time.perf_counter() - start)
                 seconds, shards = time_call(lambda read=read, folder=folder: read(folder, shape))
                 reads[name].append(seconds)

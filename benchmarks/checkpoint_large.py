@@ -73,7 +73,9 @@ def show_axes(mib: int, rounds: int, folder: str) -> None:
     """Print the seconds of loads along the axes of the save, and along others, in two processes."""
     options = ["--mib", str(mib), "--rounds", str(rounds), "--folder", folder, "--only", "process"]
     rows, columns = run_process_group(__file__, options, 2)
-    print(f"{mib} MiB saved by rows in two processes, loaded by rows {rows:.2f} s, by columns {columns:.2f} s: ")
+    print(
+        f"{mib} MiB saved by rows in two processes, loaded by rows {rows:.2f} s, by columns {columns:.2f} s: "
+    )
     print(f"  {columns / rows:.2f} times", flush=True)
 
 
@@ -88,7 +90,9 @@ def measure_axes(mib: int, rounds: int, folder: str) -> None:
     torch.manual_seed(0)
     mesh = lm.create_mesh("x=2")
     specs = {"by rows": ("x", None), "by columns": (None, "x")}
-    modules = {name: lm.LayoutMap(mesh, {"w.*": each}).apply(make_module(mib)) for name, each in specs.items()}
+    modules = {
+        name: lm.LayoutMap(mesh, {"w.*": each}).apply(make_module(mib)) for name, each in specs.items()
+    }
     lm.save(modules["by rows"], f"{folder}/axes")
 
     def load(name: str) -> None:
@@ -130,7 +134,8 @@ def show_manifest(number: int, rounds: int) -> None:
             "open": lambda data=data: manifest_from_bytes(data, "manifest")
         }
         seconds, processor = (
-            find_best_times(methods, rounds, clock)["open"] for clock in (time.perf_counter, time.process_time)
+            find_best_times(methods, rounds, clock)["open"]
+            for clock in (time.perf_counter, time.process_time)
         )
         print(
             f"{number:,} variables in {count} chunks each, {len(data) >> 20} MiB: {seconds:.1f} s, CPU {processor:.1f}"

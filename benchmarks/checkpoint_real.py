@@ -125,18 +125,20 @@ def main() -> None:
             first = logits if first is None else first
             print(
                 f"{backend} in {dtype} on {MESHES[backend]}: {measured.pop('parameters'):,} parameters, "
-                f"{measured.pop('gib_saved'):.2f} GiB saved, {measured.pop('gib_in_shards'):.2f} GiB in different shards, "
+                f"{measured.pop('gib_saved'):.2f} GiB saved, "
+                f"{measured.pop('gib_in_shards'):.2f} GiB in different shards, "
                 "the values that were saved"
             )
             for name, each in measured.items():
                 print(f"  {name:8} {each['seconds']:8.1f} s   peak {each['peak_gib']:6.2f} GiB")
             if dtype == "float32":
                 reference = logits
-                print(
-                    f"  logits   those of JAX in bfloat16 differ from these by {compute_rms(first, reference):.2%} (rms)"
-                )
+                rms = compute_rms(first, reference)
+                print(f"  logits   those of JAX in bfloat16 differ from these by {rms:.2%} (rms)")
             elif reference is not None:
-                print(f"  logits   differ from those in float32 by {compute_rms(logits, reference):.2%} (rms)")
+                print(
+                    f"  logits   differ from those in float32 by {compute_rms(logits, reference):.2%} (rms)"
+                )
             sys.stdout.flush()
 
 

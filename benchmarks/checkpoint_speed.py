@@ -5,8 +5,8 @@
     python benchmarks/checkpoint_speed.py --publish                    also writes the tables of docs/what-it-costs.md
 
 16 arrays of random sizes (`--seed`), half float32 and half bfloat16, are sharded over 8 devices in a 2x4 mesh, and
-loaded on a 4x2 mesh with other axes sharded. JAX runs in one process with 8 simulated devices, torch in 8 processes with
-gloo. Every round tries each method once, in the same order. A save is timed until its files and folders are on the
+loaded on a 4x2 mesh with other axes sharded. JAX runs in one process with 8 simulated devices, torch in 8 processes
+with gloo. Every round tries each method once, in the same order. A save is timed until its files and folders are on the
 disk: the benchmark calls `fsync` for each of them after every method. A load reads files that were written just before,
 so they come from the page cache, and the time is the library's, not the disk's. Each method saves and loads a small
 checkpoint before its timed run.
@@ -70,7 +70,7 @@ def count_bytes(num_bytes: int) -> int:
     return sum(rows * width * sizes[dtype] for (rows, width), dtype in draw_arrays(num_bytes).values())
 
 
-def fsync_tree(path: str) -> None:
+def sync_tree(path: str) -> None:
     """Force all files and folders below a path to the disk."""
     for folder, _, names in os.walk(path):
         for each in (folder, *(os.path.join(folder, name) for name in names)):
@@ -340,7 +340,7 @@ def measure_save(way: str, servers: dict[str, Server], source: str, root: str, t
         library, name = way.split(" ", 1)
         seconds, processor = get_times(servers[library].ask(do="save", way=name, bytes=total, folder=folder))
     start = time.perf_counter()
-    fsync_tree(folder)
+    sync_tree(folder)
     seconds += time.perf_counter() - start
     shutil.rmtree(folder)
     return seconds, processor
@@ -361,7 +361,9 @@ def is_selected(way: str, args: Any) -> bool:
     return way == "dd" or way.split()[0] in args.library
 
 
-def print_table(title: str, times: dict[str, list[Times]], total: int, base: tuple[str, ...], extra: Any) -> None:
+def print_table(
+    title: str, times: dict[str, list[Times]], total: int, base: tuple[str, ...], extra: Any
+) -> None:
     """Print the medians, and the ratios of speed to the methods in `base`."""
     print(f"\n{title}")
     walls = {way: [wall for wall, _ in runs] for way, runs in times.items()}
@@ -422,9 +424,11 @@ def publish(
         for way in TITLES:
             if way == "dd" or way.startswith(library):
                 times = loads.get(way, [])
-                ratio = median_seconds(times) / median_seconds(loads[peer]) if times else None
+                ratio = compute_median_seconds(times) / compute_median_seconds(loads[peer]) if times else None
                 cells = [TITLES[way], *format_cells(saves.get(way, [])), *format_cells(times)]
-                lines.append(format_row([*cells, "" if ratio is None else f"{ratio:.2f}", peaks.get(way, "")]))
+                lines.append(
+                    format_row([*cells, "" if ratio is None else f"{ratio:.2f}", peaks.get(way, "")])
+                )
     start, end = (
         "<!-- checkpoints: made by benchmarks/checkpoint_speed.py --publish -->",
         "<!-- /checkpoints -->",
@@ -434,14 +438,18 @@ def publish(
     PAGE.write_text(f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
-def median_seconds(times: list[Times]) -> float:
+def compute_median_seconds(times: list[Times]) -> float:
     return statistics.median(wall for wall, _ in times)
 
 
 def format_cells(times: list[Times]) -> list[str]:
     if not times:
         return ["", "", ""]
-    numbers = median_seconds(times), max(wall for wall, _ in times), statistics.median(cpu for _, cpu in times)
+    numbers = (
+        compute_median_seconds(times),
+        max(wall for wall, _ in times),
+        statistics.median(cpu for _, cpu in times),
+    )
     return [f"{each:.2f}" for each in numbers]
 
 
@@ -457,9 +465,7 @@ def main() -> None:
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
     parser.add_argument("--only", nargs="+", default=["save", "load", "memory"])
     parser.add_argument("--library", nargs="+", default=["jax", "torch"])
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the array sizes (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the array sizes (default: %(default)s)")
     parser.add_argument("--publish", action="store_true", help=f"write the tables of docs/{PAGE.name}")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()

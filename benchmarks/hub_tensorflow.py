@@ -4,8 +4,8 @@
     python benchmarks/hub_tensorflow.py --count 30 --seed 1   thirty random families
     python benchmarks/hub_tensorflow.py --family OPT --family Phi3
 
-The models are those of `tests/adapters/hub_families.py`. The rules shard the longest axis of each weight over "model", if
-the mesh of batch=2, model=4 divides it, and the batch over "batch". The losses and weights of two steps of SGD with
+The models are those of `tests/adapters/hub_families.py`. The rules shard the longest axis of each weight over "model",
+if the mesh of batch=2, model=4 divides it, and the batch over "batch". The losses and weights of two steps of SGD with
 momentum are compared with Keras on one device. Each family runs in its own process. Two kinds of families count
 separately: those that Keras itself cannot train on TensorFlow, and those that differ more on one device after rounding
 the weights.
@@ -74,7 +74,9 @@ def main() -> None:
     parser.add_argument("--family", action="append", default=[])
     parser.add_argument("--count", type=int, help="number of random families (default: all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=900, help="time limit of a family (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=900, help="time limit of a family (default: %(default)s)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

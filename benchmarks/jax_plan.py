@@ -2,8 +2,8 @@
 
     python benchmarks/jax_plan.py                  Llama 3 of 8 and 70 billion parameters, on 4,096 devices
 
-The mesh has 512 x 8 devices that do not exist. Each model runs in a fresh process, and imports do not count. CPU seconds
-stand beside wall seconds, because a busy machine changes only the latter.
+The mesh has 512 x 8 devices that do not exist. Each model runs in a fresh process, and imports do not count. CPU
+seconds stand beside wall seconds, because a busy machine changes only the latter.
 """
 
 from __future__ import annotations

@@ -180,7 +180,9 @@ def main() -> None:
         first = next(iter(medians.values()))
         for method, median in medians.items():
             ratios.setdefault(method, []).append(median / first)
-        cells = ", ".join(f"{method} {median:.2f} ms ({median / first:.2f})" for method, median in medians.items())
+        cells = ", ".join(
+            f"{method} {median:.2f} ms ({median / first:.2f})" for method, median in medians.items()
+        )
         print(f"{sizes}: {cells}", flush=True)
     for method, values in list(ratios.items())[1:]:
         print(describe_ratios(f"{method}, beside {next(iter(ratios))}", values))

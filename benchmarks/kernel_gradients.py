@@ -3,9 +3,9 @@
     python benchmarks/kernel_gradients.py                 twenty random convolutions: 14 minutes on two cores
     python benchmarks/kernel_gradients.py --seed 7 --count 50
 
-Each grouped convolution is random: depthwise or not, one or two dimensions, window, stride, dilation, features, rows. Its
-batch is sharded over `batch` of a mesh of 2 x 4 CPU devices. One call computes its value and the gradients of its input
-and kernel. XLA's own lowering is the one of JAX without this library, and its gradient of the kernel is wrong
+Each grouped convolution is random: depthwise or not, one or two dimensions, window, stride, dilation, features, rows.
+Its batch is sharded over `batch` of a mesh of 2 x 4 CPU devices. One call computes its value and the gradients of its
+input and kernel. XLA's own lowering is the one of JAX without this library, and its gradient of the kernel is wrong
 (docs/xla-faults.md). Both take turns in one process. Each line has their medians, and the last line the median and the
 worst of all ratios.
 """

@@ -4,8 +4,8 @@
     python benchmarks/large_plan.py --models --variables 12000          models of Keras and flax.nnx
 
 The variable names are random: repeated blocks, words, deep and flat names. So are the rules: with and without a literal
-prefix, one for each variable, some that match nothing, some with repeated groups. The table has the median and the worst
-of `--cases` cases, and the worst with half as many variables and rules. A ratio of 2 means linear time.
+prefix, one for each variable, some that match nothing, some with repeated groups. The table has the median and the
+worst of `--cases` cases, and the worst with half as many variables and rules. A ratio of 2 means linear time.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def compare_models(count: int) -> None:
             lambda make=make, library=library: lm.plan(make, layout_map, library=library), time.process_time
         )
         alone = alone or flax_seconds[0]
-        print(
-            f"{name:<10} {len(plan):>7,} variables  plan {total:6.1f} s  the library alone {alone:6.1f} s"
-        )
+        print(f"{name:<10} {len(plan):>7,} variables  plan {total:6.1f} s  the library alone {alone:6.1f} s")
 
 
 if __name__ == "__main__":

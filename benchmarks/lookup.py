@@ -110,9 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--kind", choices=[*KINDS, "all"], default="all", help="form of the rules (%(default)s)"
     )
-    parser.add_argument(
-        "--sample", type=int, default=300, help="number of paths for the loops (%(default)s)"
-    )
+    parser.add_argument("--sample", type=int, default=300, help="number of paths for the loops (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each method (%(default)s)")
     options = parser.parse_args()
 
@@ -133,7 +131,9 @@ def main() -> None:
                 sample = samples[method]
                 seconds, layouts = time_call(lambda find=find, sample=sample: [find(path) for path in sample])
                 times[method].append(seconds * len(paths) / len(sample))
-                assert layouts == [finders["layoutmap"](path) for path in sample], f"{method} answers differently"
+                assert layouts == [finders["layoutmap"](path) for path in sample], (
+                    f"{method} answers differently"
+                )
         own = statistics.median(times["layoutmap"])
         for method, all_times in times.items():
             median = statistics.median(all_times)

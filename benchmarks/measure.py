@@ -32,9 +32,7 @@ def make_parser(docstring: str | None) -> argparse.ArgumentParser:
     )
 
 
-def time_call(
-    function: Callable[[], T], clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, T]:
+def time_call(function: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[float, T]:
     """Call a function, and return its seconds and its result."""
     start = clock()
     result = function()
@@ -181,15 +179,15 @@ def try_families(
     counts: Counter[str] = Counter()
     for family in families:
         command = [sys.executable, sys.argv[0], "--child", family, *arguments]
-        took, (outcome, reason) = time_call(lambda command=command: _try_family(command, environment, seconds))
+        took, (outcome, reason) = time_call(
+            lambda command=command: _try_family(command, environment, seconds)
+        )
         counts[outcome] += 1
         print(f"{family:<20} {outcome:<18} {took:4.0f} s  {reason}", flush=True)
     print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
 
 
-def _try_family(
-    command: Sequence[str], environment: Mapping[str, str], seconds: float
-) -> tuple[str, str]:
+def _try_family(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> tuple[str, str]:
     """Return the outcome of a family and its reason."""
     try:
         done = subprocess.run(

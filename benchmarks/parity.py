@@ -13,6 +13,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from functools import partial
+
+from measure import make_parser, time_call
 
 NUM_DEVICES = 8
 MESHES = ("model=8", "batch=8", "batch=2,model=4", "batch=4,model=2")

@@ -2,8 +2,8 @@
 
     python benchmarks/search.py                     the published models of the table: a few minutes each
     python benchmarks/search.py vit whisper         models with these prefixes
-    python benchmarks/search.py --draw 50 --seed 1  random models: the found map beside the best of all
-                                                    experts' maps. XLA compiles each for H100, so install its plugin
+    python benchmarks/search.py --draw 50 --seed 1  random models: the found map beside the best map of an
+                                                    expert. XLA compiles each for H100 (install its plugin)
     python benchmarks/search.py --measure           the order of five maps by cost and by measured time, on 8 CPU devices
 
 The models are those of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`,

@@ -10,9 +10,10 @@
                                                          the same for common models in random sizes
 
 The models are those of keras-hub with published widths and twelve layers (Mixtral and Whisper six in each stack), in
-bfloat16, with AdamW, and a scanned stack of flax.nnx. Each step is counted twice: by XLA's partitioner ("estimate"), and
-from two and three equal blocks that XLA compiles ("compiled"). XLA also compiles the whole step, for devices that do not
-exist. The table has the quotients of both counts and the whole. Targets other than "cpu" need JAX's plugin for them.
+bfloat16, with AdamW, and a scanned stack of flax.nnx. Each step is counted twice: by XLA's partitioner ("estimate"),
+and from two and three equal blocks that XLA compiles ("compiled"). XLA also compiles the whole step, for devices that
+do not exist. The table has the quotients of both counts and the whole. Targets other than "cpu" need JAX's plugin for
+them.
 """
 
 from __future__ import annotations
@@ -323,7 +324,9 @@ def main():
     parser.add_argument("meshes", nargs="*", metavar="mesh", help=f"some of {', '.join(MESHES)}")
     parser.add_argument("--plans", action="store_true", help="the seconds of plans of large models")
     parser.add_argument("--draw", type=int, metavar="N", help="number of random pairs of model and map")
-    parser.add_argument("--sizes", type=int, metavar="N", help="number of common models in random sizes and maps")
+    parser.add_argument(
+        "--sizes", type=int, metavar="N", help="number of common models in random sizes and maps"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the first pair")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -334,7 +337,9 @@ def main():
         measure_plans()
         return
     if options.draw or options.sizes:
-        (compare_sized if options.sizes else compare_drawn)(options.target, options.draw or options.sizes, options.seed)
+        (compare_sized if options.sizes else compare_drawn)(
+            options.target, options.draw or options.sizes, options.seed
+        )
         return
     print(
         "| model | mesh | sent, estimate | sent, compiled | arguments | peak, estimate | peak, compiled |",
