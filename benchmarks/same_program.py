@@ -181,7 +181,8 @@ def main() -> None:
         print(
             f"{kind}, {options.blocks} blocks: programs {milliseconds['programs']:.1f} ms; a step that is compared "
             f"{milliseconds['compared']:.3f} ms, another {milliseconds['not compared']:.4f} ms; {num_due} of "
-            f"{RUN_STEPS} steps of {STEP_SECONDS * 1e3:.0f} ms are compared: {spent / 1e3 / (RUN_STEPS * STEP_SECONDS):.4%}",
+            f"{RUN_STEPS} steps of {STEP_SECONDS * 1e3:.0f} ms are compared: "
+            f"{spent / 1e3 / (RUN_STEPS * STEP_SECONDS):.4%}",
             flush=True,
         )
 

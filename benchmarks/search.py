@@ -4,7 +4,7 @@
     python benchmarks/search.py vit whisper         models with these prefixes
     python benchmarks/search.py --draw 50 --seed 1  random models: the found map beside the best map of an
                                                     expert. XLA compiles each for H100 (install its plugin)
-    python benchmarks/search.py --measure           the order of five maps by cost and by measured time, on 8 CPU devices
+    python benchmarks/search.py --measure           the order of five maps by cost and by measured time, on 8 CPUs
 
 The models are those of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`,
 "building s" the part of it that makes the model, and "CPU s" its CPU time, which other load does not change. Step times
