@@ -66,7 +66,7 @@ docs-serve: $(VENV)/.all ## Show the site on this machine, made anew at each cha
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compared with
-	@for file in $(filter-out %models.py %torch_processes.py %drawn_sizes.py %families.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
+	@for file in $(filter-out %models.py %measure.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
 
 clean: ## Remove what was installed and made
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis

@@ -1,17 +1,16 @@
-"""What a rule for activations saves: the collectives in the compiled training step, counted.
+"""Count the collectives that a rule for activations removes from the compiled training step.
 
     python benchmarks/activations.py                            a decoder of 4 blocks on meshes of 8 devices
     python benchmarks/activations.py --model decoder --meshes batch=8,model=8
 
-Keras on JAX, all kernels sharded along two axes. The step is compiled and not run, once without a
-rule for activations and once with one that shards the outputs of blocks along the batch only. It
-counts the collectives of the program that each device runs, and the bytes of their outputs on it.
-`--rounds 3` also runs the steps, taken in turns.
+Keras runs on JAX, with all kernels sharded along two axes. The step is compiled and not run: once
+without a rule for activations, and once with a rule that shards the outputs of blocks along the
+batch only. The benchmark counts the collectives in the program of one device, and the bytes of their
+outputs on that device. `--rounds 3` also runs the steps in turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -20,6 +19,8 @@ import time
 import warnings
 from collections import Counter
 
+from measure import make_parser
+
 ACTIVATIONS = {r"blocks\.\d+$": ("batch", None, None), r"tokens$|norm$": ("batch", None, None)}
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2, "f16": 2, "s8": 1}
 KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
@@ -27,8 +28,8 @@ COLLECTIVE = re.compile(rf"= (?P<result>\(.*?\)|\S+) (?P<kind>{KINDS})(?:-start)
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
-def made(model_name: str, mesh: str, with_rules: bool, batch: int, length: int):
-    """A compiled model, all its slots there, and a function that makes one step's arguments."""
+def build_model(model_name: str, mesh: str, with_rules: bool, batch: int, length: int):
+    """Return a compiled model and one batch of tokens for it."""
     import keras
     import numpy as np
     from models import MODELS, RULES, make_model
@@ -50,14 +51,14 @@ def made(model_name: str, mesh: str, with_rules: bool, batch: int, length: int):
     return model, (text[:, :-1], text[:, 1:])
 
 
-def collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
-    """How many of each kind, and the bytes of their outputs, in one device's program of a training step."""
+def count_collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
+    """Return the number and the output bytes of each kind of collective in one device's training step."""
     import jax
 
     from layoutmap.adapters.keras.training import place_batch
     from layoutmap.adapters.keras.wraps import session_of
 
-    model.make_train_function()  # lays out what only training makes
+    model.make_train_function()  # places the variables that only training creates
     model.optimizer.build(model.trainable_variables)
     state = [
         [v.value for v in group]
@@ -72,26 +73,24 @@ def collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
     text = jax.jit(model.train_step).lower(tuple(state), data).compile().as_text()
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for found in COLLECTIVE.finditer(text):
-        counts[found["kind"]] += 1
-        sizes[found["kind"]] += sum(
+    for match in COLLECTIVE.finditer(text):
+        counts[match["kind"]] += 1
+        sizes[match["kind"]] += sum(
             BYTES[kind] * math.prod(int(n) for n in shape.split(",") if n)
-            for kind, shape in ARRAY.findall(found["result"])
+            for kind, shape in ARRAY.findall(match["result"])
             if kind in BYTES
         )
     return counts, sizes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--meshes", nargs="+", default=["batch=2,model=4", "batch=4,model=2"])
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument(
-        "--rounds", type=int, default=0, help="how often to run 8 steps of each; 0: only count"
+        "--rounds", type=int, default=0, help="rounds of 8 steps of each model (0: only count)"
     )
     options = parser.parse_args()
     devices = max(math.prod(int(n) for n in re.findall(r"=(\d+)", mesh)) for mesh in options.meshes)
@@ -101,8 +100,8 @@ def main() -> None:
         total_bytes: dict[bool, int] = {}
         models = {}
         for with_rules in (False, True):
-            model, batch = made(options.model, mesh, with_rules, options.batch, options.length)
-            counts, sizes = collectives(model, batch)
+            model, batch = build_model(options.model, mesh, with_rules, options.batch, options.length)
+            counts, sizes = count_collectives(model, batch)
             total_bytes[with_rules] = sum(sizes.values())
             models[with_rules] = model, batch
             kinds = ", ".join(f"{n} {kind} {sizes[kind] / 2**20:.1f} MiB" for kind, n in counts.most_common())
@@ -112,14 +111,14 @@ def main() -> None:
         print(f"   bytes without / with: {total_bytes[False] / total_bytes[True]:.2f}")
         if options.rounds:
             times: dict[bool, list[float]] = {False: [], True: []}
-            for number in range(options.rounds + 1):
+            for _ in range(options.rounds + 1):
                 for with_rules, (model, batch) in models.items():
                     start = time.perf_counter()
                     for _ in range(8):
                         model.train_on_batch(*batch)
-                    if number:  # the first round compiles
-                        times[with_rules].append((time.perf_counter() - start) / 8)
-            before, after = (statistics.median(times[each]) * 1000 for each in (False, True))
+                    times[with_rules].append((time.perf_counter() - start) / 8)
+            # The first round compiles, so it does not count.
+            before, after = (statistics.median(times[each][1:]) * 1000 for each in (False, True))
             print(f"   step without / with: {before:.1f} / {after:.1f} ms = {before / after:.2f}")
 
 

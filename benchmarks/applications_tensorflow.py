@@ -1,25 +1,24 @@
-"""Which models of keras.applications train on TensorFlow, under rules made mechanically, as on one device.
+"""Find the models of keras.applications that train on TensorFlow under generated rules as on one device.
 
     python benchmarks/applications_tensorflow.py                    one of each family: most of an hour
-    python benchmarks/applications_tensorflow.py --model MobileNet  or those that are named
+    python benchmarks/applications_tensorflow.py --model MobileNet  one model
 
-Inputs of 32 x 32, or the smallest that a model takes, random weights, eight rows. Each weight that a mesh of batch=2,
-model=4 divides has its longest axis over "model", and the batch is sharded over "batch". Two steps of SGD with
-momentum: losses, weights and slots are compared with plain Keras on one device. That is in float64: in float32 models
-that normalize by eight values magnify a rounding so much (MobileNet by 3e6) that any other number would be within it.
+Inputs are 32 x 32, or the smallest that a model accepts, with eight rows and random weights. The rules shard the
+longest axis of each weight over "model", if the mesh of batch=2, model=4 divides it, and the batch over "batch". The
+losses, weights, and slots of two steps of SGD with momentum are compared with Keras on one device. Models run in
+float64. In float32, models that normalize over eight values magnify rounding too much for a comparison (MobileNet by
+3e6).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
-from pathlib import Path
 
-from families import tell, try_each
+from measure import KERAS_ON_TENSORFLOW, TESTS, make_parser, print_outcome, try_families
 
-sys.path += [str(Path(__file__).resolve().parents[1] / "tests" / each) for each in ("", "adapters")]
+sys.path += [str(TESTS), str(TESTS / "adapters")]  # for hub_families
 TOLERANCE, STEPS, ROWS = 1e-6, 2, 8
 SIZES = {"Xception": 71, "InceptionV3": 75, "InceptionResNetV2": 75}
 MODELS = [
@@ -42,8 +41,8 @@ MODELS = [
 ]
 
 
-def child(name: str) -> None:
-    """One model, in this process; prints what came of it as JSON."""
+def try_model(name: str) -> None:
+    """Train one model in this process, and print its outcome."""
     import layoutmap as lm
 
     lm.simulate_devices(8, "tensorflow")
@@ -67,44 +66,40 @@ def child(name: str) -> None:
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
         return model
 
-    def steps(model) -> list:
+    def train_steps(model) -> list:
         losses = []
         for _ in range(STEPS):
             keras.utils.set_random_seed(1)
             losses.append(KerasAdapter().train_step(model, batch)["loss"])
         return [*losses, *hub_families.weights(model)]
 
-    def largest(one, other) -> float:
-        return max(map(hub_families.difference, one, other))
-
-    expected = steps(make())
+    expected = train_steps(make())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", lm.LayoutMapWarning)
         try:
             rules = hub_families.rules(lm.plan(make, lm.LayoutMap("batch=2,model=4", rest="replicated")))
-            worst = largest(expected, steps(rules.build(make, batch_dim="batch", progress=False)))
+            actual = train_steps(rules.build(make, batch_dim="batch", progress=False))
+            worst = max(map(hub_families.difference, expected, actual))
         except Exception as error:
-            tell(name, "failed", f"{type(error).__name__}: {str(error)[:2000]}")
+            print_outcome(name, "failed", f"{type(error).__name__}: {str(error)[:2000]}")
             return
-    told = sorted({str(each.message).splitlines()[0] for each in caught if "step" in str(each.message)})
-    tell(name, "trained" if worst < TOLERANCE else "wrong", f"{worst:.1e}; {'; '.join(told)}")
+    notes = sorted({str(each.message).splitlines()[0] for each in caught if "step" in str(each.message)})
+    print_outcome(name, "trained" if worst < TOLERANCE else "wrong", f"{worst:.1e}; {'; '.join(notes)}")
 
 
 def main() -> None:
-    """Try models and print a line for each, and how many trained."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Try models, and print a line for each and the number of each outcome."""
+    parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", default=[])
-    parser.add_argument("--seconds", type=float, default=900, help="how long a model may take")
+    parser.add_argument(
+        "--seconds", type=float, default=900, help="time limit of a model (default: %(default)s)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        child(asked.child)
+    args = parser.parse_args()
+    if args.child:
+        try_model(args.child)
         return
-    environment = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    try_each(asked.model or MODELS, (), environment, asked.seconds)
+    try_families(args.model or MODELS, (), KERAS_ON_TENSORFLOW, args.seconds)
 
 
 if __name__ == "__main__":

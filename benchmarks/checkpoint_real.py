@@ -1,14 +1,14 @@
-"""A real model through a checkpoint from engine to engine: a Llama of keras-hub, in bfloat16, with random weights.
+"""Pass a Llama of keras-hub through a checkpoint from one engine to another, in bfloat16, with random weights.
 
     python benchmarks/checkpoint_real.py                    1.0 billion parameters: some minutes, 12 GiB of memory
     python benchmarks/checkpoint_real.py --size tiny
 
-Each part in a fresh process, one after another: JAX builds the model on a mesh of 2x4 and saves it, torch loads it on
-1x8 and TensorFlow on 4x2. Each computes the logits of the same tokens. What is loaded is compared with what was saved
-bit for bit, and the logits with those that JAX computes in float32 with the weights that were saved: on each engine
-they differ from these by what bfloat16 rounds.
+Each part runs in a fresh process, one after another. JAX builds the model on a 2x4 mesh and saves it. torch loads it on
+1x8 and TensorFlow on 4x2. Each computes the logits of the same tokens. The loaded values are compared with the saved
+ones bit for bit. The logits are compared with those of JAX in float32 from the saved weights. On each engine they
+differ from these by bfloat16 rounding.
 
-"peak" is the most memory that the process has held up to the end of that phase, imports and all (`ru_maxrss`).
+"peak" is the most memory that the process has used up to the end of that phase, with its imports (`ru_maxrss`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measure import make_parser, read_peak_bytes, run_script
 
 SIZES: dict[str, dict[str, Any]] = {
     "1b": {"vocabulary_size": 32_000, "num_layers": 16, "hidden_dim": 2048, "intermediate_dim": 8192}
@@ -47,8 +46,8 @@ RULES = {
 ROWS, LENGTH = 1, 16
 
 
-def child(backend: str, size: str, directory: str, dtype: str) -> None:
-    """Save or load the model in this process; prints what was measured as JSON."""
+def measure_backend(backend: str, size: str, directory: str, dtype: str) -> None:
+    """Save or load the model in this process, and print the measurements as JSON."""
     os.environ |= {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     import keras
@@ -72,30 +71,29 @@ def child(backend: str, size: str, directory: str, dtype: str) -> None:
     measured: dict[str, Any] = {}
 
     @contextmanager
-    def phase(name: str) -> Generator[None]:
+    def measured_phase(name: str) -> Generator[None]:
         begin = time.perf_counter()
         yield
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        measured[name] = {"seconds": time.perf_counter() - begin, "peak_gib": peak}
+        measured[name] = {"seconds": time.perf_counter() - begin, "peak_gib": read_peak_bytes() / 2**30}
 
-    with phase("import"):
+    with measured_phase("import"):
         layout_map = lm.LayoutMap(lm.create_mesh(MESHES[backend]), RULES)
     if backend == "jax" and dtype == "bfloat16":
         keras.utils.set_random_seed(1)
-        with phase("build"):
+        with measured_phase("build"):
             model = layout_map.build(make_model)
-        with phase("save"):
+        with measured_phase("save"):
             lm.save(model, directory)
     else:
-        with phase("load"):
+        with measured_phase("load"):
             model = lm.load(make_model, directory, layout_map=layout_map, cast=dtype == "float32")
     tokens = np.random.default_rng(0).integers(0, SIZES[size]["vocabulary_size"], (ROWS, LENGTH), "int32")
-    with phase("logits"):
+    with measured_phase("logits"):
         logits = model.predict_on_batch({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
         logits = keras.ops.convert_to_numpy(keras.ops.cast(keras.ops.convert_to_tensor(logits), "float32"))
     np.save(f"{directory}/logits.npy", logits)
     engine, saved, num_bytes = get_engine(backend), lm.describe(directory), 0
-    with phase("compare"):
+    with measured_phase("compare"):
         for path, variable in get_adapter("keras").variables(model).items():
             for index, shard in engine.to_shards(variable.value):
                 num_bytes += shard.nbytes
@@ -107,46 +105,45 @@ def child(backend: str, size: str, directory: str, dtype: str) -> None:
 
 
 def main() -> None:
-    """Run each part in a process of its own, and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run each part in its own process, and print the tables."""
+    parser = make_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--backend", choices=("torch", "tensorflow"), action="append")
     parser.add_argument("--directory")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child[0], args.size, args.directory, args.child[1])
+        measure_backend(args.child[0], args.size, args.directory, args.child[1])
         return
     others = [(backend, "bfloat16") for backend in args.backend or ("torch", "tensorflow")]
     first = reference = None
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         for backend, dtype in [("jax", "bfloat16"), ("jax", "float32"), *others]:
-            command = [sys.executable, "-W", "ignore", __file__, "--child", backend, dtype]
-            command += ["--size", args.size, "--directory", directory]
-            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(ended.stdout.splitlines()[-1])
+            options = ["--child", backend, dtype, "--size", args.size, "--directory", directory]
+            measured = run_script(["-W", "ignore", __file__, *options])
             logits = np.load(Path(directory) / "logits.npy")
             first = logits if first is None else first
             print(
-                f"{backend} in {dtype} on {MESHES[backend]}: {found.pop('parameters'):,} parameters, "
-                f"{found.pop('gib_saved'):.2f} GiB saved, {found.pop('gib_in_shards'):.2f} GiB in different shards, "
+                f"{backend} in {dtype} on {MESHES[backend]}: {measured.pop('parameters'):,} parameters, "
+                f"{measured.pop('gib_saved'):.2f} GiB saved, "
+                f"{measured.pop('gib_in_shards'):.2f} GiB in different shards, "
                 "the values that were saved"
             )
-            for name, each in found.items():
+            for name, each in measured.items():
                 print(f"  {name:8} {each['seconds']:8.1f} s   peak {each['peak_gib']:6.2f} GiB")
             if dtype == "float32":
                 reference = logits
-                print(
-                    f"  logits   those of JAX in bfloat16 differ from these by {_rms(first, reference):.2%} (rms)"
-                )
+                rms = compute_rms(first, reference)
+                print(f"  logits   those of JAX in bfloat16 differ from these by {rms:.2%} (rms)")
             elif reference is not None:
-                print(f"  logits   differ from those in float32 by {_rms(logits, reference):.2%} (rms)")
+                print(
+                    f"  logits   differ from those in float32 by {compute_rms(logits, reference):.2%} (rms)"
+                )
             sys.stdout.flush()
 
 
-def _rms(logits: Any, reference: Any) -> float:
+def compute_rms(logits: Any, reference: Any) -> float:
+    """Return the root mean square of a difference, relative to the reference."""
     return float(np.sqrt(((logits - reference) ** 2).mean() / (reference**2).mean()))
 
 

@@ -1,20 +1,20 @@
-"""How fast a checkpoint is saved and loaded, and how much memory a load needs, beside what people use.
+"""Compare the speed of saves and loads, and the memory of loads, with orbax, DCP, safetensors, and dd.
 
     python benchmarks/checkpoint_speed.py                              1 GiB, 5 rounds: some minutes
     python benchmarks/checkpoint_speed.py --mib 256 --rounds 3 --only save
-    python benchmarks/checkpoint_speed.py --publish                    and write the tables of docs/what-it-costs.md
+    python benchmarks/checkpoint_speed.py --publish                    also writes the tables of docs/what-it-costs.md
 
-16 arrays of drawn sizes and widths (`--seed`), half float32 and half bfloat16, sharded over 8 devices in a 2x4 mesh;
-loaded on a 4x2 mesh, other axes sharded. JAX: one process with 8 simulated devices. torch: 8 processes with gloo. Every
-round tries each way once, in the same order. A save is timed until its files and folders are on the disk: `fsync` is
-called for each of them, whatever the library did. What is loaded was written just before, so it is read from the page
-cache: what is timed is the library, not the disk. Before a timed run each way saves and loads a small checkpoint.
+16 arrays of random sizes (`--seed`), half float32 and half bfloat16, are sharded over 8 devices in a 2x4 mesh, and
+loaded on a 4x2 mesh with other axes sharded. JAX runs in one process with 8 simulated devices, torch in 8 processes
+with gloo. Every round tries each method once, in the same order. A save is timed until its files and folders are on the
+disk: the benchmark calls `fsync` for each of them after every method. A load reads files that were written just before,
+so they come from the page cache, and the time is the library's, not the disk's. Each method saves and loads a small
+checkpoint before its timed run.
 
-"processor s" is the time of all processors, which says more than the seconds where others use the machine, too. "x" is
-how many times as fast. "dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is how far the
-memory of the process (of torch: of all 8) rose above what it was before the load, in a fresh process, over the bytes of
-the shards. 1.00 is the least where arrays are made; torch loads into a model that exists, whose own memory is not
-counted.
+"processor s" is the CPU time of all processes, which is more stable than seconds on a busy machine. "x" is a ratio of
+speeds. "dd" is `dd bs=16M conv=fsync` of a file in memory with as many bytes. "peak" is the growth of a fresh process
+(on torch: of all 8) during the load, divided by the bytes of the shards. 1.00 is the minimum for a load that creates
+arrays. torch loads into an existing model, and the memory of that model does not count.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measure import make_parser, read_status, reset_peak, run_rounds
+
 Times = tuple[float, float]
 NUM_ARRAYS, NUM_PROCESSES = 16, 8
 SEED = "LAYOUTMAP_BENCHMARK_SEED"
@@ -49,26 +51,26 @@ LOADS = (
 )
 
 
-def arrays_of(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
-    """Names, shapes and element types of arrays of about so many bytes, as they are drawn."""
-    drawn = random.Random(int(os.environ[SEED]))
-    shares = [drawn.uniform(0.2, 2) for _ in range(NUM_ARRAYS)]
-    found: dict[str, tuple[tuple[int, int], str]] = {}
+def draw_arrays(num_bytes: int) -> dict[str, tuple[tuple[int, int], str]]:
+    """Return names, shapes, and element types of random arrays with about this many bytes in all."""
+    numbers = random.Random(int(os.environ[SEED]))
+    shares = [numbers.uniform(0.2, 2) for _ in range(NUM_ARRAYS)]
+    arrays: dict[str, tuple[tuple[int, int], str]] = {}
     for i in range(NUM_ARRAYS):
         dtype, size = (("float32", 4), ("bfloat16", 2))[i // 4 % 2]
-        width = 8 * drawn.randint(64, 1024)  # each axis can be parted in eight
+        width = 8 * numbers.randint(64, 1024)  # so that each axis can be split in eight
         rows = max(8, int(num_bytes * shares[i] / sum(shares)) // size // width // 8 * 8)
-        found[f"w{i:02d}"] = (rows, width), dtype
-    return found
+        arrays[f"w{i:02d}"] = (rows, width), dtype
+    return arrays
 
 
-def size_of(num_bytes: int) -> int:
-    """How many bytes these arrays have."""
+def count_bytes(num_bytes: int) -> int:
+    """Return the exact bytes of the arrays that `draw_arrays` returns."""
     sizes = {"float32": 4, "bfloat16": 2}
-    return sum(rows * width * sizes[dtype] for (rows, width), dtype in arrays_of(num_bytes).values())
+    return sum(rows * width * sizes[dtype] for (rows, width), dtype in draw_arrays(num_bytes).values())
 
 
-def fsync_tree(path: str) -> None:
+def sync_tree(path: str) -> None:
     """Force all files and folders below a path to the disk."""
     for folder, _, names in os.walk(path):
         for each in (folder, *(os.path.join(folder, name) for name in names)):
@@ -77,14 +79,8 @@ def fsync_tree(path: str) -> None:
             os.close(file)
 
 
-def memory(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
 class Jax:
-    """Ways to save and load on JAX."""
+    """Save and load on JAX by each method."""
 
     def __init__(self) -> None:
         import jax
@@ -92,24 +88,24 @@ class Jax:
 
         self.jax, self.np = jax, np
 
-    def sharding(self, number: int, loaded: bool) -> Any:
+    def get_sharding(self, number: int, loaded: bool) -> Any:
         shape, specs = ((4, 2), LOADED) if loaded else ((2, 4), SAVED)
         mesh = self.jax.make_mesh(shape, BOTH, axis_types=(self.jax.sharding.AxisType.Auto,) * 2)
         return self.jax.sharding.NamedSharding(mesh, self.jax.P(*specs[number % 4]))
 
     def make(self, num_bytes: int, loaded: bool = False) -> dict[str, Any]:
-        random, made = self.np.random.default_rng(0), {}
-        for i, (name, (shape, dtype)) in enumerate(arrays_of(num_bytes).items()):
+        random, arrays = self.np.random.default_rng(0), {}
+        for i, (name, (shape, dtype)) in enumerate(draw_arrays(num_bytes).items()):
             values = random.random(shape, self.np.float32) - 0.5
-            made[name] = self.jax.device_put(
-                values.astype(self.jax.numpy.dtype(dtype)), self.sharding(i, loaded)
+            arrays[name] = self.jax.device_put(
+                values.astype(self.jax.numpy.dtype(dtype)), self.get_sharding(i, loaded)
             )
-        return self.jax.block_until_ready(made)
+        return self.jax.block_until_ready(arrays)
 
-    def abstract(self, num_bytes: int) -> dict[str, Any]:
+    def make_abstract(self, num_bytes: int) -> dict[str, Any]:
         return {
-            name: self.jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(i, True))
-            for i, (name, (shape, dtype)) in enumerate(arrays_of(num_bytes).items())
+            name: self.jax.ShapeDtypeStruct(shape, dtype, sharding=self.get_sharding(i, True))
+            for i, (name, (shape, dtype)) in enumerate(draw_arrays(num_bytes).items())
         }
 
     def save(self, way: str, model: dict[str, Any], folder: str) -> None:
@@ -123,7 +119,7 @@ class Jax:
             os.makedirs(folder)
             save_file({k: self.np.asarray(v) for k, v in model.items()}, f"{folder}/model.safetensors")
         else:
-            with self.orbax(way) as checkpointer:
+            with self.open_orbax(way) as checkpointer:
                 checkpointer.save(folder, model)
 
     def load(self, way: str, num_bytes: int, folder: str, existing: Any) -> Any:
@@ -131,44 +127,44 @@ class Jax:
             import layoutmap as lm
 
             if existing is not None:
-                found = lm.load(existing, folder)
+                arrays = lm.load(existing, folder)
             else:
-                names = arrays_of(num_bytes)
+                names = draw_arrays(num_bytes)
 
                 def make() -> dict[str, Any]:
                     return {n: self.jax.numpy.zeros(shape, dtype) for n, (shape, dtype) in names.items()}
 
                 rules = {name: LOADED[i % 4] for i, name in enumerate(names)}
                 layout_map = lm.LayoutMap(lm.create_mesh("x=4,y=2", engine="jax"), rules)
-                found = lm.load(make, folder, layout_map=layout_map, library="jax")
+                arrays = lm.load(make, folder, layout_map=layout_map, library="jax")
         else:
-            with self.orbax(way) as checkpointer:
-                target = self.abstract(num_bytes)
+            with self.open_orbax(way) as checkpointer:
+                target = self.make_abstract(num_bytes)
                 if way == "orbax":
-                    found = checkpointer.restore(folder, target)
+                    arrays = checkpointer.restore(folder, target)
                 else:
                     from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
-                    found = checkpointer.restore(
+                    arrays = checkpointer.restore(
                         folder, item=target, restore_args=construct_restore_args(target)
                     )
-        return self.jax.block_until_ready(found)
+        return self.jax.block_until_ready(arrays)
 
-    def orbax(self, way: str) -> Any:
+    def open_orbax(self, way: str) -> Any:
         import orbax.checkpoint as ocp
 
         if way == "orbax":
             return ocp.StandardCheckpointer()
         return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
 
-    def checksum(self, model: dict[str, Any]) -> list[int]:
+    def compute_checksums(self, model: dict[str, Any]) -> list[int]:
         from zlib import crc32
 
         return [crc32(self.np.asarray(model[name]).view(self.np.uint8)) for name in sorted(model)]
 
 
 class Torch:
-    """Ways to save and load on torch, in one of 8 processes."""
+    """Save and load on torch by each method, in one of 8 processes."""
 
     def __init__(self) -> None:
         import torch
@@ -179,7 +175,7 @@ class Torch:
         self.torch = torch
         self.meshes = [init_device_mesh("cpu", n, mesh_dim_names=BOTH) for n in ((2, 4), (4, 2))]
 
-    def placed(self, number: int, loaded: bool) -> Any:
+    def get_placements(self, number: int, loaded: bool) -> Any:
         from torch.distributed.tensor import Replicate, Shard
 
         specs = (LOADED if loaded else SAVED)[number % 4]
@@ -195,17 +191,17 @@ class Torch:
         torch, mesh = self.torch, self.meshes[loaded]
         random = torch.Generator()
         module = torch.nn.Module()
-        for i, (name, (shape, dtype)) in enumerate(arrays_of(num_bytes).items()):
-            placements = self.placed(i, loaded)
+        for i, (name, (shape, dtype)) in enumerate(draw_arrays(num_bytes).items()):
+            placements = self.get_placements(i, loaded)
             local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
             dtype = getattr(torch, dtype)
             if ones:
-                piece = torch.ones(*local, dtype=dtype)  # not zeros, which have no memory yet
+                piece = torch.ones(*local, dtype=dtype)  # zeros would take no memory yet
             else:
                 random.manual_seed(i * 1000 + sum(offset))
                 piece = (torch.rand(*local, generator=random) - 0.5).to(dtype)
-            made = DTensor.from_local(piece, mesh, placements, run_check=False)
-            module.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
+            tensor = DTensor.from_local(piece, mesh, placements, run_check=False)
+            module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         return module
 
     def save(self, way: str, model: Any, folder: str) -> None:
@@ -231,7 +227,7 @@ class Torch:
         self.torch.distributed.barrier()
         return existing
 
-    def checksum(self, model: Any) -> list[int]:
+    def compute_checksums(self, model: Any) -> list[int]:
         from zlib import crc32
 
         bits = (p.full_tensor().view(self.torch.uint8) for _, p in sorted(model.named_parameters()))
@@ -239,18 +235,18 @@ class Torch:
 
 
 def serve(library: str) -> None:
-    """Do what the lines of stdin say, and answer each with a line of JSON."""
+    """Run the requests on stdin, and answer each with a line of JSON."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     side: Any = Jax() if library == "jax" else Torch()
     model: Any = None
     for line in sys.stdin:
-        asked = json.loads(line)
-        way, num_bytes, folder = asked.get("way"), asked["bytes"], asked.get("folder")
-        start, processor, found = time.perf_counter(), time.process_time(), {}
-        if asked["do"] == "make":
+        request = json.loads(line)
+        way, num_bytes, folder = request.get("way"), request["bytes"], request.get("folder")
+        start, processor, answer = time.perf_counter(), time.process_time(), {}
+        if request["do"] == "make":
             model = side.make(num_bytes)
-        elif asked["do"] == "save":
+        elif request["do"] == "save":
             side.save(way, model, folder)
         else:
             existing = None
@@ -260,23 +256,21 @@ def serve(library: str) -> None:
                 existing = side.make(num_bytes, True)
             if library == "torch":
                 side.torch.distributed.barrier()
-            Path("/proc/self/clear_refs").write_text("5")
-            before, start, processor = memory("VmRSS"), time.perf_counter(), time.process_time()
+            before, start, processor = reset_peak(), time.perf_counter(), time.process_time()
             loaded = side.load(way, num_bytes, folder, existing)
-            found["peak"] = memory("VmHWM") - before
-            size = size_of(num_bytes)
-            found["own"] = size // NUM_PROCESSES if library == "torch" else size
-        found["seconds"] = time.perf_counter() - start
-        found["processor"] = time.process_time() - processor
-        found["processor"] = time.process_time() - processor
-        if asked.get("check"):
-            found["checksum"] = side.checksum(loaded if asked["do"] == "load" else model)
+            answer["peak"] = read_status("VmHWM") - before
+            size = count_bytes(num_bytes)
+            answer["own"] = size // NUM_PROCESSES if library == "torch" else size
+        answer["seconds"] = time.perf_counter() - start
+        answer["processor"] = time.process_time() - processor
+        if request.get("check"):
+            answer["checksum"] = side.compute_checksums(loaded if request["do"] == "load" else model)
         loaded = existing = None
-        answers.write(json.dumps(found) + "\n")
+        answers.write(json.dumps(answer) + "\n")
 
 
 class Server:
-    """The process, or processes, of a library."""
+    """The processes of one library: one for JAX, eight for torch."""
 
     def __init__(self, library: str):
         count = NUM_PROCESSES if library == "torch" else 1
@@ -291,10 +285,10 @@ class Server:
                     subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, stderr=log)
                 )
 
-    def ask(self, **what: Any) -> dict[str, Any]:
-        """Ask all, and join what they answer."""
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request to all processes, and merge their answers."""
         for each in self.processes:
-            each.stdin.write(json.dumps(what) + "\n")
+            each.stdin.write(json.dumps(request) + "\n")
             each.stdin.flush()
         answers = [json.loads(each.stdout.readline() or '{"died": true}') for each in self.processes]
         if any("died" in each for each in answers):
@@ -313,8 +307,8 @@ class Server:
             each.wait()
 
 
-def dd(source: str, folder: str) -> Times:
-    """What it takes to write a file."""
+def run_dd(source: str, folder: str) -> Times:
+    """Copy a file with dd, and return its wall and CPU seconds."""
     os.makedirs(folder)
     start, before = time.perf_counter(), os.times()
     command = ["dd", f"if={source}", f"of={folder}/file", "bs=16M", "conv=fsync", "status=none"]
@@ -325,65 +319,61 @@ def dd(source: str, folder: str) -> Times:
 
 
 def measure_saves(servers: dict[str, Server], args: Any, root: str, total: int) -> dict[str, list[Times]]:
-    """What each way to save takes, one for each round."""
+    """Return the times of each method of saving in each round."""
     shm = tempfile.mkdtemp(dir="/dev/shm")
     try:
         with open(f"{shm}/source", "wb") as file:
             for _ in range(total >> 20):
                 file.write(os.urandom(1 << 20))
-        return rounds(SAVES, args, lambda way: one_save(way, servers, f"{shm}/source", root, total))
+        return run_selected(SAVES, args, lambda way: measure_save(way, servers, f"{shm}/source", root, total))
     finally:
         shutil.rmtree(shm)
 
 
-def one_save(way: str, servers: dict[str, Server], source: str, root: str, total: int) -> Times:
-    """What one save takes."""
+def measure_save(way: str, servers: dict[str, Server], source: str, root: str, total: int) -> Times:
+    """Return the times of one durable save."""
     folder = tempfile.mktemp(dir=root)
     os.sync()
     if way == "dd":
-        seconds, processor = dd(source, folder)
+        seconds, processor = run_dd(source, folder)
     else:
         library, name = way.split(" ", 1)
-        seconds, processor = times(servers[library].ask(do="save", way=name, bytes=total, folder=folder))
+        seconds, processor = get_times(servers[library].ask(do="save", way=name, bytes=total, folder=folder))
     start = time.perf_counter()
-    fsync_tree(folder)
+    sync_tree(folder)
     seconds += time.perf_counter() - start
     shutil.rmtree(folder)
     return seconds, processor
 
 
-def times(found: dict[str, Any]) -> Times:
-    """The seconds that went by, and those of all processors."""
-    return found["seconds"], found["processor"]
+def get_times(answer: dict[str, Any]) -> Times:
+    """Return the wall seconds and the CPU seconds of an answer."""
+    return answer["seconds"], answer["processor"]
 
 
-def rounds(ways: tuple[str, ...], args: Any, run: Callable[[str], Times]) -> dict[str, list[Times]]:
-    """What each way takes in each round."""
-    found: dict[str, list[Times]] = {way: [] for way in ways if selected(way, args)}
-    for number in range(args.rounds):
-        for way in found:
-            print(f"\r\x1b[Kround {number + 1}/{args.rounds} {way}", end="", file=sys.stderr)
-            found[way].append(run(way))
-    print("\r\x1b[K", end="", file=sys.stderr)
-    return found
+def run_selected(ways: tuple[str, ...], args: Any, run: Callable[[str], Times]) -> dict[str, list[Times]]:
+    """Return the times of each selected method in each round."""
+    return run_rounds([way for way in ways if is_selected(way, args)], args.rounds, run)
 
 
-def selected(way: str, args: Any) -> bool:
-    """Whether a way is to be tried."""
+def is_selected(way: str, args: Any) -> bool:
+    """Return whether the options select a method."""
     return way == "dd" or way.split()[0] in args.library
 
 
-def show(title: str, found: dict[str, list[Times]], total: int, base: tuple[str, ...], extra: Any) -> None:
-    """Print medians, and ratios of speed beside others."""
+def print_table(
+    title: str, times: dict[str, list[Times]], total: int, base: tuple[str, ...], extra: Any
+) -> None:
+    """Print the medians, and the ratios of speed to the methods in `base`."""
     print(f"\n{title}")
-    walls = {way: [wall for wall, _ in runs] for way, runs in found.items()}
+    walls = {way: [wall for wall, _ in runs] for way, runs in times.items()}
     medians = {way: statistics.median(runs) for way, runs in walls.items()}
     base = tuple(each for each in base if each in medians)
     print(
         f"{'way':<18} {'seconds':>8} {'least':>6} {'most':>6} {'GB/s':>6} {'processor s':>12}"
         + " ".join(f"{'x ' + b:>17}" for b in base)
     )
-    for way, runs in found.items():
+    for way, runs in times.items():
         ratios = " ".join(f"{medians[b] / medians[way]:>17.2f}" for b in base)
         processor = statistics.median(each for _, each in runs)
         print(
@@ -414,7 +404,7 @@ def publish(
     loads: dict[str, list[Times]],
     peaks: dict[str, str],
 ) -> None:
-    """Write the tables of the page: medians, the slowest round, and the median over the peer's."""
+    """Write the tables of docs/what-it-costs.md: medians, slowest rounds, and ratios to the peer."""
     command = (
         f"python benchmarks/checkpoint_speed.py --mib {args.mib} --rounds {args.rounds} --seed {args.seed}"
     )
@@ -430,13 +420,15 @@ def publish(
             "slowest",
         ]
         head += ["CPU s", f"load / {TITLES[peer].split(',')[0]}'s", "room / shards"]
-        lines += ["", _row(head), _row(["---", *["--:"] * 8])]
+        lines += ["", format_row(head), format_row(["---", *["--:"] * 8])]
         for way in TITLES:
             if way == "dd" or way.startswith(library):
                 times = loads.get(way, [])
-                ratio = _median(times) / _median(loads[peer]) if times else None
-                cells = [TITLES[way], *_cells(saves.get(way, [])), *_cells(times)]
-                lines.append(_row([*cells, "" if ratio is None else f"{ratio:.2f}", peaks.get(way, "")]))
+                ratio = compute_median_seconds(times) / compute_median_seconds(loads[peer]) if times else None
+                cells = [TITLES[way], *format_cells(saves.get(way, [])), *format_cells(times)]
+                lines.append(
+                    format_row([*cells, "" if ratio is None else f"{ratio:.2f}", peaks.get(way, "")])
+                )
     start, end = (
         "<!-- checkpoints: made by benchmarks/checkpoint_speed.py --publish -->",
         "<!-- /checkpoints -->",
@@ -446,34 +438,34 @@ def publish(
     PAGE.write_text(f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
-def _median(found: list[Times]) -> float:
-    return statistics.median(wall for wall, _ in found)
+def compute_median_seconds(times: list[Times]) -> float:
+    return statistics.median(wall for wall, _ in times)
 
 
-def _cells(found: list[Times]) -> list[str]:
-    if not found:
+def format_cells(times: list[Times]) -> list[str]:
+    if not times:
         return ["", "", ""]
-    numbers = _median(found), max(wall for wall, _ in found), statistics.median(each for _, each in found)
+    numbers = (
+        compute_median_seconds(times),
+        max(wall for wall, _ in times),
+        statistics.median(cpu for _, cpu in times),
+    )
     return [f"{each:.2f}" for each in numbers]
 
 
-def _row(cells: list[str]) -> str:
+def format_row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of all arrays")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", help="where to write; else a temporary directory")
+    parser.add_argument("--directory", help="where to write (default: a temporary directory)")
     parser.add_argument("--only", nargs="+", default=["save", "load", "memory"])
     parser.add_argument("--library", nargs="+", default=["jax", "torch"])
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the sizes of the arrays (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the array sizes (default: %(default)s)")
     parser.add_argument("--publish", action="store_true", help=f"write the tables of docs/{PAGE.name}")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -492,23 +484,23 @@ def main() -> None:
 
 
 def run(args: Any, root: str, total: int, small: int) -> None:
-    """Measure, and print what was found."""
+    """Measure saves and loads, and print the tables."""
     servers = {library: Server(library) for library in args.library}
-    ways = {way: way.split(" ", 1) for way in SAVES if way != "dd" and selected(way, args)}
+    ways = {way: way.split(" ", 1) for way in SAVES if way != "dd" and is_selected(way, args)}
     expected: dict[str, Any] = {}
     for library, server in servers.items():
         server.ask(do="make", bytes=small)
-        for way, (of, name) in ways.items():
-            if of == library:
+        for way, (owner, name) in ways.items():
+            if owner == library:
                 server.ask(do="save", way=name, bytes=small, folder=f"{root}/small {way}")
         expected[library] = server.ask(do="make", bytes=total, check=True)["checksum"]
-    about = f"{size_of(total) >> 20:,} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, "
+    about = f"{count_bytes(total) >> 20:,} MiB in {NUM_ARRAYS} arrays, {args.rounds} rounds, "
     about += f"load {os.getloadavg()[0]:.1f} at the start"
     print(about)
     saved: dict[str, list[Times]] = {}
     if "save" in args.only:
         saved = measure_saves(servers, args, root, total)
-        show("save, durable", saved, size_of(total), ("dd", "jax orbax", "torch DCP"), {})
+        print_table("save, durable", saved, count_bytes(total), ("dd", "jax orbax", "torch DCP"), {})
     if not {"load", "memory"} & {*args.only}:
         return
     for way, (library, name) in ways.items():
@@ -527,31 +519,31 @@ def run(args: Any, root: str, total: int, small: int) -> None:
             each.close()
         servers.clear()
         for way in LOADS:
-            if not selected(way, args):
+            if not is_selected(way, args):
                 continue
             print(f"\r\x1b[Kmemory {way}", end="", file=sys.stderr)
             server = Server(way.split()[0])
             load(server, way, size=small)
-            found = load(server, way, check=True)
-            right = found["checksum"] == expected[server.library]
-            peaks[way] = f"{found['peak'] / found['own']:.2f}" + " WRONG VALUES" * (not right)
+            answer = load(server, way, check=True)
+            is_right = answer["checksum"] == expected[server.library]
+            peaks[way] = f"{answer['peak'] / answer['own']:.2f}" + " WRONG VALUES" * (not is_right)
             server.close()
         print("\r\x1b[K", end="", file=sys.stderr)
         servers |= {library: Server(library) for library in args.library if "load" in args.only}
     if "load" in args.only:
         for way in LOADS:
-            if selected(way, args):
+            if is_selected(way, args):
                 load(servers[way.split()[0]], way, size=small)
-        found = rounds(LOADS, args, lambda way: times(load(servers[way.split()[0]], way)))
-        show(
+        loads = run_selected(LOADS, args, lambda way: get_times(load(servers[way.split()[0]], way)))
+        print_table(
             "load on another mesh, from the page cache",
-            found,
-            size_of(total),
+            loads,
+            count_bytes(total),
             ("jax orbax", "jax orbax zarr3", "torch DCP"),
             {way: f"   peak {peak}" for way, peak in peaks.items()},
         )
         if args.publish:
-            publish(args, about, saved, found, peaks)
+            publish(args, about, saved, loads, peaks)
     else:
         print("\n".join(f"{way:<18}   peak {peak}" for way, peak in peaks.items()))
     for each in servers.values():

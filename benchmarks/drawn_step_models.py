@@ -1,4 +1,4 @@
-"""Models of everyday families in drawn sizes, and drawn maps for them, on 2 to 64 devices, for `step_cost.py`."""
+"""Draw common models in random sizes, and layout maps for them, on 2 to 64 devices, for `step_cost.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MESHES = ((2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (4, 4), (8, 4), (16, 1), (8, 8
 
 
 def draw(seed):
-    """Return a model's name and facts in a line, what makes it, its layout map and the options of a count."""
+    """Return a description of a random model, its maker, its layout map, and the options of `lm.lower_step`."""
     numbers = random.Random(seed)
     name = (*KERAS, *FLAX)[seed % (len(KERAS) + len(FLAX))]
     data, model = numbers.choice(MESHES)
@@ -29,26 +29,26 @@ def draw(seed):
     if name in FLAX:
         import optax
 
-        make, inputs = flax(name, rows, sizes, dtype.removeprefix("mixed_"))
+        make, inputs = draw_nnx_model(name, rows, sizes, dtype.removeprefix("mixed_"))
         library, optimizer = "jax", numbers.choice((optax.adamw(1e-3), optax.sgd(1e-3)))
     else:
         os.environ["KERAS_BACKEND"] = "jax"
         import keras
 
         keras.config.set_dtype_policy(dtype)
-        make, inputs = keras_model(name, rows, sizes)
+        make, inputs = draw_keras_model(name, rows, sizes)
         library, optimizer = "keras", numbers.choice(("adamw", "sgd", "adafactor"))
-    layout_map, how = drawn_map(make, inputs, library, (data, model), numbers)
+    layout_map, kind = draw_map(make, inputs, library, (data, model), numbers)
     facts = " ".join(f"{key} {value}" for key, value in sizes.items())
     options = {"inputs": inputs, "batch_dim": "data", "optimizer": optimizer, "library": library}
-    return f"{name} {seed}, {data}x{model}, {how}, {dtype}, {rows} rows, {facts}", make, layout_map, options
+    return f"{name} {seed}, {data}x{model}, {kind}, {dtype}, {rows} rows, {facts}", make, layout_map, options
 
 
-def drawn_map(make, inputs, library, grid, numbers):
-    """A map that someone would try, or one whose rules are drawn, and what it is."""
+def draw_map(make, inputs, library, grid, numbers):
+    """Return a common layout map, or one with random rules, and its kind."""
     import layoutmap as lm
+    from layoutmap.testing.models import maps
     from layoutmap.testing.models.choices import Choices
-    from layoutmap.testing.models.maps import Devices, draw_map
 
     mesh = lm.Mesh(None, f"data={grid[0]},model={grid[1]}")
     plan = lm.plan(make, lm.LayoutMap(mesh, rest="replicated"), inputs=inputs, library=library)
@@ -57,47 +57,47 @@ def drawn_map(make, inputs, library, grid, numbers):
         for each in plan.assignments
         if each.variable.kind == "weight" and each.variable.parent is None
     }
-    how = numbers.choice(
+    kind = numbers.choice(
         ("data parallel", "fully sharded", "alternating", "alternating, fully sharded", "drawn")
     )
     rules, uneven = {}, "error"
-    if how == "drawn":
+    if kind == "drawn":
         text = ",".join(f"{each.name}={each.size}" for each in mesh.mesh_dims)
-        drawn = draw_map(Choices(numbers.randrange), shapes, {}, Devices(mesh.size, mesh=text))
+        drawn = maps.draw_map(Choices(numbers.randrange), shapes, {}, maps.Devices(mesh.size, mesh=text))
         rules, uneven = dict(drawn.rules), drawn.uneven
     else:
         turn = 0
         for path, shape in shapes.items():
             specs = [None] * len(shape)
-            if len(shape) > 1 and how.startswith("alternating"):
+            if len(shape) > 1 and kind.startswith("alternating"):
                 axis = (len(shape) - 1, len(shape) - 2)[turn % 2]
                 turn += 1
                 if shape[axis] % grid[1] == 0:
                     specs[axis] = "model"
-            if len(shape) > 1 and how.endswith("fully sharded"):
+            if len(shape) > 1 and kind.endswith("fully sharded"):
                 free = [n for n, size in enumerate(shape) if specs[n] is None and size % grid[0] == 0]
                 if free:
                     specs[max(free, key=lambda n: shape[n])] = "data"
             rules[f"{path.replace('.', '[.]')}$"] = tuple(specs)
-    return lm.LayoutMap(mesh, rules, uneven=uneven, rest="replicated"), how
+    return lm.LayoutMap(mesh, rules, uneven=uneven, rest="replicated"), kind
 
 
-def tokens(*shape):
-    """What a model is called with: numbers of words."""
+def make_tokens(*shape):
+    """Return the shape of a batch of token ids."""
     import jax
 
     return jax.ShapeDtypeStruct(shape, "int32")
 
 
-def keras_model(name, rows, sizes):
-    """What makes a model of Keras, and what that is called with."""
+def draw_keras_model(name, rows, sizes):
+    """Return a function that makes a Keras model, and the shapes of its inputs."""
     import jax
     import keras
     import keras_hub
 
     hub, length = keras_hub.models, sizes["length"]
     width = sizes["heads"] * sizes["head"]
-    text = {"token_ids": tokens(rows, length), "padding_mask": tokens(rows, length)}
+    text = {"token_ids": make_tokens(rows, length), "padding_mask": make_tokens(rows, length)}
     common = {"vocabulary_size": sizes["words"], "num_layers": sizes["depth"], "hidden_dim": width}
     grouped = {"num_query_heads": sizes["heads"], "num_key_value_heads": 8}
     if name == "decoder":
@@ -117,8 +117,8 @@ def keras_model(name, rows, sizes):
         )
         return make, {
             "encoder_features": jax.ShapeDtypeStruct((rows, 2 * length, 80), "float32"),
-            "decoder_token_ids": tokens(rows, 64),
-            "decoder_padding_mask": tokens(rows, 64),
+            "decoder_token_ids": make_tokens(rows, 64),
+            "decoder_padding_mask": make_tokens(rows, 64),
         }
     if name == "vit":
         make = partial(
@@ -140,22 +140,22 @@ def keras_model(name, rows, sizes):
             dropout=0.0,
             **common,
         )
-        return make, {**text, "segment_ids": tokens(rows, length)}
+        return make, {**text, "segment_ids": make_tokens(rows, length)}
 
-    def convolutions():
-        x = given = keras.Input((64, 64, 8))
+    def make_convolutions():
+        x = inputs = keras.Input((64, 64, 8))
         for _ in range(sizes["depth"]):
             y = keras.layers.Conv2D(sizes["head"], 3, padding="same")(x)
             y = keras.layers.BatchNormalization()(y)
             y = keras.layers.Activation("relu")(y)
             x = keras.layers.Add()([x, y]) if x.shape == y.shape else y
-        return keras.Model(given, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
+        return keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
 
-    return convolutions, jax.ShapeDtypeStruct((rows, 64, 64, 8), "float32")
+    return make_convolutions, jax.ShapeDtypeStruct((rows, 64, 64, 8), "float32")
 
 
-def flax(name, rows, sizes, dtype):
-    """What makes a module of flax.nnx, and what that is called with."""
+def draw_nnx_model(name, rows, sizes, dtype):
+    """Return a function that makes a module of flax.nnx, and the shape of its input."""
     import jax
     from flax import nnx
 
@@ -198,6 +198,6 @@ def flax(name, rows, sizes, dtype):
             return (self.left(self.users(ids)) * self.right(self.items(ids))).sum(-1)
 
     if name == "towers":
-        return lambda: Towers(nnx.Rngs(0)), tokens(64 * rows)
-    made = Scanned if name == "scan" else Blocks
-    return lambda: made(nnx.Rngs(0)), jax.ShapeDtypeStruct((rows, sizes["length"], width), dtype)
+        return lambda: Towers(nnx.Rngs(0)), make_tokens(64 * rows)
+    kind = Scanned if name == "scan" else Blocks
+    return lambda: kind(nnx.Rngs(0)), jax.ShapeDtypeStruct((rows, sizes["length"], width), dtype)

@@ -1,15 +1,13 @@
-"""Seconds to build a model whose weights are read or set one by one meanwhile: plain Keras, a scope, a plan.
+"""Time building a model while its weights are read or set one by one: in Keras alone, in a scope, and in a plan.
 
 python benchmarks/early.py [--layers 100 200 400]
 
-Each must grow as the number of layers does: the path of one weight is found by itself.
+Each time must grow linearly with the number of layers, because the library finds the path of one weight alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +17,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import keras
 import numpy as np
+from measure import make_parser, time_call
 
 import layoutmap as lm
 
@@ -29,16 +28,18 @@ Use = Callable[[Any], Any]
 
 
 def read(layer: Any) -> None:
+    """Read all weights of a layer."""
     for weight in layer.weights:
         np.asarray(weight)
 
 
 def assign(layer: Any) -> None:
+    """Set all weights of a layer."""
     layer.set_weights(VALUES)
 
 
 class Stack(keras.layers.Layer):
-    """Layers in a list, built by the layer that holds them."""
+    """A layer that builds its list of dense layers."""
 
     def __init__(self, count: int, use: Use):
         super().__init__(name="stack")
@@ -56,7 +57,8 @@ class Stack(keras.layers.Layer):
         return x
 
 
-def functional(count: int, use: Use) -> Any:
+def make_functional(count: int, use: Use) -> Any:
+    """Return a functional model, and use each layer when it is built."""
     x = inputs = keras.Input((SIZE,))
     for number in range(count):
         layer = keras.layers.Dense(SIZE, name=f"d{number}")
@@ -65,41 +67,36 @@ def functional(count: int, use: Use) -> Any:
     return keras.Model(inputs, x)
 
 
-def stacked(count: int, use: Use) -> Any:
+def make_stacked(count: int, use: Use) -> Any:
+    """Return a model with one layer that builds and uses all others."""
     return keras.Sequential([keras.Input((SIZE,)), Stack(count, use)])
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def scoped(make: Callable[[], Any], layout_map: lm.LayoutMap) -> None:
+def build_in_scope(make: Callable[[], Any], layout_map: lm.LayoutMap) -> None:
+    """Build a model in the scope of a layout map."""
     with layout_map.scope():
         make()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[100, 200, 400])
     counts = parser.parse_args().layers
     layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {r".*kernel": (None, "model")})
-    scoped(lambda: functional(2, read), layout_map)  # what is compiled once
+    build_in_scope(lambda: make_functional(2, read), layout_map)  # compiles the shared programs
     print(f"{'':<24} {'layers':>7} {'plain':>8} {'scope':>8} {'plan':>8} {'scope/plain':>12}")
-    for maker in (functional, stacked):
+    for name, maker in (("functional", make_functional), ("stacked", make_stacked)):
         for use in (read, assign):
             for count in counts:
 
                 def make(maker: Any = maker, count: int = count, use: Use = use) -> Any:
                     return maker(count, use)
 
-                plain, in_scope = seconds(make), seconds(lambda make=make: scoped(make, layout_map))
-                planned = seconds(lambda make=make: lm.plan(make, layout_map))
-                times = f"{plain:8.2f} {in_scope:8.2f} {planned:8.2f} {in_scope / plain:12.1f}"
-                print(f"{maker.__name__ + ', ' + use.__name__:<24} {count:7} {times}", flush=True)
+                alone, _ = time_call(make)
+                in_scope, _ = time_call(lambda make=make: build_in_scope(make, layout_map))
+                planned, _ = time_call(lambda make=make: lm.plan(make, layout_map))
+                times = f"{alone:8.2f} {in_scope:8.2f} {planned:8.2f} {in_scope / alone:12.1f}"
+                print(f"{name + ', ' + use.__name__:<24} {count:7} {times}", flush=True)
 
 
 if __name__ == "__main__":

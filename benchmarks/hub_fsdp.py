@@ -1,11 +1,11 @@
-"""What it costs to shard weights over the dim of batches, too: the collectives in the compiled training step, counted.
+"""Count the collectives that sharding weights over the batch dim adds to the compiled training step.
 
     python benchmarks/hub_fsdp.py
 
-Llama of keras-hub, 2 blocks of width 256, under its preset on 8 simulated devices: sharded over
-`model`; over both dims, without and with the preset's rules for activations; and over the dim of
-batches alone. A batch is 64 x 128 tokens. The MiB of the collectives' outputs on a device are
-printed next to those of the weights that it holds. Nothing is run.
+The model is a Llama of keras-hub, 2 blocks of width 256, under its preset on 8 simulated devices. Its
+weights are sharded over `model`, over both dims without and with the preset's rules for activations,
+and over the batch dim alone. A batch is 64 x 128 tokens. The benchmark prints the MiB of the
+collectives' outputs on one device next to the MiB of its weights. It runs no step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import warnings
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub looks for TensorFlow, which then talks
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub imports TensorFlow, which logs
 
 import keras
 import keras_hub
 import numpy as np
-from activations import collectives
+from activations import count_collectives
 
 import layoutmap as lm
 
@@ -58,11 +58,11 @@ def main() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lm.LayoutMapWarning)
             model = layout_map.build(make_llama, batch_dim="batch")
-        counts, sizes = collectives(model, batch)
-        held = sum(v.value.addressable_shards[0].data.nbytes for v in model.trainable_variables)
+        counts, sizes = count_collectives(model, batch)
+        weight_bytes = sum(v.value.addressable_shards[0].data.nbytes for v in model.trainable_variables)
         kinds = ", ".join(f"{n} {kind} {sizes[kind] / 2**20:.1f} MiB" for kind, n in counts.most_common())
         print(
-            f"{name:<40} {mesh:<15} weights {held / 2**20:.1f} MiB, {counts.total()} collectives "
+            f"{name:<40} {mesh:<15} weights {weight_bytes / 2**20:.1f} MiB, {counts.total()} collectives "
             f"{sum(sizes.values()) / 2**20:.1f} MiB: {kinds}",
             flush=True,
         )

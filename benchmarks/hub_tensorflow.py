@@ -1,13 +1,14 @@
-"""How many families of keras-hub train on TensorFlow, under rules made mechanically, as on one device.
+"""Count the families of keras-hub that train on TensorFlow under generated rules as on one device.
 
     python benchmarks/hub_tensorflow.py                       all families: some hours
-    python benchmarks/hub_tensorflow.py --count 30 --seed 1   thirty of them, drawn
+    python benchmarks/hub_tensorflow.py --count 30 --seed 1   thirty random families
     python benchmarks/hub_tensorflow.py --family OPT --family Phi3
 
-The configurations of `tests/adapters/hub_families.py`: each weight that a mesh of batch=2, model=4 divides has its
-longest axis over "model", and the batch is sharded over "batch". Two steps of SGD with momentum: losses and weights are
-compared with plain Keras on one device. Each family has a process of its own. What plain Keras does not train on
-TensorFlow is counted apart, and so is what on one device differs by more where weights are rounded.
+The models are those of `tests/adapters/hub_families.py`. The rules shard the longest axis of each weight over "model",
+if the mesh of batch=2, model=4 divides it, and the batch over "batch". The losses and weights of two steps of SGD with
+momentum are compared with Keras on one device. Each family runs in its own process. Two kinds of families count
+separately: those that Keras itself cannot train on TensorFlow, and those that differ more on one device after rounding
+the weights.
 """
 
 from __future__ import annotations
@@ -17,23 +18,22 @@ import os
 import random
 import sys
 import warnings
-from pathlib import Path
 
-from families import tell, try_each
+from measure import KERAS_ON_TENSORFLOW, TESTS, make_parser, print_outcome, try_families
 
-ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE, STEPS = 1e-4, 2
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "adapters")]  # the models of the tests
+sys.path += [str(TESTS), str(TESTS / "adapters")]  # for hub_families
 
 
-def child(name: str) -> None:
-    """One family, in this process; prints what came of it as JSON."""
+def try_family(name: str) -> None:
+    """Train one family in this process, and print its outcome."""
     import layoutmap as lm
 
     lm.simulate_devices(8, "tensorflow")
     import hub_families
     import keras
 
+    from layoutmap.adapters.keras import KerasAdapter
     from layoutmap.core.errors import LayoutMapWarning
 
     def make():
@@ -41,13 +41,13 @@ def child(name: str) -> None:
 
     keras.utils.set_random_seed(0)
     try:
-        plain = make()
-        adapter_step(plain, hub_families.batch(plain.backbone))
+        model = make()
+        KerasAdapter().train_step(model, hub_families.batch(model.backbone))
     except Exception as error:
-        tell(name, "not on plain Keras", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        print_outcome(name, "not on plain Keras", f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return
     keras.utils.set_random_seed(0)
-    plain = make()
+    unsharded = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LayoutMapWarning)
         try:
@@ -56,47 +56,39 @@ def child(name: str) -> None:
             )
             keras.utils.set_random_seed(0)
             sharded = rules.build(make, batch_dim="batch", progress=False)
-            worst, _ = hub_families.train(plain, sharded, STEPS)
+            worst, _ = hub_families.train(unsharded, sharded, STEPS)
         except lm.LayoutMapError as error:
-            tell(name, "failed", str(error))
+            print_outcome(name, "failed", str(error))
             return
         except Exception as error:
-            tell(name, "failed", f"not in our words: {type(error).__name__}: {str(error)[:2000]}")
+            print_outcome(name, "failed", f"no LayoutMapError: {type(error).__name__}: {str(error)[:2000]}")
             return
-    told = sorted({str(each.message).splitlines()[0] for each in caught if "step" in str(each.message)})
-    differs = "not comparable" if name in hub_families.NOT_TRAINED else "wrong"
-    tell(name, "trained" if worst < TOLERANCE else differs, f"{worst:.1e}; {'; '.join(told)}")
-
-
-def adapter_step(model, data) -> None:
-    """One step of a plain model."""
-    from layoutmap.adapters.keras import KerasAdapter
-
-    KerasAdapter().train_step(model, data)
+    notes = sorted({str(each.message).splitlines()[0] for each in caught if "step" in str(each.message)})
+    difference = "not comparable" if name in hub_families.NOT_TRAINED else "wrong"
+    print_outcome(name, "trained" if worst < TOLERANCE else difference, f"{worst:.1e}; {'; '.join(notes)}")
 
 
 def main() -> None:
-    """Try families and print a line for each, and how many trained."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Try families, and print a line for each and the number of each outcome."""
+    parser = make_parser(__doc__)
     parser.add_argument("--family", action="append", default=[])
-    parser.add_argument("--count", type=int, help="how many, drawn (default: all)")
+    parser.add_argument("--count", type=int, help="number of random families (default: all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=900, help="how long a family may take")
+    parser.add_argument(
+        "--seconds", type=float, default=900, help="time limit of a family (default: %(default)s)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        child(asked.child)
+    args = parser.parse_args()
+    if args.child:
+        try_family(args.child)
         return
     os.environ["KERAS_BACKEND"] = "tensorflow"
     import hub_families
 
-    names = asked.family or random.Random(asked.seed).sample(
+    names = args.family or random.Random(args.seed).sample(
         sorted(hub_families.FAMILIES), k=len(hub_families.FAMILIES)
     )
-    environment = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    try_each(names[: asked.count], (), environment, asked.seconds)
+    try_families(names[: args.count], (), KERAS_ON_TENSORFLOW, args.seconds)
 
 
 if __name__ == "__main__":

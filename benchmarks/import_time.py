@@ -1,37 +1,30 @@
-"""How long `import layoutmap` takes, compared with `import numpy`, which it loads only when arrays come in.
+"""Compare the time of `import layoutmap` with `import numpy`, which layoutmap imports only for arrays.
 
     python benchmarks/import_time.py --rounds 15
 
-Each measurement is a fresh process; the time of a process that imports nothing is taken off.
+Each measurement is a fresh process. The time of a process that imports nothing is subtracted.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
-import time
+
+from measure import make_parser, run_rounds, time_call
 
 
-def seconds(statement: str) -> float:
-    """How long a fresh process takes for a statement."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", statement], check=True)
-    return time.perf_counter() - start
+def time_statement(statement: str) -> float:
+    """Return the seconds that a fresh process takes for a statement."""
+    return time_call(lambda: subprocess.run([sys.executable, "-c", statement], check=True))[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     rounds = parser.parse_args().rounds
     statements = ("pass", "import numpy", "import layoutmap")
-    times: dict[str, list[float]] = {statement: [] for statement in statements}
-    for _ in range(rounds):
-        for statement in statements:
-            times[statement].append(seconds(statement))
+    times = run_rounds(statements, rounds, time_statement)
     nothing = statistics.median(times["pass"])
     print(f"{rounds} rounds, medians, less the {1000 * nothing:.0f} ms of a process that does nothing")
     for statement in statements[1:]:

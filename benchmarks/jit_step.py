@@ -1,18 +1,17 @@
-"""What a step under `lm.jit_step` costs beside one that is written by hand.
+"""Compare a step under `lm.jit_step` with a step that uses `jax.jit` and shardings directly.
 
-    python benchmarks/jit_step.py                     12 drawn sizes and meshes: some minutes
-    python benchmarks/jit_step.py --draw 30 --seed 5  others
-    python benchmarks/jit_step.py --nnx               modules of flax.nnx, changed in place
+    python benchmarks/jit_step.py                     12 random sizes and meshes: some minutes
+    python benchmarks/jit_step.py --draw 30 --seed 5  30 others
+    python benchmarks/jit_step.py --nnx               modules of flax.nnx that the step changes in place
 
-By hand: `jax.jit` with the `NamedSharding`s of all results, donation, and `jax.device_put` of the batch; for nnx the
-same with `nnx.split` before the first step and no module at all between two steps, and `nnx.jit`, which keeps no
-layouts. The same MLP blocks, AdamW, layouts and batches, on 8 simulated devices, in one process: the ways take turns, a
-step each, and each step is waited for. The first steps compile and are not counted. A ratio is that of medians.
+"by hand" is `jax.jit` with donation, the `NamedSharding`s of all results, and `jax.device_put` of the batch. "by hand,
+split" is the same for nnx, with `nnx.split` before the first step and no module between steps. `nnx.jit` keeps no
+layouts. All methods use the same MLP blocks, AdamW, layouts, and batches on 8 simulated devices in one process. They
+take turns, one synchronous step each. The first steps compile and do not count. A ratio is a ratio of medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -24,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from drawn_sizes import draw, spread
 from jax.sharding import NamedSharding, PartitionSpec
+from measure import describe_ratios, draw_sizes, make_parser, time_call
 
 import layoutmap as lm
 
@@ -37,10 +36,11 @@ SIZES = {
 }
 SPECS = {"up": (None, "model"), "down": ("model", None), "bias": (None,), "scale": (None,)}
 SECONDS = 20.0
-"""How long a size is measured at most; large ones take fewer steps than asked for."""
+"""Time limit of each size. Large sizes take fewer steps than `--steps`."""
 
 
-def shapes_of(width: int, blocks: int) -> list[dict[str, tuple[int, ...]]]:
+def list_shapes(width: int, blocks: int) -> list[dict[str, tuple[int, ...]]]:
+    """Return the parameter shapes of each block."""
     block = {"up": (width, 4 * width), "bias": (4 * width,), "down": (4 * width, width), "scale": (width,)}
     return [block] * blocks
 
@@ -51,8 +51,8 @@ def forward(params, x):
     return x
 
 
-def pytrees(width: int, blocks: int, mesh: str):
-    """The ways to step with a pytree of parameters, by name: each a function of a batch."""
+def make_pytree_steps(width: int, blocks: int, mesh: str):
+    """Return the step of each method for a pytree of parameters, as a function of a batch."""
     tx = optax.adamw(1e-3)
     layout_map = lm.LayoutMap(lm.create_mesh(mesh))
 
@@ -71,11 +71,11 @@ def pytrees(width: int, blocks: int, mesh: str):
                 )
                 for name, shape in block.items()
             }
-            for block in shapes_of(width, blocks)
+            for block in list_shapes(width, blocks)
         ]
         return params, layout_map.build_optimizer(tx, params)
 
-    def stepping(compiled, place=lambda x: x):
+    def bind_state(compiled, place=lambda x: x):
         params, state = start()
 
         def run(x):
@@ -88,13 +88,13 @@ def pytrees(width: int, blocks: int, mesh: str):
     shardings = jax.tree.map(lambda a: a.sharding, start())
     mesh = shardings[0][0]["up"].mesh
     rows, scalar = NamedSharding(mesh, PartitionSpec("batch", None)), NamedSharding(mesh, PartitionSpec())
-    by_hand = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, scalar))
-    ours = lm.jit_step(step, donate_argnums=(0, 1), batch_dim="batch")
-    return {"by hand": stepping(by_hand, lambda x: jax.device_put(x, rows)), "jit_step": stepping(ours)}
+    explicit = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, scalar))
+    own = lm.jit_step(step, donate_argnums=(0, 1), batch_dim="batch")
+    return {"by hand": bind_state(explicit, lambda x: jax.device_put(x, rows)), "jit_step": bind_state(own)}
 
 
-def modules(width: int, blocks: int, mesh: str):
-    """The ways to step with modules of nnx, by name."""
+def make_module_steps(width: int, blocks: int, mesh: str):
+    """Return the step of each method for modules of nnx, as a function of a batch."""
     from flax import nnx
 
     class Block(nnx.Module):
@@ -104,7 +104,7 @@ def modules(width: int, blocks: int, mesh: str):
 
     class Net(nnx.Module):
         def __init__(self):
-            self.blocks = nnx.List([Block(shapes) for shapes in shapes_of(width, blocks)])
+            self.blocks = nnx.List([Block(shapes) for shapes in list_shapes(width, blocks)])
 
         def __call__(self, x):
             return forward([{name: getattr(b, name)[...] for name in SPECS} for b in self.blocks], x)
@@ -124,7 +124,7 @@ def modules(width: int, blocks: int, mesh: str):
             variable.set_raw_value(lm.dtensor.relayout(values, lm.Layout(SPECS[path[-1]], layout_map.mesh)))
         return model, layout_map.build_optimizer(tx, model)
 
-    def in_place(compiled, place=lambda x: x):
+    def bind_module(compiled, place=lambda x: x):
         model, optimizer = start()
         return lambda x: compiled(model, optimizer, place(x))
 
@@ -133,60 +133,59 @@ def modules(width: int, blocks: int, mesh: str):
     mesh = jax.tree.leaves(shardings)[0].mesh
     rows, scalar = NamedSharding(mesh, PartitionSpec("batch", None)), NamedSharding(mesh, PartitionSpec())
 
-    def pure(state, x):
+    def update_state(state, x):
         model, optimizer = nnx.merge(graphdef, state)
         loss = step(model, optimizer, x)
         return nnx.state((model, optimizer)), loss
 
-    split = jax.jit(pure, donate_argnums=0, out_shardings=(shardings, scalar))
+    split = jax.jit(update_state, donate_argnums=0, out_shardings=(shardings, scalar))
 
-    def by_hand(x):
+    def run_split(x):
         nonlocal state
         state, loss = split(state, jax.device_put(x, rows))
         return loss
 
     return {
-        "by hand, split": by_hand,
-        "jit_step": in_place(lm.jit_step(step, donate_argnums=(0, 1), batch_dim="batch")),
-        "nnx.jit": in_place(nnx.jit(step, donate_argnums=(0, 1)), lambda x: jax.device_put(x, rows)),
+        "by hand, split": run_split,
+        "jit_step": bind_module(lm.jit_step(step, donate_argnums=(0, 1), batch_dim="batch")),
+        "nnx.jit": bind_module(nnx.jit(step, donate_argnums=(0, 1)), lambda x: jax.device_put(x, rows)),
     }
 
 
-def measured(ways, x, steps: int) -> dict[str, float]:
-    """Median milliseconds of a step of each way, taken in turns; they must have the same loss."""
-    losses = [float(run(x)) for run in ways.values()]
+def measure_steps(methods, x, steps: int) -> dict[str, float]:
+    """Return the median milliseconds of a step of each method, and check that all have the same loss."""
+    losses = [float(run(x)) for run in methods.values()]
     assert np.allclose(losses, losses[0], rtol=1e-4), losses
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times: dict[str, list[float]] = {method: [] for method in methods}
     latest = time.perf_counter() + SECONDS
     while len(next(iter(times.values()))) < steps and time.perf_counter() < latest:
-        for way, run in ways.items():  # one step each: what slows the machine down slows all of them
-            start = time.perf_counter()
-            run(x).block_until_ready()
-            times[way].append(1000 * (time.perf_counter() - start))
-    return {way: statistics.median(of) for way, of in times.items()}
+        for method, run in methods.items():  # one step each, so that other load slows all of them
+            seconds, _ = time_call(lambda run=run: run(x).block_until_ready())
+            times[method].append(1000 * seconds)
+    return {method: statistics.median(values) for method, values in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--draw", type=int, default=12, help="how many sizes to draw (default: %(default)s)")
+    parser = make_parser(__doc__)
+    parser.add_argument("--draw", type=int, default=12, help="number of random sizes (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60, help="steps of each way (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each method (default: %(default)s)")
     parser.add_argument("--nnx", action="store_true")
     args = parser.parse_args()
     ratios: dict[str, list[float]] = {}
-    for drawn in draw(args.draw, args.seed, SIZES):
-        x = np.random.default_rng(1).normal(size=(drawn["rows"], drawn["width"])).astype("float32")
-        ways = (modules if args.nnx else pytrees)(drawn["width"], drawn["blocks"], drawn["mesh"])
-        found = measured(ways, x, args.steps)
-        first = next(iter(found.values()))
-        for way, median in found.items():
-            ratios.setdefault(way, []).append(median / first)
-        told = ", ".join(f"{way} {median:.2f} ms ({median / first:.2f})" for way, median in found.items())
-        print(f"{drawn}: {told}", flush=True)
-    for way, of in list(ratios.items())[1:]:
-        print(spread(f"{way}, beside {next(iter(ratios))}", of))
+    for sizes in draw_sizes(args.draw, args.seed, SIZES):
+        x = np.random.default_rng(1).normal(size=(sizes["rows"], sizes["width"])).astype("float32")
+        make_steps = make_module_steps if args.nnx else make_pytree_steps
+        medians = measure_steps(make_steps(sizes["width"], sizes["blocks"], sizes["mesh"]), x, args.steps)
+        first = next(iter(medians.values()))
+        for method, median in medians.items():
+            ratios.setdefault(method, []).append(median / first)
+        cells = ", ".join(
+            f"{method} {median:.2f} ms ({median / first:.2f})" for method, median in medians.items()
+        )
+        print(f"{sizes}: {cells}", flush=True)
+    for method, values in list(ratios.items())[1:]:
+        print(describe_ratios(f"{method}, beside {next(iter(ratios))}", values))
 
 
 if __name__ == "__main__":

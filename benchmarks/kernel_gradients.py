@@ -1,17 +1,17 @@
-"""What grouped convolutions take with the forms in which this library lowers them on JAX, beside XLA's own.
+"""Compare the time of grouped convolutions as this library lowers them on JAX with XLA's own lowering.
 
-    python benchmarks/kernel_gradients.py                 twenty drawn convolutions: 14 minutes on two cores
+    python benchmarks/kernel_gradients.py                 twenty random convolutions: 14 minutes on two cores
     python benchmarks/kernel_gradients.py --seed 7 --count 50
 
-A convolution in groups is drawn (depthwise or not, one or two dimensions, window, stride, dilation, features, rows),
-its batch sharded over `batch` of a mesh of 2 x 4 CPU devices. Timed is one call of its value and the gradients of its
-input and kernel. XLA's own is what JAX compiles without this library: its gradient of the kernel is wrong
-(docs/xla-faults.md). Both take turns in one process; medians of each, then the median and the worst ratio of all.
+Each grouped convolution is random: depthwise or not, one or two dimensions, window, stride, dilation, features, rows.
+Its batch is sharded over `batch` of a mesh of 2 x 4 CPU devices. One call computes its value and the gradients of its
+input and kernel. XLA's own lowering is the one of JAX without this library, and its gradient of the kernel is wrong
+(docs/xla-faults.md). Both take turns in one process. Each line has their medians, and the last line the median and the
+worst of all ratios.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -24,17 +24,18 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from measure import make_parser, time_call
 
 import layoutmap as lm
 
 CALLS = 15
 
 
-def drawn(rng: random.Random) -> dict[str, Any]:
-    """A convolution in groups."""
+def draw_convolution(rng: random.Random) -> dict[str, Any]:
+    """Return the parameters of a random grouped convolution."""
     rank = rng.choice([1, 2, 2])
     groups = rng.choice([2, 4, 8, 32, 64])
-    of_group = rng.choice([1, 1, 2, 4])
+    group_features = rng.choice([1, 1, 2, 4])
     return {
         "rows": rng.choice([8, 16, 32]),
         "size": [rng.choice([8, 14, 28] if rank == 2 else [64, 128, 512])] * rank,
@@ -42,18 +43,18 @@ def drawn(rng: random.Random) -> dict[str, Any]:
         "stride": rng.choice([1, 1, 2]),
         "dilation": rng.choice([1, 1, 2]),
         "groups": groups,
-        "features": groups * of_group,
+        "features": groups * group_features,
     }
 
 
 def make_step(
     *, rows: int, size: list[int], window: list[int], stride: int, dilation: int, groups: int, features: int
 ) -> tuple[Any, list[Any]]:
-    """A new function of value and gradients, and its arrays."""
+    """Return a function that computes the value and gradients of a convolution, and its arrays."""
     rank, space = len(size), "HW"[: len(size)]
     numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
 
-    def loss(x: Any, kernel: Any) -> Any:
+    def compute_loss(x: Any, kernel: Any) -> Any:
         y = jax.lax.conv_general_dilated(
             x,
             kernel,
@@ -68,47 +69,45 @@ def make_step(
     rng = np.random.default_rng(0)
     shapes = ((rows, *size, features), (*window, features // groups, features))
     arrays = [rng.normal(size=shape).astype("float32") for shape in shapes]
-    return jax.jit(jax.value_and_grad(loss, (0, 1))), arrays
+    return jax.jit(jax.value_and_grad(compute_loss, (0, 1))), arrays
 
 
 def place(arrays: list[Any]) -> list[Any]:
+    """Place an input sharded by rows, and a replicated kernel."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("batch", "model"))
     specs = PartitionSpec("batch"), PartitionSpec()
     return [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(arrays, specs, strict=True)]
 
 
-def timed(step: Any, arrays: list[Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(step(*arrays))
-    return (time.perf_counter() - begin) * 1e3
+def measure_milliseconds(step: Any, arrays: list[Any]) -> float:
+    """Return the milliseconds of one step."""
+    return 1e3 * time_call(lambda: jax.block_until_ready(step(*arrays)))[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--seed", type=int, default=int(time.strftime("%Y%m%d")), help="default: today's date"
     )
     parser.add_argument("--count", type=int, default=20)
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    cases = [drawn(rng) for _ in range(options.count)]
-    own = []
-    for case in cases:  # compiled before this library corrects anything
+    cases = [draw_convolution(rng) for _ in range(options.count)]
+    xla_steps = []
+    for case in cases:  # compiles before this library replaces the lowering
         step, arrays = make_step(**case)
-        own.append((step, place(arrays)))
-        timed(*own[-1])
+        xla_steps.append((step, place(arrays)))
+        measure_milliseconds(*xla_steps[-1])
     mesh = lm.create_mesh("batch=2,model=4", device_type="cpu")
     lm.dtensor.relayout(np.zeros(()), lm.Layout.replicated(mesh, 0))
     ratios = []
-    for case, xla in zip(cases, own, strict=True):
-        here = make_step(**case)[0], xla[1]
-        timed(*here)
-        times = [(timed(*here), timed(*xla)) for _ in range(CALLS)]
-        one, other = (statistics.median(each) for each in zip(*times, strict=True))
-        ratios.append(one / other)
-        print(f"{one:8.2f} / {other:8.2f} ms = {ratios[-1]:5.2f}   {case}", flush=True)
+    for case, xla in zip(cases, xla_steps, strict=True):
+        own = make_step(**case)[0], xla[1]
+        measure_milliseconds(*own)  # compiles
+        times = [(measure_milliseconds(*own), measure_milliseconds(*xla)) for _ in range(CALLS)]
+        own_ms, xla_ms = (statistics.median(each) for each in zip(*times, strict=True))
+        ratios.append(own_ms / xla_ms)
+        print(f"{own_ms:8.2f} / {xla_ms:8.2f} ms = {ratios[-1]:5.2f}   {case}", flush=True)
     print(
         f"seed {options.seed}, {len(ratios)} drawn: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}"
     )

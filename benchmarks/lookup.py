@@ -1,16 +1,16 @@
-"""How long a layout map takes to look up every path of a large model.
+"""Compare the time that a layout map takes to look up all paths of a large model with simple loops.
 
     python benchmarks/lookup.py                              100,000 paths, 1,000 rules
     python benchmarks/lookup.py --paths 10000 --rules 200    smaller
-    python benchmarks/lookup.py --kind bare                  rules whose dots are not escaped
+    python benchmarks/lookup.py --kind bare                  rules with unescaped dots
 
-Three ways, taken in turns: this library's index; the plain loop that it stands for (an exact key, then every compiled
-regex in order); and tf_keras's own LayoutMap, if tf_keras is installed. The loops are too slow for all paths: they are
-timed on a random sample, and the time is scaled up, as the table says. The answers of all ways are compared on the
-sample. A time is the median over the rounds; it includes making the index, and not making the map.
+The methods take turns: this library's index, the equivalent "plain loop" (an exact key, then every compiled regex in
+order), and tf_keras's own LayoutMap, if tf_keras is installed. The loops are too slow for all paths, so they run on a
+random sample, and their time is scaled up, as the table says. The answers of all methods are compared on the sample. A
+time is the median over the rounds. It includes building the index, but not creating the map.
 
-tf_keras hands its patterns to `re.match` as text. Python's `re` keeps 512 compiled ones, and with more rules than that
-it compiles each anew for each path: hence the size of that ratio. With --rules 500 it is of another order.
+tf_keras passes its patterns to `re.match` as text. Python's `re` caches 512 compiled patterns. With more rules it
+compiles each one again for each path, which makes that ratio large. With --rules 500 it is much smaller.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import os
 import random
 import re
 import statistics
-import time
 import warnings
+
+from measure import time_call
 
 from layoutmap import Layout, LayoutMap, Mesh
 
@@ -41,16 +42,16 @@ KINDS = {  # each rule is for one block
 
 
 def make_rules(kind: str, count: int) -> list[str]:
-    """So many patterns of one kind, the last for whatever the others leave."""
-    made: dict[str, None] = {}
+    """Return patterns of one kind, and last one for all other paths."""
+    patterns: dict[str, None] = {}
     for i in range(count):
         for leaf in LEAVES:
-            made[KINDS[kind].format(i=i, leaf=leaf if kind == "bare" else re.escape(leaf))] = None
-    return [*list(made)[: count - 1], r".*\.kernel"]
+            patterns[KINDS[kind].format(i=i, leaf=leaf if kind == "bare" else re.escape(leaf))] = None
+    return [*list(patterns)[: count - 1], r".*\.kernel"]
 
 
 def make_paths(count: int, rules: int) -> list[str]:
-    """So many paths, spread evenly over the blocks that have rules of their own."""
+    """Return paths that are spread evenly over the blocks with rules."""
     blocks = max(1, rules // len(LEAVES))
     places = [
         (i % blocks, LEAVES[i // blocks % len(LEAVES)], i // blocks // len(LEAVES)) for i in range(count)
@@ -58,51 +59,45 @@ def make_paths(count: int, rules: int) -> list[str]:
     return [f"model.block_{block}.{leaf}.{part}" for block, leaf, part in places]
 
 
-def seconds(ask, paths: list[str]) -> tuple[float, list[str | None]]:
-    started = time.perf_counter()
-    answers = [ask(path) for path in paths]
-    return time.perf_counter() - started, answers
-
-
-def make_ways(patterns: list[str]) -> dict[str, object]:
-    """For each way a function that makes a fresh `path -> layout`, nothing looked up yet."""
+def make_methods(patterns: list[str]) -> dict[str, object]:
+    """Return for each method a function that makes a new function from paths to layouts."""
     mesh = Mesh([f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(8)], "batch=2,model=4")
     layouts = [Layout(["model", None], mesh), Layout([None, "model"], mesh)]
     rules = {pattern: layouts[i % 2] for i, pattern in enumerate(patterns)}
 
-    def index():
+    def make_index():
         layout_map = LayoutMap(mesh, rules)
         return layout_map.__getitem__
 
-    def loop():
+    def make_loop():
         compiled = [(re.compile(pattern).match, layout) for pattern, layout in rules.items()]
 
-        def ask(path: str):
+        def find(path: str):
             if path in rules:
                 return rules[path]
             return next((layout for match, layout in compiled if match(path)), None)
 
-        return ask
+        return find
 
-    ways: dict[str, object] = {"layoutmap": index, "plain loop": loop}
+    methods: dict[str, object] = {"layoutmap": make_index, "plain loop": make_loop}
     try:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from tensorflow.experimental import dtensor
-            from tf_keras.dtensor.experimental import LayoutMap as TheirMap
+            from tf_keras.dtensor.experimental import LayoutMap as TFKerasLayoutMap
     except ImportError:
-        return ways
+        return methods
 
-    def theirs():
-        layout_map = TheirMap(mesh=None)
-        back = {}
+    def make_tf_keras_map():
+        layout_map = TFKerasLayoutMap(mesh=None)
+        originals = {}
         for pattern, layout in rules.items():
-            layout_map[pattern] = made = dtensor.Layout.from_string(layout.to_string())
-            back[id(made)] = layout
-        return lambda path: back.get(id(layout_map[path]))
+            layout_map[pattern] = copy = dtensor.Layout.from_string(layout.to_string())
+            originals[id(copy)] = layout
+        return lambda path: originals.get(id(layout_map[path]))
 
-    return {**ways, "tf_keras": theirs}
+    return {**methods, "tf_keras": make_tf_keras_map}
 
 
 def main() -> None:
@@ -110,15 +105,13 @@ def main() -> None:
         description=__doc__.split("\n")[0],
         epilog="example: python benchmarks/lookup.py --paths 10000 --rules 200 --kind bare",
     )
-    parser.add_argument("--paths", type=int, default=100_000, help="how many paths to look up (%(default)s)")
-    parser.add_argument("--rules", type=int, default=1_000, help="how many rules the map has (%(default)s)")
+    parser.add_argument("--paths", type=int, default=100_000, help="number of paths to look up (%(default)s)")
+    parser.add_argument("--rules", type=int, default=1_000, help="number of rules of the map (%(default)s)")
     parser.add_argument(
-        "--kind", choices=[*KINDS, "all"], default="all", help="what the rules look like (%(default)s)"
+        "--kind", choices=[*KINDS, "all"], default="all", help="form of the rules (%(default)s)"
     )
-    parser.add_argument(
-        "--sample", type=int, default=300, help="paths on which the loops are timed (%(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="the median of so many is shown (%(default)s)")
+    parser.add_argument("--sample", type=int, default=300, help="number of paths for the loops (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each method (%(default)s)")
     options = parser.parse_args()
 
     print(f"{options.paths:,} paths, {options.rules:,} rules, median of {options.rounds} rounds")
@@ -126,25 +119,26 @@ def main() -> None:
     paths = make_paths(options.paths, options.rules)
     chance = random.Random(0)
     for kind in KINDS if options.kind == "all" else [options.kind]:
-        ways = make_ways(make_rules(kind, options.rules))
-        samples = {way: chance.sample(paths, min(len(paths), options.sample)) for way in ways}
+        methods = make_methods(make_rules(kind, options.rules))
+        samples = {method: chance.sample(paths, min(len(paths), options.sample)) for method in methods}
         if "tf_keras" in samples:
             samples["tf_keras"] = samples["tf_keras"][: max(1, options.sample // 10)]
         samples["layoutmap"] = paths
-        times: dict[str, list[float]] = {way: [] for way in ways}
+        times: dict[str, list[float]] = {method: [] for method in methods}
         for _ in range(options.rounds):
-            asked = {way: make() for way, make in ways.items()}
-            for way, ask in asked.items():
-                took, answers = seconds(ask, samples[way])
-                times[way].append(took * len(paths) / len(samples[way]))
-                assert answers == [asked["layoutmap"](path) for path in samples[way]], (
-                    f"{way} answers differently"
+            finders = {method: make() for method, make in methods.items()}
+            for method, find in finders.items():
+                sample = samples[method]
+                seconds, layouts = time_call(lambda find=find, sample=sample: [find(path) for path in sample])
+                times[method].append(seconds * len(paths) / len(sample))
+                assert layouts == [finders["layoutmap"](path) for path in sample], (
+                    f"{method} answers differently"
                 )
-        ours = statistics.median(times["layoutmap"])
-        for way, all_times in times.items():
+        own = statistics.median(times["layoutmap"])
+        for method, all_times in times.items():
             median = statistics.median(all_times)
-            note = "" if way == "layoutmap" else f"   scaled up from {len(samples[way])} paths"
-            print(f"{kind:<9} {way:<12} {median:>9.2f} {median / ours:>8.1f}x{note}")
+            note = "" if method == "layoutmap" else f"   scaled up from {len(samples[method])} paths"
+            print(f"{kind:<9} {method:<12} {median:>9.2f} {median / own:>8.1f}x{note}")
 
 
 if __name__ == "__main__":

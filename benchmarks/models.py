@@ -1,4 +1,4 @@
-"""The models that the benchmarks build: plain Keras, with layouts for this library and for Keras's ModelParallel."""
+"""Keras models for benchmarks, with rules for this library and for Keras's ModelParallel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import keras
 
 
 class Block(keras.layers.Layer):
-    """A decoder block without its attention's arithmetic: what counts here is its weights and their products."""
+    """A decoder block: attention, then a feed-forward part."""
 
     def __init__(self, width: int, ffn: int, heads: int, name: str):
         super().__init__(name=name)
@@ -49,20 +49,20 @@ class Decoder(keras.Model):
 
 
 MODELS = {
-    # 216 M parameters; of its kernels only the embedding and the head reach the size at which Keras creates sharded.
+    # 216 M parameters. Only the embedding and the head are large enough for Keras to create them sharded.
     "decoder": {"vocabulary": 32_000, "width": 1024, "ffn": 4096, "heads": 16, "blocks": 12},
-    # 316 M parameters; all kernels reach it: 4 bytes x elements x 8 devices >= 250 MiB.
+    # 316 M parameters. All kernels are large enough: 4 bytes x elements x 8 devices >= 250 MiB.
     "wide": {"vocabulary": 2880, "width": 2880, "ffn": 2880, "heads": 16, "blocks": 6},
     "micro": {"vocabulary": 256, "width": 64, "ffn": 256, "heads": 4, "blocks": 2},
     "tiny": {"vocabulary": 1024, "width": 256, "ffn": 1024, "heads": 8, "blocks": 4},
-    # What a step costs besides its arithmetic, and how that grows with the number of operations.
+    # Small models, whose steps show the overhead of each operation.
     **{
         f"blocks-{n}": {"vocabulary": 256, "width": 64, "ffn": 256, "heads": 4, "blocks": n}
         for n in (1, 2, 4)
     },
 }
 
-# Path in this library's form -> sharding specs; Keras's own path has the same words joined by slashes.
+# From paths of this library to sharding specs. Keras's own paths join the same words by slashes.
 RULES = {
     r"tokens\.embeddings": ("model", "batch"),
     r"blocks\.\d+\.(query|key|value|up)\.kernel": ("batch", "model"),
@@ -79,9 +79,9 @@ KERAS_RULES = {
 
 
 def make_model(name: str) -> keras.Model:
-    """One of the models, or a decoder of sizes given as JSON; its weights wait for the first call.
+    """Return one of the models, or a decoder with the sizes of a JSON text. The first call creates its weights.
 
-    `mlp` is two dense layers and takes numbers.
+    `mlp` has two dense layers, and its inputs are floats.
     """
     if name == "mlp":
         return keras.Sequential(

@@ -1,4 +1,4 @@
-"""Llama in flax.nnx, of any size, as one would write it; for benchmarks."""
+"""A Llama of any size in flax.nnx, for benchmarks."""
 
 from __future__ import annotations
 

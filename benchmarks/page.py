@@ -1,9 +1,9 @@
-"""How large the page of a plan is, and how soon a browser answers on it.
+"""Measure the size of a plan's page, and the response time of a browser on it.
 
     python benchmarks/page.py                  Llama 3.1 of 405 billion parameters with AdamW, on 4,096 devices
 
-The plan is that of benchmarks/hub_plan.py with the optimizer's slots; the page is opened in Debian's chromium, without
-a graphics card. A time is from the first moment of the navigation, or of the click, to the next picture on the screen.
+The plan is that of benchmarks/hub_plan.py with the optimizer's slots. Debian's chromium opens the page without a
+graphics card. A time runs from the start of the navigation, or from the click, to the next frame on the screen.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import hub_plan
+from measure import time_call
 
-# Runs in the page, next to its scripts: waits for the first frame, searches, sorts and selects, each with a frame.
+# This script runs in the page. It waits for the first frame, then searches, sorts, and selects, each until a frame.
 WATCH = """
 const picture = () => new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(performance.now()))));
 window.watched = new Promise((done) => addEventListener("load", async () => {
@@ -50,8 +50,8 @@ OPTIONS = """
 """
 
 
-def write(path: Path) -> None:
-    """The plan, its page, and the page's bytes and seconds compared with those of the table for a notebook."""
+def write_page(path: Path) -> None:
+    """Write the page of the plan, and print its bytes and seconds next to those of the other forms."""
     os.environ["KERAS_BACKEND"] = "jax"
     import layoutmap as lm
     from layoutmap.rules import zoo
@@ -68,15 +68,14 @@ def write(path: Path) -> None:
         ("table of a notebook", plan._repr_html_),
         ("JSON", plan.to_json),
     ):
-        start = time.perf_counter()
-        text = form()
-        print(f"{name:<24} {len(text.encode()):>10,} bytes  {time.perf_counter() - start:.2f} s")
+        seconds, text = time_call(form)
+        print(f"{name:<24} {len(text.encode()):>10,} bytes  {seconds:.2f} s")
         if name == "page":
             path.write_text(text, encoding="utf-8")
 
 
-def read(path: Path, times: int = 7) -> None:
-    """The page in the browser: the first time, and the median of the others."""
+def open_page(path: Path, repeats: int = 7) -> None:
+    """Open the page in the browser, and print the first times and the medians of the others."""
     from selenium import webdriver
 
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
@@ -94,7 +93,7 @@ def read(path: Path, times: int = 7) -> None:
         try:
             driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH})
             times = []
-            for _ in range(times):
+            for _ in range(repeats):
                 driver.get("about:blank")
                 driver.get(path.as_uri())
                 times.append(driver.execute_script("return watched"))
@@ -110,5 +109,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         page = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(folder, "plan.html")
         if not page.exists():
-            write(page)
-        read(page)
+            write_page(page)
+        open_page(page)

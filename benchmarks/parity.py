@@ -1,7 +1,7 @@
-"""Does training in layouts reach the numbers of one device? Every optimizer, on several models and meshes.
+"""Compare sharded training with training on one device, for every optimizer on several models and meshes.
 
-Each case is one `layoutmap.check_parity`: the same model from the same seed, plainly and in layouts, compared in its
-first weights (bit for bit), forward pass, gradients, and the losses and variables of three steps.
+Each case is one `layoutmap.check_parity`. It compares the same model from the same seed, unsharded and sharded: the
+initial weights bit for bit, the forward pass, the gradients, and the losses and variables of three steps.
 
     python benchmarks/parity.py                                 Keras on TensorFlow, all cases
     python benchmarks/parity.py --backend jax                   Keras on JAX; or torch
@@ -10,18 +10,19 @@ first weights (bit for bit), forward pass, gradients, and the losses and variabl
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import time
 import warnings
+from functools import partial
+
+from measure import make_parser, time_call
 
 NUM_DEVICES = 8
 MESHES = ("model=8", "batch=8", "batch=2,model=4", "batch=4,model=2")
 
 
 def set_up(backend):
-    """Keras on a backend with 8 simulated devices; before it is imported."""
+    """Configure a backend of Keras with 8 simulated devices, before Keras is imported."""
     os.environ["KERAS_BACKEND"] = backend
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
@@ -32,8 +33,8 @@ def set_up(backend):
         tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=NUM_DEVICES)
 
 
-def optimizers():
-    """Functions that each make an optimizer, by name."""
+def get_optimizers():
+    """Return a function that makes an optimizer for each name."""
     from keras import optimizers as O
 
     return {
@@ -47,8 +48,8 @@ def optimizers():
     }
 
 
-def models():
-    """For each name a function that makes a model, a batch for it, and rules."""
+def get_models():
+    """Return a function that makes a model, a batch for it, and its rules for each name."""
     import keras
     import numpy as np
 
@@ -80,11 +81,11 @@ def models():
                 x = block(x)
             return self.head(x)
 
-    def mlp():
+    def make_mlp():
         layers = [L.Dense(32, name="d1"), L.BatchNormalization(name="bn"), L.Activation("relu")]
         return keras.Sequential([keras.Input((16,)), *layers, L.Dense(64, name="d2")])
 
-    def embedding():
+    def make_embedding():
         layers = [L.Embedding(32, 16, name="tokens"), L.GlobalAveragePooling1D()]
         layers += [L.Dense(64, name="d1", activation="relu"), L.Dense(8, name="d2")]
         return keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
@@ -105,12 +106,12 @@ def models():
             },
         ),
         "mlp": (
-            mlp,
+            make_mlp,
             (random.normal(size=(8, 16)).astype("float32"), random.integers(0, 64, (8,), "int32")),
             dense | {r"bn\..*": ("model",)},
         ),
         "embedding": (
-            embedding,
+            make_embedding,
             (random.integers(0, 32, (8, 6), "int32"), random.integers(0, 8, (8,), "int32")),
             dense | {r"tokens\.embeddings": ("model", "batch")},
         ),
@@ -118,39 +119,39 @@ def models():
 
 
 def check(model, optimizer, mesh, **options):
-    """The report of one case.
+    """Return the report of one case.
 
     Args:
-        model: A name of `models`.
-        optimizer: A name of `optimizers`.
-        mesh: The mesh, as text. Rules leave out the dims that it does not have.
+        model: A name of `get_models`.
+        optimizer: A name of `get_optimizers`.
+        mesh: The mesh, as text. Rules do not shard over dims that it lacks.
         **options: See `layoutmap.check_parity`.
     """
     import keras
 
     import layoutmap as lm
 
-    make, batch, rules = models()[model]
+    make, batch, rules = get_models()[model]
 
     def make_model():
-        made = make()
-        made.compile(optimizers()[optimizer](), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return made
+        compiled = make()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        compiled.compile(get_optimizers()[optimizer](), loss)
+        return compiled
 
-    on = lm.create_mesh(mesh)
-    specs_here = {p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in rules.items()}
-    batch_dim = "batch" if "batch" in on.dim_names else None
+    devices = lm.create_mesh(mesh)
+    dims = devices.dim_names
+    mesh_rules = {p: tuple(s if s in dims else None for s in specs) for p, specs in rules.items()}
+    batch_dim = "batch" if "batch" in dims else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lm.LayoutMapWarning)
         return lm.check_parity(
-            make_model, lm.LayoutMap(on, specs_here), batch, batch_dim=batch_dim, **options
+            make_model, lm.LayoutMap(devices, mesh_rules), batch, batch_dim=batch_dim, **options
         )
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--backend", choices=("tensorflow", "jax", "torch"), default="tensorflow")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="transformer, mlp, embedding; all")
     parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="all of them if left out")
@@ -161,18 +162,17 @@ def main():
     print(
         f"{'model':<12} {'optimizer':<10} {'mesh':<16} verdict  worst of weights, gradient, steps; left out"
     )
-    for model in args.models or models():
-        for optimizer in args.optimizers or optimizers():
+    for model in args.models or get_models():
+        for optimizer in args.optimizers or get_optimizers():
             for mesh in args.meshes:
-                started = time.perf_counter()
-                report = check(model, optimizer, mesh, raises=False)
+                seconds, report = time_call(partial(check, model, optimizer, mesh, raises=False))
                 total, failed = total + 1, failed + (not report.agrees)
                 worst = ", ".join(f"{report.worst(stage):.1e}" for stage in ("weights", "gradient", "step"))
                 left_out = sum(row.left_out for row in report.rows if row.stage == "step 3")
                 verdict = "agrees " if report.agrees else "DIFFERS"
                 print(
                     f"{model:<12} {optimizer:<10} {mesh:<16} {verdict}  {worst}; {left_out}"
-                    f"   ({time.perf_counter() - started:.1f} s)",
+                    f"   ({seconds:.1f} s)",
                     flush=True,
                 )
     print(f"{total - failed} of {total} agree within 1e-5 on {args.backend}")

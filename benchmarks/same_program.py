@@ -1,9 +1,9 @@
-"""Measure what it costs two processes to compare their programs and their batches.
+"""Measure the time that two processes take to compare their programs and their batches.
 
 python benchmarks/same_program.py [--kinds keras-jax keras-tensorflow keras-torch jit_step torch] [--blocks 12]
 
-Prints the time of the comparison of programs before the first step, the time that a step spends on comparing where its
-batch is compared and where it is not, and the share of both in 10,000 steps of 50 ms.
+The benchmark prints the time of comparing programs before the first step, the time of comparing in a step with and
+without a comparison of batches, and the share of both in 10,000 steps of 50 ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch_processes import measure
+from measure import make_parser, run_process_group
 
 import layoutmap as lm
 from layoutmap.engines import agreement
@@ -28,20 +28,20 @@ RUN_STEPS, STEP_SECONDS = 10_000, 0.05
 RULES = {r".*(query|key|value|up)\.kernel": (None, "model"), r".*(out|down)\.kernel": ("model", None)}
 
 
-def with_keras(blocks: int) -> Callable[[], object]:
-    """A step of `train_on_batch`."""
+def make_keras_step(blocks: int) -> Callable[[], object]:
+    """Return a step of `train_on_batch`."""
     from models import Decoder
 
     with lm.LayoutMap(lm.create_mesh("model=2"), RULES, rest="replicated").scope():
         model = Decoder(1024, WIDTH, 4 * WIDTH, 8, blocks)
         model.compile("adamw", "mse")
     x, y = np.zeros((ROWS, 64), np.int32), np.zeros((ROWS, 64, 1024), np.float32)
-    model.predict_on_batch(x)  # makes the weights
+    model.predict_on_batch(x)  # creates the weights
     return lambda: model.train_on_batch(x, y)
 
 
-def with_jit_step(blocks: int) -> Callable[[], object]:
-    """A step of `lm.jit_step`."""
+def make_jit_step(blocks: int) -> Callable[[], object]:
+    """Return a step of `lm.jit_step`."""
     import jax
 
     rules = {r".*up": (None, "model"), r".*down": ("model", None)}
@@ -55,19 +55,19 @@ def with_jit_step(blocks: int) -> Callable[[], object]:
 
     @lm.jit_step
     def step(params: Any, x: Any) -> Any:
-        def loss(params: Any) -> Any:
+        def compute_loss(params: Any) -> Any:
             out = x
             for block in params:
                 out = out + jax.nn.gelu(out @ block["up"]) @ block["down"]
             return (out**2).mean()
 
-        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(loss)(params))
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, jax.grad(compute_loss)(params))
 
     return lambda: jax.block_until_ready(step(params, np.ones((64 * ROWS, WIDTH), np.float32)))
 
 
-def with_torch(blocks: int) -> Callable[[], object]:
-    """A step of a loop of one's own."""
+def make_torch_step(blocks: int) -> Callable[[], object]:
+    """Return a step of a training loop in torch."""
     import torch
     from torch_models import Decoder
 
@@ -86,13 +86,13 @@ def with_torch(blocks: int) -> Callable[[], object]:
     return step
 
 
-KINDS = {"keras": with_keras, "jit_step": with_jit_step, "torch": with_torch}
+KINDS = {"keras": make_keras_step, "jit_step": make_jit_step, "torch": make_torch_step}
 
 
 class Timer:
-    """Calls a function, and adds up how long its calls take, in seconds.
+    """A function that sums the seconds of its calls.
 
-    A function that gathers waits for the other process, as the step's own collectives would: that is not counted.
+    A call that gathers waits for the other process, as the step's own collectives would. That wait does not count.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_gathering: bool = False):
@@ -111,7 +111,7 @@ class Timer:
 
 
 def join(kind: str) -> None:
-    """Join the other process."""
+    """Connect to the other process."""
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     if kind == "keras-tensorflow":
         os.environ |= {"DTENSOR_JOBS": f"127.0.0.1:{port},127.0.0.1:{port + 1}", "DTENSOR_JOB_NAME": "worker"}
@@ -120,7 +120,7 @@ def join(kind: str) -> None:
 
         dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=1)
         return
-    sys.modules["tensorflow"] = None  # type: ignore[assignment] # Keras imports it to seed it
+    sys.modules["tensorflow"] = None  # type: ignore[assignment] # keeps Keras from importing it
     if kind.endswith("torch"):
         import torch.distributed as dist
 
@@ -131,12 +131,12 @@ def join(kind: str) -> None:
         jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
 
-def child(kind: str, blocks: int) -> dict[str, float]:
-    """Return what one process measures, in milliseconds."""
+def measure_kind(kind: str, blocks: int) -> dict[str, float]:
+    """Return the milliseconds of each comparison in this process."""
     library, _, backend = kind.partition("-")
     os.environ["KERAS_BACKEND"] = backend or "jax"
     programs = Timer(agreement.check_program)
-    # Batches, and the random numbers of torch, are compared by these; a step that is not due counts the call alone.
+    # These compare batches and torch's random numbers. A step that is not due counts count_call alone.
     timers = [
         Timer(agreement.check_alike, is_gathering=True),
         Timer(agreement.checksum),
@@ -158,32 +158,31 @@ def child(kind: str, blocks: int) -> dict[str, float]:
         due.clear()
         step()
         shares[any(due)].append(sum(each.seconds for each in timers) - before)
-    found = {"programs": programs.seconds / max(programs.calls, 1)}
-    found |= {"compared": statistics.median(shares[True]), "not compared": statistics.median(shares[False])}
-    return {name: each * 1e3 for name, each in found.items()}
+    seconds = {"programs": programs.seconds / max(programs.calls, 1)}
+    seconds |= {"compared": statistics.median(shares[True]), "not compared": statistics.median(shares[False])}
+    return {name: each * 1e3 for name, each in seconds.items()}
 
 
 def main() -> None:
-    every = ["keras-jax", "keras-tensorflow", "keras-torch", "jit_step", "torch"]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kinds", nargs="+", default=every, choices=every)
+    kinds = ["keras-jax", "keras-tensorflow", "keras-torch", "jit_step", "torch"]
+    parser = make_parser(__doc__)
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(child(options.child, options.blocks)))
+        print(json.dumps(measure_kind(options.child, options.blocks)))
         return
     schedule = agreement.CallSchedule()
     num_due = sum(schedule.count_call() for _ in range(RUN_STEPS))
     for kind in options.kinds:
-        found = measure(__file__, ["--blocks", str(options.blocks), "--child", kind], 2)
-        spent = num_due * found["compared"] + (RUN_STEPS - num_due) * found["not compared"]
+        milliseconds = run_process_group(__file__, ["--blocks", str(options.blocks), "--child", kind], 2)
+        spent = num_due * milliseconds["compared"] + (RUN_STEPS - num_due) * milliseconds["not compared"]
         print(
-            f"{kind}, {options.blocks} blocks: programs {found['programs']:.1f} ms; a step that is compared "
-            f"{found['compared']:.3f} ms, another {found['not compared']:.4f} ms; {num_due} of {RUN_STEPS} steps of "
-            f"{STEP_SECONDS * 1e3:.0f} ms are compared: {spent / 1e3 / (RUN_STEPS * STEP_SECONDS):.4%}",
+            f"{kind}, {options.blocks} blocks: programs {milliseconds['programs']:.1f} ms; a step that is compared "
+            f"{milliseconds['compared']:.3f} ms, another {milliseconds['not compared']:.4f} ms; {num_due} of "
+            f"{RUN_STEPS} steps of {STEP_SECONDS * 1e3:.0f} ms are compared: "
+            f"{spent / 1e3 / (RUN_STEPS * STEP_SECONDS):.4%}",
             flush=True,
         )
 

@@ -1,15 +1,15 @@
-"""The maps that `lm.search` finds, held against those of experts, and what the search takes.
+"""Compare the layout maps that `lm.search` finds with those of experts, and measure the search.
 
     python benchmarks/search.py                     the published models of the table: a few minutes each
-    python benchmarks/search.py vit whisper         models whose names start so
-    python benchmarks/search.py --draw 50 --seed 1  drawn models: the found map beside the best of all experts
-                                                    maps, each compiled by XLA for H100, which is to be installed
-    python benchmarks/search.py --measure           the order of five maps by cost and by the clock, on 8 CPU devices
+    python benchmarks/search.py vit whisper         models with these prefixes
+    python benchmarks/search.py --draw 50 --seed 1  random models: the found map beside the best map of an
+                                                    expert. XLA compiles each for H100 (install its plugin)
+    python benchmarks/search.py --measure           the order of five maps by cost and by measured time, on 8 CPUs
 
-Models of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`, "building s" the
-part of it in which the model was made, and "CPU s" what it computed, which does not depend on what else the machine
-does. Times of steps are estimates, at the peak of the machine; "recomputing" is a map that needs the activations of
-blocks to be recomputed.
+The models are those of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`,
+"building s" the part of it that makes the model, and "CPU s" its CPU time, which other load does not change. Step times
+are estimates at the peak speed of the machine. "recomputing" marks a map that fits only if blocks recompute their
+activations.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 
+from measure import EIGHT_DEVICES, KERAS_ON_CPU, time_call
+
 CASES = {  # model: machine, batch, memory of a device
     "llama3_8b": ("h100:64", 64, None),
     "llama3_70b": ("v5p:256", 256, 95 * 10**9),
@@ -27,7 +29,7 @@ CASES = {  # model: machine, batch, memory of a device
     "whisper_large_v3": ("h100:64", 256, None),
     "mixtral_8x7b": ("h100:64", 64, None),
 }
-SEQUENCES = {"mixtral_8x7b": 1024}  # more does not fit 64 devices without recomputing activations
+SEQUENCES = {"mixtral_8x7b": 1024}  # longer sequences do not fit 64 devices without recomputing activations
 HEAD = (
     "model",
     "machine",
@@ -39,15 +41,16 @@ HEAD = (
     "best expert",
     "maps",
     "search s",
+    "building s",
+    "CPU s",
 )
-HEAD += ("building s", "CPU s")
 
 
-def inputs_of(name, batch):
-    """What a model is called with."""
+def make_inputs(name, batch):
+    """Return the shapes of a model's inputs."""
     import jax
 
-    def tokens(*shape):
+    def make_tokens(*shape):
         return jax.ShapeDtypeStruct(shape, "int32")
 
     if name.startswith("vit"):
@@ -56,31 +59,30 @@ def inputs_of(name, batch):
         sound = jax.ShapeDtypeStruct((batch, 3000, 128), "float32")
         return {
             "encoder_features": sound,
-            "decoder_token_ids": tokens(batch, 448),
-            "decoder_padding_mask": tokens(batch, 448),
+            "decoder_token_ids": make_tokens(batch, 448),
+            "decoder_padding_mask": make_tokens(batch, 448),
         }
     length = SEQUENCES.get(name, 2048)
-    return {"token_ids": tokens(batch, length), "padding_mask": tokens(batch, length)}
+    return {"token_ids": make_tokens(batch, length), "padding_mask": make_tokens(batch, length)}
 
 
-def child(name):
-    """One row, in this process."""
-    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+def measure_search(name):
+    """Search the map of one model in this process, and print its row as JSON."""
+    os.environ |= KERAS_ON_CPU
     import layoutmap as lm
     from layoutmap.cost import layout_map_search as module
     from layoutmap.rules import zoo
 
     machine, batch, memory = CASES[name]
-    model, inputs = zoo.model(name), inputs_of(name, batch)
+    model, inputs = zoo.model(name), make_inputs(name, batch)
     lower, building = module.lower_step, []
 
-    def timed(*args, **options):
-        begin = time.monotonic()
-        found = lower(*args, **options)
-        building.append(time.monotonic() - begin)
-        return found
+    def lower_timed(*args, **options):
+        seconds, step = time_call(lambda: lower(*args, **options))
+        building.append(seconds)
+        return step
 
-    module.lower_step = timed
+    module.lower_step = lower_timed
     begin, cpu = time.monotonic(), time.process_time()
     try:
         found = lm.search(
@@ -116,9 +118,9 @@ def child(name):
     print(json.dumps({"row": row, "text": str(found)}))
 
 
-def drawn(number, seed):
-    """The found map beside the best map of an expert, for drawn models, each as XLA compiles it for H100."""
-    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+def compare_drawn(number, seed):
+    """Compare the found map with the best map of an expert for random models, as XLA compiles them for H100."""
+    os.environ |= KERAS_ON_CPU
     import warnings
 
     import layoutmap as lm
@@ -128,19 +130,19 @@ def drawn(number, seed):
     warnings.simplefilter("ignore")
     choose, quotients, refused = module.best_compiled, [], {}
 
-    def with_all(outcome, compiled):
+    def compare_all(outcome, compiled):
         found = choose(outcome, compiled)
-        there = {each.cost: each for each in found.experts if each.compiled_bytes is not None}
+        known = {each.cost: each for each in found.experts if each.compiled_bytes is not None}
         limit, seconds = outcome.best.limit, []
         for each in outcome.experts:
             if each.figures is not None:
-                figures = there[each.cost].figures if each.cost in there else compiled(each)
+                figures = known[each.cost].figures if each.cost in known else compiled(each)
                 if figures.peak_bytes <= limit:
                     seconds.append(figures.seconds)
         quotients.append((found.best.figures.seconds / min(seconds), len(seconds)))
         return found
 
-    module.best_compiled = with_all
+    module.best_compiled = compare_all
     for each in range(seed, seed + number):
         library = ("nnx", "keras", "pytree")[each % 3]
         case = models.draw(each, library)
@@ -157,22 +159,21 @@ def drawn(number, seed):
             file=sys.stderr,
             flush=True,
         )
-    found = sorted(quotient for quotient, _ in quotients)
+    ratios = sorted(quotient for quotient, _ in quotients)
     print(
-        f"{len(found)} models, seeds {seed} to {seed + number - 1}: the time of a step beside the best expert's"
+        f"{len(ratios)} models, seeds {seed} to {seed + number - 1}: the time of a step beside the best expert's"
     )
     print(
-        f"worse by over 1 %: {sum(q > 1.01 for q in found)}, better by over 1 %: {sum(q < 0.99 for q in found)}"
+        f"worse by over 1 %: {sum(q > 1.01 for q in ratios)}, better by over 1 %: {sum(q < 0.99 for q in ratios)}"
     )
-    print(f"least {found[0]:.3f}, median {found[len(found) // 2]:.3f}, most {found[-1]:.3f}")
-    for what, times in refused.items():
-        print(f"not searched, {times}: {what}")
+    print(f"least {ratios[0]:.3f}, median {ratios[len(ratios) // 2]:.3f}, most {ratios[-1]:.3f}")
+    for error, times in refused.items():
+        print(f"not searched, {times}: {error}")
 
 
-def measure():
-    """The order of five maps by cost, and by measured steps, on 8 simulated CPU devices."""
-    os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+def compare_orders():
+    """Print the order of five maps by cost and by measured steps, on 8 simulated CPU devices."""
+    os.environ |= KERAS_ON_CPU | EIGHT_DEVICES
     import jax
     import jax.numpy as jnp
     import optax
@@ -231,10 +232,10 @@ def measure():
 
         @nnx.jit
         def step(model, x):
-            def loss(model):
+            def compute_loss(model):
                 return (model(x) ** 2).mean()
 
-            gradients = nnx.grad(loss)(model)
+            gradients = nnx.grad(compute_loss)(model)
             nnx.update(model, jax.tree.map(lambda w, g: w - 1e-3 * g, nnx.state(model, nnx.Param), gradients))
 
         clock = []
@@ -252,13 +253,13 @@ def measure():
 
 
 def main(arguments):
-    """Print a row for each model, or both orders."""
+    """Print a row for each model, or run one of the options."""
     if arguments[:1] == ["--child"]:
-        return child(arguments[1])
+        return measure_search(arguments[1])
     if arguments[:1] == ["--measure"]:
-        return measure()
+        return compare_orders()
     if arguments[:1] == ["--draw"]:
-        return drawn(int(arguments[1]), int(arguments[3]))
+        return compare_drawn(int(arguments[1]), int(arguments[3]))
     print("\t".join(HEAD), flush=True)
     for name in CASES:
         if arguments and not name.startswith(tuple(arguments)):
@@ -267,9 +268,9 @@ def main(arguments):
         if done.returncode:
             print(f"{name}\tfailed\n{done.stderr[-2000:]}", flush=True)
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        print("\t".join(found.get("row", [name])), flush=True)
-        print("\n" + found["text"] + "\n", flush=True)
+        result = json.loads(done.stdout.splitlines()[-1])
+        print("\t".join(result.get("row", [name])), flush=True)
+        print("\n" + result["text"] + "\n", flush=True)
     return None
 
 

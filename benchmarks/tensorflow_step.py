@@ -1,17 +1,17 @@
-"""What creating a model and training it costs on TensorFlow's DTensor, compared with plain Keras on one device.
+"""Compare creating and training a model on TensorFlow's DTensor with Keras on one device.
 
     python benchmarks/tensorflow_step.py                          all models, 3 rounds: some minutes
     python benchmarks/tensorflow_step.py --model mlp --rounds 5
     python benchmarks/tensorflow_step.py --model blocks-1 --model blocks-2 --jit-compile no
-    python benchmarks/tensorflow_step.py --drawn 10 --seed 36     models and maps that a seed draws
+    python benchmarks/tensorflow_step.py --drawn 10 --seed 36     random models and maps
 
-Two ways, each in a fresh process, taken in turns: plain Keras, and this library on 8 simulated devices in a 2x4 mesh,
-which share the cores that plain Keras has for itself. The same model, weights, batch and optimizer; the losses are
-compared. `mlp` is two dense layers, `blocks-N` a decoder of N blocks, width 64, 32 tokens, 8 rows.
+The methods are "plain Keras", unsharded on one device, and this library on 8 simulated devices in a 2x4 mesh, which
+share the same cores. They take turns, each in a fresh process, with the same model, weights, batch, and optimizer.
+Their losses are compared. `mlp` has two dense layers. `blocks-N` is a decoder of N blocks, width 64, 32 tokens, 8 rows.
 
-"create" runs from the first line of the model to its weights being there; imports are not counted. "first step" is the
-first `train_on_batch`, which traces and compiles; "step" is the median over epochs of `fit`, by its 20 steps, after an
-epoch that is not counted. Drawn models take both ways in one process, an epoch of each in turns.
+"create" runs from the first line of the model until its weights exist, without imports. "first step" is the first
+`train_on_batch`, which traces and compiles. "step" is the median time of an epoch of `fit`, divided by its 20 steps,
+after one epoch that does not count. With `--drawn`, both methods run in one process and take turns by epochs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from create import MESH, measure, preload
-from drawn_sizes import spread
+from create import MESH, import_adapters
+from measure import describe_ratios, format_spread, make_parser, run_method, run_rounds
 
 METHODS = ("plain Keras", "layoutmap")
 MODEL_NAMES = ("mlp", "blocks-1", "blocks-2", "blocks-4")
@@ -34,8 +33,8 @@ BATCH, LENGTH, STEPS, EPOCHS = 8, 32, 20, 5
 JIT_COMPILE = {"auto": "auto", "yes": True, "no": False}
 
 
-def child(method: str, model_name: str, jit_compile: str) -> None:
-    """One measurement, in this process; prints it as JSON."""
+def measure_method(method: str, model_name: str, jit_compile: str) -> None:
+    """Create and train one model in this process, and print the measurements as JSON."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -43,7 +42,7 @@ def child(method: str, model_name: str, jit_compile: str) -> None:
 
     if method == "layoutmap":
         tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
-        preload("tensorflow")
+        import_adapters("tensorflow")
     import layoutmap as lm
 
     random = np.random.default_rng(0)
@@ -53,8 +52,7 @@ def child(method: str, model_name: str, jit_compile: str) -> None:
         text = random.integers(0, 256, (BATCH, LENGTH + 1), "int32")
         x, y = text[:, :-1], text[:, 1:]
     keras.utils.set_random_seed(0)
-    # What a process does once is no part of what a model costs: making its devices, and on the mesh the check that
-    # steps are computed right.
+    # The first DVariable of a process creates the devices and checks the mesh, so create one before the timer starts.
     if method == "layoutmap":
         lm.DVariable(np.zeros(8, "float32"), layout=lm.Layout(["model"], lm.create_mesh(MESH)))
 
@@ -87,8 +85,8 @@ def child(method: str, model_name: str, jit_compile: str) -> None:
     )
 
 
-def drawn_child(seed: int) -> None:
-    """One drawn model in its drawn map, beside the plain one in this process; prints the seconds of steps as JSON."""
+def measure_drawn_model(seed: int) -> None:
+    """Train a random model unsharded and sharded in this process, and print the seconds of a step as JSON."""
     import tensorflow as tf
 
     tf.experimental.dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
@@ -99,34 +97,36 @@ def drawn_child(seed: int) -> None:
 
     case = models.draw(seed).with_sgd
     keras.utils.set_random_seed(0)
-    plain = case.make_model()
+    unsharded = case.make_model()
     keras.utils.set_random_seed(0)
-    mapped = case.layout_map.build(case.make_model, inputs=case.batch[0], batch_dim=case.map.batch_dim)
+    sharded = case.layout_map.build(case.make_model, inputs=case.batch[0], batch_dim=case.map.batch_dim)
     rows = len(keras.tree.flatten(case.batch)[0])
     batch = keras.tree.map_structure(lambda part: np.concatenate([part] * STEPS), case.batch)
     times: list[list[float]] = [[], []]
     losses: list[list[float]] = [[], []]
     for _ in range(1 + EPOCHS):
-        for number, model in enumerate((plain, mapped)):
+        for number, model in enumerate((unsharded, sharded)):
             start = time.perf_counter()
             fitted = model.fit(*batch, batch_size=rows, shuffle=False, verbose=0)
             times[number].append((time.perf_counter() - start) / STEPS)
             losses[number] += fitted.history["loss"]
-    own, ours = (statistics.median(each[1:]) for each in times)
-    count = collectives(lambda: mapped.fit(*batch, batch_size=rows, shuffle=False, verbose=0)) / 8 / STEPS
-    print(json.dumps({"steps": [own, ours], "collectives": count, "losses": losses}))
+    medians = [statistics.median(each[1:]) for each in times]
+    count = (
+        count_collectives(lambda: sharded.fit(*batch, batch_size=rows, shuffle=False, verbose=0)) / 8 / STEPS
+    )
+    print(json.dumps({"steps": medians, "collectives": count, "losses": losses}))
 
 
-def collectives(run: Callable[[], object]) -> int:
-    """How many collectives devices take part in, counted by TensorFlow's profiler."""
+def count_collectives(run: Callable[[], object]) -> int:
+    """Return the number of collectives on all devices, from TensorFlow's profiler."""
     import tensorflow as tf
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     with tempfile.TemporaryDirectory() as folder:
         with tf.profiler.experimental.Profile(folder):
             run()
-        (found,) = Path(folder).rglob("*.xplane.pb")
-        space = xplane_pb2.XSpace.FromString(found.read_bytes())
+        (trace,) = Path(folder).rglob("*.xplane.pb")
+        space = xplane_pb2.XSpace.FromString(trace.read_bytes())
     return sum(
         ":Collective" in plane.event_metadata[event.metadata_id].name
         for plane in space.planes
@@ -135,84 +135,76 @@ def collectives(run: Callable[[], object]) -> int:
     )
 
 
-def drawn(count: int, seed: int) -> None:
-    """Drawn models, and the median and the worst of their ratios, and what a collective takes."""
+def report_drawn(count: int, seed: int) -> None:
+    """Print the ratios of random models, and the time of a collective by linear regression."""
     ratios: list[float] = []
     counts: list[float] = []
-    more: list[float] = []
+    overheads: list[float] = []
     for number in range(seed, seed + count):
-        told = measure(str(number), "mlp", "--drawn-child", __file__, "tensorflow")
-        own, ours = told["steps"]
-        ratios.append(ours / own)
-        counts.append(told["collectives"])
-        more.append(1000 * (ours - own))
-        milliseconds = f"{1000 * ours:.1f} / {1000 * own:.1f} ms = {ratios[-1]:.1f}"
+        result = run_method(__file__, str(number), "mlp", flag="--drawn-child", backend="tensorflow")
+        unsharded, sharded = result["steps"]
+        ratios.append(sharded / unsharded)
+        counts.append(result["collectives"])
+        overheads.append(1000 * (sharded - unsharded))
+        milliseconds = f"{1000 * sharded:.1f} / {1000 * unsharded:.1f} ms = {ratios[-1]:.1f}"
         print(f"{number}: {milliseconds}, {counts[-1]:.0f} collectives", flush=True)
-    print(spread("a step", ratios))
-    (each, none), fits = statistics.linear_regression(counts, more), statistics.correlation(counts, more)
+    print(describe_ratios("a step", ratios))
+    slope, intercept = statistics.linear_regression(counts, overheads)
+    correlation = statistics.correlation(counts, overheads)
     print(
-        f"more than plain Keras: {none:.1f} ms, and {each:.2f} for each collective (correlation {fits:.2f})"
+        f"more than plain Keras: {intercept:.1f} ms, and {slope:.2f} for each collective "
+        f"(correlation {correlation:.2f})"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", choices=MODEL_NAMES, help="may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--jit-compile", choices=JIT_COMPILE, default="auto", help="passed to Keras's compile (auto)"
     )
-    parser.add_argument("--drawn", type=int, help="how many models to draw, in place of --model")
-    parser.add_argument("--seed", type=int, default=0, help="the first model to be drawn")
+    parser.add_argument("--drawn", type=int, help="number of random models, instead of --model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first random model")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--drawn-child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.drawn_child is not None:
-        drawn_child(args.drawn_child)
+        measure_drawn_model(args.drawn_child)
         return
     if args.drawn:
-        drawn(args.drawn, args.seed)
+        report_drawn(args.drawn, args.seed)
         return
     if args.child:
-        child(args.child, args.model[0], args.jit_compile)
+        measure_method(args.child, args.model[0], args.jit_compile)
         return
     for model_name in args.model or MODEL_NAMES:
-        runs: dict[str, list[dict]] = {method: [] for method in METHODS}
-        for number in range(args.rounds):
-            for method in METHODS:
-                print(
-                    f"\r{model_name}: round {number + 1}/{args.rounds} {method:<14}", end="", file=sys.stderr
-                )
-                more = ("--jit-compile", args.jit_compile)
-                runs[method].append(
-                    measure(method, model_name, script=__file__, backend="tensorflow", more=more)
-                )
-        print("\r\x1b[K", end="", file=sys.stderr)
+        options = (model_name, "--jit-compile", args.jit_compile)
+        runs = run_rounds(
+            METHODS,
+            args.rounds,
+            lambda method, options=options: run_method(__file__, method, *options, backend="tensorflow"),
+            f"{model_name}: ",
+        )
         report(model_name, runs)
 
 
 def report(model_name: str, runs: dict[str, list[dict]]) -> None:
-    """Medians and ratios of one model."""
-
-    def spread(method: str, key: str, scale: float, digits: int) -> tuple[float, str]:
-        values = [scale * run[key] for run in runs[method]]
-        middle = statistics.median(values)
-        return middle, f"{middle:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-
-    plain, mapped = (runs[method][0]["losses"] for method in METHODS)
-    if any(abs(a - b) > 1e-3 * max(a, 1) for a, b in zip(plain, mapped, strict=True)):
+    """Print the medians and ratios of one model."""
+    unsharded, sharded = (runs[method][0]["losses"] for method in METHODS)
+    if any(abs(a - b) > 1e-3 * max(a, 1) for a, b in zip(unsharded, sharded, strict=True)):
         print("WARNING: the methods gave different losses")
     print(f"\n{model_name}: {len(runs['layoutmap'])} rounds, medians (smallest-largest)")
     print(f"{'':<14}  {'plain Keras':<22}  {'layoutmap':<22}  ratio")
-    for key, what, scale, digits in (
+    for key, title, scale, digits in (
         ("create", "create s", 1, 2),
         ("first", "first step s", 1, 2),
         ("step", "step ms", 1000, 1),
     ):
-        (own, own_text), (ours, ours_text) = (spread(method, key, scale, digits) for method in METHODS)
-        print(f"{what:<14}  {own_text:<22}  {ours_text:<22}  {ours / own:.1f}")
+        columns = [[scale * run[key] for run in runs[method]] for method in METHODS]
+        cells = [f"{format_spread(values, digits):<22}" for values in columns]
+        ratio = statistics.median(columns[1]) / statistics.median(columns[0])
+        print(f"{title:<14}  {'  '.join(cells)}  {ratio:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models that the benchmarks on torch build: a plain decoder, and how each way of sharding is configured for it."""
+"""A torch decoder for benchmarks, with its sharding plans for this library and for torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SIZES = {
     "small": (1024, 128, 2, 4, 8, 64),
     "deep": (1024, 128, 12, 4, 8, 64),
     "medium": (4096, 512, 4, 8, 8, 128),
-    # To be created, not trained: 0.4 and 1.5 GiB.
+    # For creation only: 0.4 and 1.5 GiB.
     "half": (16_000, 1024, 6, 16, 8, 128),
     "full": (32_000, 1024, 27, 16, 8, 128),
 }
 
 
-def sizes_of(size: str) -> tuple[int, ...]:
-    """The numbers of one of `SIZES`, or those that it lists, as in `"1024,128,2,4,8,64"`."""
+def parse_size(size: str) -> tuple[int, ...]:
+    """Return the numbers of a name in `SIZES`, or of a list such as `"1024,128,2,4,8,64"`."""
     return SIZES.get(size) or tuple(map(int, size.split(",")))
 
 
 class Attention(nn.Module):
-    """Causal attention; how many heads there are is read from what comes, so that a process may hold some of them."""
+    """Causal attention that infers the number of heads from its input, so that a process can have only some."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each with a normalization in front and a way around."""
+    """Attention, then two linear layers, each with a normalization before and a residual connection."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder over tokens, in plain torch."""
+    """A decoder over tokens."""
 
     def __init__(self, vocabulary: int, width: int, blocks: int, heads: int):
         super().__init__()
@@ -85,22 +85,22 @@ TP_PLAN = {
 
 
 def make_model(size: str) -> Decoder:
-    """The decoder of a size, its values those of seed 0."""
-    vocabulary, width, blocks, heads, _, _ = sizes_of(size)
+    """Return the decoder of a size with the values of seed 0."""
+    vocabulary, width, blocks, heads, _, _ = parse_size(size)
     torch.manual_seed(0)
     return Decoder(vocabulary, width, blocks, heads)
 
 
-def batches(size: str, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of tokens and of the tokens that follow, the same in all processes."""
-    vocabulary, _, _, _, rows, length = sizes_of(size)
+def make_batches(size: str, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return batches of tokens and of the next tokens, equal in all processes."""
+    vocabulary, _, _, _, rows, length = parse_size(size)
     random = torch.Generator().manual_seed(1)
     text = torch.randint(0, vocabulary, (number, rows, length + 1), generator=random)
     return [(rows[:, :-1], rows[:, 1:]) for rows in text]
 
 
 def parallelize(model: Decoder, mesh: Any) -> Decoder:
-    """The same plan for torch's own `parallelize_module`, on a mesh of one dim."""
+    """Shard the model by the same plan with torch's own `parallelize_module`, on a mesh of one dim."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

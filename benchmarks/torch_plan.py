@@ -1,13 +1,12 @@
-"""What planning a full-size model of transformers costs: seconds, and memory of the process.
+"""Measure the time and memory of planning full-size models of transformers.
 
     python benchmarks/torch_plan.py                              all models, 3 rounds: about a minute
     python benchmarks/torch_plan.py --model llama-405b --rounds 1 --plan
 
-Each in a fresh process. The map is made by `LayoutMap.from_tp_plan` of the function that makes the
-model, and the model is planned on a mesh of 512 devices, batch=64, model=8; nothing is downloaded
-and no weight is made. "map" and "plan" are seconds; "meta" is the time that torch takes
-to build the model on its meta device, for comparison. "peak" is the most that the process grew over
-what it held after the imports.
+Each model runs in a fresh process. `LayoutMap.from_tp_plan` makes the map from the function that makes
+the model, and the model is planned on a mesh of 512 devices, batch=64, model=8. The benchmark downloads
+nothing and creates no weight. "map" and "plan" are seconds. "meta" is the time that torch takes to build
+the model on its meta device. "peak" is the growth of the process after the imports.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
-import statistics
-import subprocess
-import sys
 import time
 import warnings
+from functools import partial
+from typing import Any
+
+from measure import compute_median, make_parser, read_peak_bytes, run_method, run_rounds, time_call
 
 MESH = "batch=64,model=8"
 LLAMA = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -59,7 +58,7 @@ MODELS = {
             "num_attention_heads": 128,
         },
     ),
-    # The configs' own numbers are those of Mixtral 8x7B.
+    # The default config is Mixtral 8x7B.
     "mixtral-8x7b": ("MixtralForCausalLM", "MixtralConfig", {}),
     "qwen3-moe-235b": (
         "Qwen3MoeForCausalLM",
@@ -78,8 +77,8 @@ MODELS = {
 }
 
 
-def child(name: str, method: str, show: bool) -> None:
-    """One measurement, in this process; prints it as JSON."""
+def measure_method(name: str, method: str) -> None:
+    """Plan one model in this process, and print the measurements as JSON."""
     import torch
     import transformers
 
@@ -93,27 +92,23 @@ def child(name: str, method: str, show: bool) -> None:
     def make():
         return getattr(transformers, kind)(getattr(transformers, config)(**numbers))
 
-    getattr(transformers, kind)  # transformers imports a model's module when it is asked for
+    getattr(transformers, kind)  # triggers the lazy import of the model's module
     with torch.device("meta"):
         torch.nn.Linear(2, 2)
     lm.plan(lambda: torch.nn.Linear(2, 2), lm.LayoutMap(lm.Mesh(None, MESH)))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found: dict[str, float] = {}
+    before = read_peak_bytes()
+    result: dict[str, Any] = {}
     start = time.perf_counter()
     if method == "meta":
         with torch.device("meta"):
             make()
-        found["meta"] = time.perf_counter() - start
+        result["meta"] = time.perf_counter() - start
     else:
         layout_map = lm.LayoutMap.from_tp_plan(make, lm.Mesh(None, MESH), batch_dim="batch")
-        found["map"] = time.perf_counter() - start
-        start = time.perf_counter()
-        plan = lm.plan(make, layout_map)
-        found["plan"] = time.perf_counter() - start
-        text = str(plan)
-        if show:
-            print(text)
-        found |= {
+        result["map"] = time.perf_counter() - start
+        result["plan"], plan = time_call(lambda: lm.plan(make, layout_map))
+        result |= {
+            "text": str(plan),
             "parameters": sum(
                 math.prod(a.variable.shape) for a in plan.assignments if a.variable.kind == "weight"
             ),
@@ -122,52 +117,36 @@ def child(name: str, method: str, show: bool) -> None:
             "errors": len(plan.errors),
             "unused": sum(p.kind in ("unused rule", "shadowed rule") for p in plan.problems),
         }
-    found["peak_bytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    print(json.dumps(found))
-
-
-def measure(name: str, method: str, show: bool = False) -> dict[str, float]:
-    """One measurement in a fresh process; with `show` its plan goes to the terminal."""
-    command = [sys.executable, __file__, "--child", method, "--model", name, *(["--plan"] if show else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    *text, last = done.stdout.splitlines()
-    if show:
-        print("\n".join(text))
-    return json.loads(last)
+    result["peak_bytes"] = read_peak_bytes() - before
+    print(json.dumps(result))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
-        "--model", action="append", choices=MODELS, help="may be given several times; else all"
+        "--model", action="append", choices=MODELS, help="may be given several times (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="processes of each (default: 3)")
-    parser.add_argument("--plan", action="store_true", help="print the plans, too")
+    parser.add_argument("--plan", action="store_true", help="also print the plans")
     parser.add_argument("--child", choices=("layoutmap", "meta"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.model[0], args.child, args.plan)
+        measure_method(args.model[0], args.child)
         return
     print(f"planning on mesh {MESH}; medians of {args.rounds}")
     print(
         "model            parameters  variables  per device   map s  plan s  meta s  peak MiB  errors  unused rules"
     )
     for name in args.model or MODELS:
-        runs = [measure(name, "layoutmap", args.plan and not i) for i in range(args.rounds)]
-        meta = [measure(name, "meta") for _ in range(args.rounds)]
-
-        def median(key: str, runs: list[dict[str, float]] = runs) -> float:
-            return statistics.median(run[key] for run in runs)
-
+        runs = run_rounds(("layoutmap", "meta"), args.rounds, partial(run_method, __file__, model=name))
+        if args.plan:
+            print(runs["layoutmap"][0]["text"])
+        median = partial(compute_median, runs["layoutmap"])
         print(
             f"{name:<15} {median('parameters') / 1e9:>10.1f} B {median('variables'):>10.0f} "
             f"{median('device_bytes') / 2**30:>7.2f} GiB {median('map'):>7.2f} {median('plan'):>7.2f} "
-            f"{median('meta', meta):>7.2f} {median('peak_bytes') / 2**20:>9.0f} {median('errors'):>7.0f} "
-            f"{median('unused'):>13.0f}"
+            f"{compute_median(runs['meta'], 'meta'):>7.2f} {median('peak_bytes') / 2**20:>9.0f} "
+            f"{median('errors'):>7.0f} {median('unused'):>13.0f}"
         )
 
 

@@ -1,13 +1,13 @@
-"""How many families of transformers train and generate in layouts that nobody chose, as on one device.
+"""Count the families of transformers that train and generate in random layouts as on one device.
 
     python benchmarks/transformers_torch.py                       all families of causal language models: an hour
-    python benchmarks/transformers_torch.py --count 30 --seed 1   thirty of them, drawn
+    python benchmarks/transformers_torch.py --count 30 --seed 1   thirty random families
     python benchmarks/transformers_torch.py --family gpt2 --family mamba
 
-A small model from each configuration. On a mesh of batch=2, model=2 each weight has a layout that the seed draws, and
-the batch is sharded over "batch". A step of SGD is compared with plain torch on one device: the loss and all gradients.
-Then each model generates four tokens, also with a static cache if the plain one does. Each family has a process of its
-own. What plain torch does not make small, train or generate is counted apart.
+Each family is tried with one small model. On a mesh of batch=2, model=2 each weight has a random layout from the seed,
+and the batch is sharded over "batch". The loss and all gradients of a step of SGD are compared with torch on one
+device. Then each model generates four tokens, also with a static cache if the unsharded model can. Each family runs in
+its own process. Families that torch itself cannot make small, train, or generate from count separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-from families import tell, try_each
+from measure import make_parser, print_outcome, try_families
 
 TOLERANCE = 1e-4
 SIZES = {
@@ -47,11 +47,11 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LARGEST = 5_000_000  # parameters: a configuration that does not heed these sizes is not small
+LARGEST = 5_000_000  # parameters: some configurations ignore these sizes
 
 
-def child(name: str, seed: int) -> None:
-    """Train and generate with one family, in this process; prints what came of it as JSON."""
+def try_family(name: str, seed: int) -> None:
+    """Train and generate with one family in this process, and print its outcome."""
     import layoutmap as lm
 
     lm.simulate_devices(4, "torch")
@@ -65,55 +65,57 @@ def child(name: str, seed: int) -> None:
     try:
         config = transformers.CONFIG_MAPPING[name]()
         for size, value in SIZES.items():
-            with suppress(AttributeError, NotImplementedError):  # a size that this family does not have
+            with suppress(AttributeError, NotImplementedError):  # the family lacks this size
                 getattr(config, size)
                 setattr(config, size, value)
         with torch.device("meta"):
             count = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
         if count > LARGEST:
-            tell(name, "not small", f"{count:,} parameters")
+            print_outcome(name, "not small", f"{count:,} parameters")
             return
-        plain = make()
-        expected = step(plain)
-    except Exception as error:  # of any kind: nothing of this library has run
-        tell(name, "not on plain torch", f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+        unsharded = make()
+        expected = train_step(unsharded)
+    except Exception as error:  # this library has not run yet
+        print_outcome(name, "not on plain torch", f"{type(error).__name__}: {str(error).splitlines()[:1]}")
         return
     choose = random.Random(f"{seed} {name}")
     layout_map = lm.LayoutMap("batch=2,model=2", rest="replicated")
-    for path, weight in plain.named_parameters():
-        layout_map[f"^{path.replace('.', '[.]')}$"] = drawn_spec(choose, weight.shape)
+    for path, weight in unsharded.named_parameters():
+        layout_map[f"^{path.replace('.', '[.]')}$"] = draw_specs(choose, weight.shape)
     warnings.simplefilter("ignore")
     stage = "training"
     try:
         with layout_map.scope(batch_dim="batch", library="torch"):
             model = make()
-        found = step(model)
+        actual = train_step(model)
         worst = max(
-            (float((found[key] - one).abs().max() / one.abs().max().clamp(min=1e-3)), key)
+            (float((actual[key] - one).abs().max() / one.abs().max().clamp(min=1e-3)), key)
             for key, one in expected.items()
         )
-        if worst[0] > TOLERANCE or found.keys() != expected.keys():
-            tell(name, "wrong", f"{worst}")
+        if worst[0] > TOLERANCE or actual.keys() != expected.keys():
+            print_outcome(name, "wrong", f"{worst}")
             return
-        told = [f"{worst[0]:.0e}"]
+        results = [f"{worst[0]:.0e}"]
         for cache in ("dynamic", "static"):
             stage = f"generation, {cache} cache"
             try:
-                one = generated(plain, cache)
-            except Exception:  # plain torch does not generate so; what did is told
+                tokens = generate_tokens(unsharded, cache)
+            except Exception:  # torch itself cannot generate with this cache
                 continue
-            if not torch.equal(one, generated(model, cache)):
-                tell(name, "wrong", stage)
+            if not torch.equal(tokens, generate_tokens(model, cache)):
+                print_outcome(name, "wrong", stage)
                 return
-            told.append(f"generates ({cache})")
-        tell(name, "right", ", ".join(told))
+            results.append(f"generates ({cache})")
+        print_outcome(name, "right", ", ".join(results))
     except Exception as error:
-        what = "outdated slice" if "outdated" in str(error) else "failed"
-        tell(name, what, f"{stage}: {type(error).__name__}: {' | '.join(str(error).splitlines()[:6])}")
+        outcome = "outdated slice" if "outdated" in str(error) else "failed"
+        print_outcome(
+            name, outcome, f"{stage}: {type(error).__name__}: {' | '.join(str(error).splitlines()[:6])}"
+        )
 
 
-def drawn_spec(choose: random.Random, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """Return a valid spec of a weight, that shards at most two axes."""
+def draw_specs(choose: random.Random, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """Return random valid specs of a weight that shard at most two axes."""
     dims = choose.sample(["batch", "model"], 2)
     spec: list[str | None] = [None] * len(shape)
     for axis in choose.sample(range(len(shape)), len(shape)):
@@ -122,26 +124,26 @@ def drawn_spec(choose: random.Random, shape: tuple[int, ...]) -> tuple[str | Non
     return tuple(spec)
 
 
-def step(model: Any) -> dict[str, Any]:
-    """Return the loss and the gradients of a step, and make it."""
+def train_step(model: Any) -> dict[str, Any]:
+    """Train for one step, and return its loss and gradients."""
     import torch
 
     from layoutmap.engines.torch.engine import engine
 
-    def whole(value: Any) -> torch.Tensor:
+    def gather(value: Any) -> torch.Tensor:
         return torch.from_numpy(engine().to_numpy(value.detach()))
 
     tokens = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    found = {path: whole(p.grad) for path, p in model.named_parameters() if p.grad is not None}
+    gradients = {path: gather(p.grad) for path, p in model.named_parameters() if p.grad is not None}
     torch.optim.SGD(model.parameters(), 0.01).step()
-    return {"the loss": whole(loss), **found}
+    return {"the loss": gather(loss), **gradients}
 
 
-def generated(model: Any, cache: str) -> Any:
-    """Return the tokens that a model generates by itself."""
+def generate_tokens(model: Any, cache: str) -> Any:
+    """Return four tokens that a model generates."""
     import torch
 
     tokens = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(3))
@@ -152,25 +154,25 @@ def generated(model: Any, cache: str) -> Any:
 
 
 def main() -> None:
-    """Try families and print a line for each, and how many were right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Try families, and print a line for each and the number of each outcome."""
+    parser = make_parser(__doc__)
     parser.add_argument("--family", action="append", default=[])
-    parser.add_argument("--count", type=int, help="how many, drawn (default: all)")
+    parser.add_argument("--count", type=int, help="number of random families (default: all)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=300, help="how long a family may take")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="time limit of a family (default: %(default)s)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        child(asked.child, asked.seed)
+    args = parser.parse_args()
+    if args.child:
+        try_family(args.child, args.seed)
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    names = asked.family or random.Random(asked.seed).sample(known, k=len(known))
-    options = ("--seed", str(asked.seed))
-    try_each(names[: asked.count], options, {"HF_HUB_OFFLINE": "1"}, asked.seconds)
+    names = args.family or random.Random(args.seed).sample(known, k=len(known))
+    options = ("--seed", str(args.seed))
+    try_families(names[: args.count], options, {"HF_HUB_OFFLINE": "1"}, args.seconds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The GPT of one_rules_file.py in Keras 3; plain Keras, which knows nothing of meshes."""
+"""The GPT of one_rules_file.py in Keras 3, without any knowledge of meshes."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def make_gpt() -> GPT:
 
 
 def train(model: GPT, batches: np.ndarray) -> list[float]:
-    """Return the loss of each batch."""
+    """Train on the batches, and return the loss of each."""
     model.compile(
         optimizer=keras.optimizers.AdamW(3e-3),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     losses: list[float] = []
     for rows in batches:
-        model.reset_metrics()  # else the mean since the first batch
+        model.reset_metrics()  # without this, Keras returns the mean over all batches
         losses.append(float(model.train_on_batch(rows[:, :-1], rows[:, 1:])))
     return losses

@@ -1,4 +1,4 @@
-"""The GPT of one_rules_file.py in flax.nnx; plain nnx, which knows nothing of meshes."""
+"""The GPT of one_rules_file.py in flax.nnx, without any knowledge of meshes."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def make_gpt() -> GPT:
 
 
 @nnx.jit
-def step(model: GPT, optimizer: nnx.Optimizer, rows: jax.Array) -> jax.Array:
-    def loss_of(model: GPT) -> jax.Array:
+def train_step(model: GPT, optimizer: nnx.Optimizer, rows: jax.Array) -> jax.Array:
+    def compute_loss(model: GPT) -> jax.Array:
         logits = model(rows[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:]).mean()
 
-    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    loss, gradients = nnx.value_and_grad(compute_loss)(model)
     optimizer.update(model, gradients)
     return loss
 
 
 def train(model: GPT, batches: np.ndarray) -> list[float]:
-    """Return the loss of each batch."""
+    """Train on the batches, and return the loss of each."""
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
-    return [float(step(model, optimizer, rows)) for rows in batches]
+    return [float(train_step(model, optimizer, rows)) for rows in batches]

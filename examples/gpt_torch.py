@@ -1,4 +1,4 @@
-"""The GPT of one_rules_file.py in PyTorch; plain torch, which knows nothing of meshes."""
+"""The GPT of one_rules_file.py in PyTorch, without any knowledge of meshes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_gpt() -> GPT:
 
 
 def train(model: GPT, batches: np.ndarray) -> list[float]:
-    """Return the loss of each batch."""
+    """Train on the batches, and return the loss of each."""
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses: list[float] = []
     for rows in torch.from_numpy(batches).long():

@@ -1,11 +1,11 @@
-"""Train one small GPT in Keras, in flax.nnx and in PyTorch, all three laid out by one rules file.
+"""Train one small GPT in Keras, flax.nnx, and PyTorch, and shard all three by one rules file.
 
     python examples/one_rules_file.py               plan and train in each library, on 8 simulated devices
     python examples/one_rules_file.py --plan-only   only the three plans, side by side
 
-The model is written once for each library, in gpt_keras.py, gpt_nnx.py and gpt_torch.py, and its modules have the same
-names in all of them; the rules are in gpt_rules.yaml. Each library trains it on one device and on the mesh, in a
-process of its own: the losses are the same. Why one file: decisions/0077.
+Each library has its own model, in gpt_keras.py, gpt_nnx.py, and gpt_torch.py. The modules have the same names in all
+three. The rules are in gpt_rules.yaml. Each library trains its model on one device and on the mesh, in its own process,
+and the losses are equal. decisions/0077 explains how one file serves several libraries.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ RULES = pathlib.Path(__file__).with_name("gpt_rules.yaml")
 
 
 def run(library: str, steps: int) -> tuple[str, list[float], list[float]]:
-    """Return the plan of one library's model, as JSON, and the losses on one device and on the mesh."""
+    """Plan and train the model of one library, and return the plan as JSON and both lists of losses."""
     gpt = importlib.import_module(f"gpt_{library}")
-    lm.simulate_devices(8)  # on the framework of that library
+    lm.simulate_devices(8)  # in the framework of this library
     layout_map = lm.LayoutMap.from_yaml(RULES.read_text())
     plan = lm.plan(gpt.make_gpt, layout_map, strict=True)  # nothing is allocated
     if not steps:
         return plan.to_json(), [], []
-    text = standard_library_text(steps)
+    text = read_standard_library(steps)
     one_device = gpt.train(gpt.make_gpt(), text)
     model = layout_map.build(gpt.make_gpt, batch_dim="batch", strict=True)
     return plan.to_json(), one_device, gpt.train(model, text)
 
 
-def standard_library_text(num_batches: int) -> np.ndarray:
-    """Return characters of the sources of Python's standard library: shape (num_batches, BATCH, LENGTH + 1)."""
+def read_standard_library(num_batches: int) -> np.ndarray:
+    """Return the source text of Python's standard library, shape (num_batches, BATCH, LENGTH + 1)."""
     wanted = num_batches * BATCH * (LENGTH + 1)
     text = b""
     for path in sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -56,7 +56,7 @@ def standard_library_text(num_batches: int) -> np.ndarray:
 
 
 def show_plans(plans: dict[str, lm.Plan]) -> None:
-    """Print what each library calls a weight, and its layout: one line for the same weights of all blocks."""
+    """Print the name and the layout of each weight in each library, with one line for all blocks."""
     lines: dict[tuple[str, bool], dict[str, str]] = {}
     for library, plan in plans.items():
         for assignment in plan.assignments:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--plan-only", action="store_true", help="print the plans and stop")
     args = parser.parse_args()
     steps = 0 if args.plan_only else args.steps
-    spawn = multiprocessing.get_context("spawn")  # torch and JAX are not loaded into one process
+    spawn = multiprocessing.get_context("spawn")  # keeps torch and JAX in separate processes
     with ProcessPoolExecutor(len(LIBRARIES), mp_context=spawn, max_tasks_per_child=1) as processes:
         runs = dict(zip(LIBRARIES, processes.map(run, LIBRARIES, [steps] * len(LIBRARIES)), strict=True))
     show_plans({library: lm.Plan.from_json(plan) for library, (plan, _, _) in runs.items()})
@@ -86,11 +86,13 @@ def main() -> None:
         return
     print(f"\n{steps} steps on one device and on 8")
     for library, (_, one_device, mesh) in runs.items():
-        off = max(abs(a - b) for a, b in zip(one_device, mesh, strict=True))
-        print(f"{library:8}first loss {mesh[0]:.4f}   last {mesh[-1]:.4f}   largest difference {off:.1e}")
+        difference = max(abs(a - b) for a, b in zip(one_device, mesh, strict=True))
+        print(
+            f"{library:8}first loss {mesh[0]:.4f}   last {mesh[-1]:.4f}   largest difference {difference:.1e}"
+        )
 
 
 if __name__ == "__main__":
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras looks for TensorFlow, which then talks
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras imports TensorFlow, which logs
     main()

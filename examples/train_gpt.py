@@ -1,12 +1,12 @@
-"""Train a small GPT on the text of Python's own standard library, every weight laid out by name.
+"""Train a small GPT on the text of Python's standard library, and shard every weight by name.
 
     python examples/train_gpt.py                                      on two meshes of 8 simulated devices
     python examples/train_gpt.py --mesh batch=8 --steps 100           on another mesh
-    python examples/train_gpt.py --mesh batch=2,model=4 --plan-only   only the plan; nothing is allocated
-    python examples/train_gpt.py --plan-only --html plan.html         and as a page for a browser
+    python examples/train_gpt.py --mesh batch=2,model=4 --plan-only   only the plan, which allocates nothing
+    python examples/train_gpt.py --plan-only --html plan.html         also a page for a browser
 
-For each mesh it prints the plan, creates the model in its layouts, shows what each device holds, and trains.
-The losses are the same on every mesh. Then a rule is misspelt, and the plan says so.
+For each mesh it prints the plan, creates the sharded model, shows the bytes on each device, and trains.
+The losses are equal on every mesh. At the end, the plan reports a misspelt rule.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import time
 from collections.abc import Mapping
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras looks for TensorFlow, which then talks
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # Keras imports TensorFlow, which logs
 
 import keras
 import numpy as np
 
 import layoutmap as lm
 
-lm.simulate_devices(8)  # leave it out where there are as many devices
+lm.simulate_devices(8)  # omit this on a machine with 8 devices
 
 VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 128, 64, 64, 4, 2
 BATCH = 16
-EXAMPLE = np.zeros((BATCH, LENGTH), "int32")  # what the model is called with
+EXAMPLE = np.zeros((BATCH, LENGTH), "int32")  # an example input of the model
 
 Specs = tuple[str | None, ...]
 RULES: dict[str, Specs] = {
@@ -51,7 +51,7 @@ RULES: dict[str, Specs] = {
 
 
 class Block(keras.layers.Layer):
-    """Attention, then two dense layers; both with a normalization before and a residual connection."""
+    """Attention, then two dense layers, each with a normalization before and a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ class GPT(keras.Model):
 
 
 def make_gpt() -> GPT:
-    """The model, compiled; plain Keras, which knows nothing of meshes."""
+    """Return the compiled model. It is ordinary Keras, without any knowledge of meshes."""
     model = GPT()
     model.compile(
         optimizer=keras.optimizers.AdamW(3e-3),
@@ -95,8 +95,8 @@ def make_gpt() -> GPT:
     return model
 
 
-def standard_library_text(num_batches: int) -> np.ndarray:
-    """Rows of characters from the sources of Python's standard library: shape (rows, LENGTH + 1)."""
+def read_standard_library(num_batches: int) -> np.ndarray:
+    """Return the source text of Python's standard library, shape (rows, LENGTH + 1)."""
     wanted = num_batches * BATCH * (LENGTH + 1)
     text = b""
     for path in sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -108,8 +108,8 @@ def standard_library_text(num_batches: int) -> np.ndarray:
 
 
 def train(mesh: lm.Mesh, steps: int) -> list[float]:
-    """Plan, create and train on one mesh; return the loss of every step."""
-    layout_map = layout_map_on(mesh)
+    """Plan, create, and train the model on one mesh, and return the loss of every step."""
+    layout_map = make_layout_map(mesh)
     plan = lm.plan(make_gpt, layout_map, inputs=EXAMPLE, strict=True)
     print(f"\n== mesh {mesh}: the plan, nothing allocated\n\n{plan}\n")
 
@@ -120,7 +120,7 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
     print(f"== created in {time.perf_counter() - start:.1f} s; what each device holds of the weights\n")
     show_devices(model)
 
-    rows = standard_library_text(steps)
+    rows = read_standard_library(steps)
     x, y = rows[:, :-1], rows[:, 1:]
     losses: list[float] = []
     log = keras.callbacks.LambdaCallback(
@@ -129,7 +129,7 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
     start = time.perf_counter()
     model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[log])
     seconds = time.perf_counter() - start
-    # Keras reports the mean loss since the epoch began; take that apart into the loss of each step.
+    # Keras reports the mean loss since the start of the epoch, so compute the loss of each step from the sums.
     totals = np.array(losses) * np.arange(1, len(losses) + 1)
     each = np.diff(totals, prepend=0.0)
     print(f"\n== trained {len(each)} steps in {seconds:.1f} s on {x.size:,} characters\n")
@@ -139,30 +139,30 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
 
 
 def show_devices(model: keras.Model) -> None:
-    """One line for each device: how many bytes of weights it really holds."""
-    held: dict[str, int] = {}
+    """Print the bytes of weights on each device."""
+    stored: dict[str, int] = {}
     for variable in model.variables:
         for shard in variable.value.addressable_shards:
-            held[str(shard.device)] = held.get(str(shard.device), 0) + shard.data.nbytes
+            stored[str(shard.device)] = stored.get(str(shard.device), 0) + shard.data.nbytes
     total = sum(v.value.nbytes for v in model.variables)
-    for device, num_bytes in held.items():
+    for device, num_bytes in stored.items():
         print(f"   {device:<10} {num_bytes:>9,} bytes  {'#' * round(40 * num_bytes / total)}")
     print(f"   {'the model':<10} {total:>9,} bytes  {'#' * 40}")
 
 
-def show_a_rule_that_fails(mesh: lm.Mesh) -> None:
-    """Misspell a rule; elsewhere its weights would be replicated, and nothing would say so."""
+def show_misspelt_rule(mesh: lm.Mesh) -> None:
+    """Show the error of a misspelt rule, which other libraries would silently ignore."""
     right, wrong = r"down\.kernel", r"down\.kernal"
     rules = {pattern.replace(right, wrong): specs for pattern, specs in RULES.items()}
     print(f"\n== a misspelt rule, {wrong} for {right}: refused before anything is made\n")
     try:
-        lm.plan(make_gpt, layout_map_on(mesh, rules), inputs=EXAMPLE, strict=True)
+        lm.plan(make_gpt, make_layout_map(mesh, rules), inputs=EXAMPLE, strict=True)
     except lm.PlanError as error:
         print(error)
 
 
-def show_what_is_next() -> None:
-    """What to type and to read after this."""
+def show_next_steps() -> None:
+    """Print the commands to try and the pages to read next."""
     print(f"""
 == next
 
@@ -173,12 +173,12 @@ def show_what_is_next() -> None:
       the same for a model of your own, in a minute""")
 
 
-def layout_map_on(mesh: lm.Mesh, rules: Mapping[str, Specs] = RULES) -> lm.LayoutMap:
-    """The rules on a mesh that may lack one of the dims: axes are not sharded over that one."""
-    on_mesh = {
+def make_layout_map(mesh: lm.Mesh, rules: Mapping[str, Specs] = RULES) -> lm.LayoutMap:
+    """Return the rules on a mesh, without the dims that it lacks."""
+    mesh_rules = {
         pattern: [each if each in mesh else None for each in specs] for pattern, specs in rules.items()
     }
-    return lm.LayoutMap(mesh, on_mesh)
+    return lm.LayoutMap(mesh, mesh_rules)
 
 
 def main() -> None:
@@ -193,7 +193,7 @@ def main() -> None:
     meshes = [lm.create_mesh(text) for text in args.mesh or ["batch=2,model=4", "batch=4,model=2"]]
     if args.plan_only:
         for mesh in meshes:
-            plan = lm.plan(make_gpt, layout_map_on(mesh), inputs=EXAMPLE)
+            plan = lm.plan(make_gpt, make_layout_map(mesh), inputs=EXAMPLE)
             print(plan)
             if args.html:
                 pathlib.Path(args.html).write_text(plan.to_html(), encoding="utf-8")
@@ -205,8 +205,8 @@ def main() -> None:
             print(f"   mesh {mesh:<16} first loss {losses[0]:.4f}   last loss {losses[-1]:.4f}")
         table = np.array(list(runs.values()))
         print(f"\n   largest difference between two losses of one step: {np.ptp(table, axis=0).max():.1e}")
-    show_a_rule_that_fails(meshes[0])
-    show_what_is_next()
+    show_misspelt_rule(meshes[0])
+    show_next_steps()
 
 
 if __name__ == "__main__":

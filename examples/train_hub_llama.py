@@ -1,12 +1,12 @@
-"""Train a tiny Llama 3 of keras-hub, laid out by its preset; and see how a plan reports a mistake in a rule.
+"""Train a tiny Llama 3 of keras-hub, sharded by its preset, and see a plan report a mistake in a rule.
 
     python examples/train_hub_llama.py                                  on 8 simulated devices
     python examples/train_hub_llama.py --mesh batch=8,model=1           on another mesh
-    python examples/train_hub_llama.py --fsdp                           weights are sharded over both dims of the mesh
+    python examples/train_hub_llama.py --fsdp                           with weights sharded over both dims of the mesh
     python examples/train_hub_llama.py --mesh batch=64,model=4 --plan-only
 
-The model is plain keras-hub (pip install keras-hub), and knows nothing of meshes. The rules are those of the preset
-"llama"; the same rules lay out the models of 8, 70 and 405 billion parameters:
+The model is an ordinary one of keras-hub (pip install keras-hub), without any knowledge of meshes. The rules are those
+of the preset "llama". The same rules shard the models with 8, 70, and 405 billion parameters:
 
     layoutmap plan keras_hub:llama3_405b --mesh batch=512,model=8 --fsdp-dim batch
 """
@@ -18,7 +18,7 @@ import os
 import pathlib
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub looks for TensorFlow, which then talks
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # keras-hub imports TensorFlow, which logs
 
 import keras
 import keras_hub
@@ -26,13 +26,13 @@ import numpy as np
 
 import layoutmap as lm
 
-lm.simulate_devices(8)  # leave it out where there are as many devices
+lm.simulate_devices(8)  # omit this on a machine with 8 devices
 
 VOCABULARY, LENGTH, ROWS = 128, 32, 16
 
 
 def make_llama() -> keras.Model:
-    """The model, compiled."""
+    """Return the compiled model."""
     backbone = keras_hub.models.Llama3Backbone(
         vocabulary_size=VOCABULARY,
         num_layers=1,
@@ -51,12 +51,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mesh", default="batch=2,model=4", help="its dims; on 8 devices in all")
-    parser.add_argument("--fsdp", action="store_true", help="shard weights over the batch's dim, too")
+    parser.add_argument("--mesh", default="batch=2,model=4", help="mesh dims, with 8 devices in all")
+    parser.add_argument("--fsdp", action="store_true", help="also shard weights over the batch dim")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--plan-only", action="store_true", help="stop after the plan; the mesh may be any size"
-    )
+    parser.add_argument("--plan-only", action="store_true", help="stop after the plan, on a mesh of any size")
     args = parser.parse_args()
     mesh = lm.Mesh(None, args.mesh)
 

@@ -1,17 +1,17 @@
-"""Train a small Llama of Hugging Face transformers on this repository's documentation, laid out by its own tp_plan.
+"""Train a small Llama of Hugging Face transformers on this repository's docs, sharded by its own tp_plan.
 
 In one process, on 8 simulated devices:
 
     python examples/train_torch_llama.py                                      on two meshes
-    python examples/train_torch_llama.py --mesh batch=8,model=1 --steps 100   on another one
-    python examples/train_torch_llama.py --mesh batch=64,model=4 --plan-only  only the plan; it needs no devices
+    python examples/train_torch_llama.py --mesh batch=8,model=1 --steps 100   on another mesh
+    python examples/train_torch_llama.py --mesh batch=64,model=4 --plan-only  only the plan, which needs no devices
 
-In 4 processes on this machine, each one device:
+In 4 processes on this machine, with one device each:
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_torch_llama.py
 
-The model and the training loop are plain torch and know nothing of meshes. The losses are the same on every mesh and in
-any number of processes. Without transformers, it trains the GPT in this file.
+The model and the training loop are ordinary torch, without any knowledge of meshes. The losses are equal on every mesh
+and in any number of processes. Without transformers, the example trains the GPT in this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers; both with a normalization before and a residual connection."""
+    """Attention, then two linear layers, each with a normalization before and a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """The model; plain torch, which knows nothing of meshes."""
+    """Return the model. It is ordinary torch, without any knowledge of meshes."""
     if transformers is None:
         return GPT()
     return transformers.LlamaForCausalLM(
@@ -99,7 +99,7 @@ def make_model() -> nn.Module:
 
 
 def make_map(mesh: lm.Mesh) -> lm.LayoutMap:
-    """The model's tensor parallel plan on a mesh, and rules for what it does not mention."""
+    """Return a layout map from the model's tensor parallel plan, with rules for its other weights."""
     layout_map = lm.LayoutMap.from_tp_plan(make_model, mesh, batch_dim="batch")
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
     if transformers is None:
@@ -109,8 +109,8 @@ def make_map(mesh: lm.Mesh) -> lm.LayoutMap:
     return layout_map
 
 
-def documentation(num_batches: int) -> torch.Tensor:
-    """Rows of characters from this repository's documentation: shape (batches, BATCH, LENGTH + 1)."""
+def read_documentation(num_batches: int) -> torch.Tensor:
+    """Return the text of this repository's documentation, shape (num_batches, BATCH, LENGTH + 1)."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = [byte for page in pages for byte in page.read_bytes() if byte < VOCABULARY]
     wanted = num_batches * BATCH * (LENGTH + 1)
@@ -121,20 +121,20 @@ def documentation(num_batches: int) -> torch.Tensor:
 
 
 def train(mesh: lm.Mesh, steps: int) -> list[float]:
-    """Plan, create and train on one mesh; return the loss of every step."""
+    """Plan, create, and train the model on one mesh, and return the loss of every step."""
     layout_map = make_map(mesh)
-    say(f"\n== mesh {mesh}: the plan, nothing allocated\n\n{lm.plan(make_model, layout_map)}\n")
+    print_first(f"\n== mesh {mesh}: the plan, nothing allocated\n\n{lm.plan(make_model, layout_map)}\n")
 
     torch.manual_seed(0)
     start = time.perf_counter()
     with layout_map.scope(batch_dim="batch", strict=True):
         model = make_model()
-    say(f"== created in {time.perf_counter() - start:.1f} s")
+    print_first(f"== created in {time.perf_counter() - start:.1f} s")
 
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses: list[float] = []
     start = time.perf_counter()
-    for rows in documentation(steps):
+    for rows in read_documentation(steps):
         logits = model(rows[:, :-1])
         logits = logits if transformers is None else logits.logits
         loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
@@ -142,14 +142,14 @@ def train(mesh: lm.Mesh, steps: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    say(f"== trained {steps} steps in {time.perf_counter() - start:.1f} s\n")
+    print_first(f"== trained {steps} steps in {time.perf_counter() - start:.1f} s\n")
     for step in sorted({0, *range(9, steps, 10), steps - 1}):
-        say(f"   step {step + 1:>4}   loss {losses[step]:.4f}")
+        print_first(f"   step {step + 1:>4}   loss {losses[step]:.4f}")
     return losses
 
 
-def say(text: str) -> None:
-    """Print, in the first of several processes."""
+def print_first(text: str) -> None:
+    """Print a text in the first of several processes."""
     if IS_FIRST:
         print(text, flush=True)
 
@@ -176,15 +176,15 @@ def main() -> None:
     )
     if args.plan_only:
         for mesh in map(lm.create_mesh, meshes):
-            say(str(lm.plan(make_model, make_map(mesh))))
+            print_first(str(lm.plan(make_model, make_map(mesh))))
         return
     runs = {mesh: train(lm.create_mesh(mesh), args.steps) for mesh in meshes}
     if len(runs) > 1:
-        say("\n== the same model, the same seed, the same text\n")
+        print_first("\n== the same model, the same seed, the same text\n")
         for mesh, losses in runs.items():
-            say(f"   mesh {mesh:<16} first loss {losses[0]:.4f}   last loss {losses[-1]:.4f}")
-        off = max(max(each) - min(each) for each in zip(*runs.values(), strict=True))
-        say(f"\n   largest difference between two losses of one step: {off:.1e}")
+            print_first(f"   mesh {mesh:<16} first loss {losses[0]:.4f}   last loss {losses[-1]:.4f}")
+        difference = max(max(each) - min(each) for each in zip(*runs.values(), strict=True))
+        print_first(f"\n   largest difference between two losses of one step: {difference:.1e}")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
