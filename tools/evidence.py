@@ -64,7 +64,7 @@ def publish(counts: Counts, command: str) -> None:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
     kept: Counts = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    known = {"date": date.today().isoformat(), "commit": commit, "command": command}
+    known = {"date": date.today().isoformat(), "commits": [commit], "commands": [command]}
     kept |= {subject: of_subject | known for subject, of_subject in counts.items()}
     kept = {subject: kept[subject] for subject in SUBJECTS if subject in kept}
     KEPT.write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
@@ -106,26 +106,28 @@ def _write(part: str, table: str) -> None:
 
 
 def tables(kept: Counts) -> str:
-    """Return the tables of the page: how many cases of each subject, and what came of each law."""
-    lines = [
-        "| models | drawn | refused by the plan | every law held | wrong or failed | seeds | date, commit | command |",
-        "| --- | --: | --: | --: | --: | --- | --- | --- |",
-    ]
+    """Return the tables of the page: cases by library, the runs behind them in a collapsed block, and the laws."""
+    rows = ["| Library | Cases | Every law held | Refused | Wrong |", "| --- | --: | --: | --: | --: |"]
+    runs: list[str] = []
     for subject, found in kept.items():
-        rest = found["cases"] - found["refused"] - found["all held"]
-        first, last = found["seeds"]
-        cells = [SUBJECTS[subject].title, *(found[each] for each in ("cases", "refused", "all held")), rest]
-        cells += [f"{first} to {last}", f"{found['date']}, {found['commit']}", f"`{found['command']}`"]
-        lines.append(_row(cells))
-    titles = [SUBJECTS[subject].title for subject in kept]
-    lines += ["", _row(["law: held of tried", *titles]), _row(["---", *("--:" for _ in kept)])]
+        title, (first, last) = SUBJECTS[subject].title, found["seeds"]
+        wrong = found["cases"] - found["refused"] - found["all held"]
+        rows.append(_row([title, found["cases"], found["all held"], found["refused"], wrong]))
+        commits = ", ".join(f"`{commit}`" for commit in found["commits"])
+        runs.append(f"**{title}**: seeds {first} to {last}, {found['date']}, commits {commits}")
+        runs.append(f"```sh\n{found['commands'][0]}\n```")
+    laws = ["| Law | Held | Tried |", "| --- | --: | --: |"]
     for law in LAWS:
-        cells: list[str] = []
-        for found in kept.values():
-            outcomes = found["laws"].get(law, dict.fromkeys(OUTCOMES, 0))
-            cells.append(f"{outcomes['held']} of {sum(outcomes[each] for each in OUTCOMES[:3])}")
-        lines.append(_row([law, *cells]))
-    return "\n".join(lines)
+        outcomes = [found["laws"].get(law, dict.fromkeys(OUTCOMES, 0)) for found in kept.values()]
+        tried = sum(each[outcome] for each in outcomes for outcome in OUTCOMES[:3])
+        laws.append(_row([law, sum(each["held"] for each in outcomes), tried]))
+    collapsed = collapse_block("Seeds, commits, and commands of each row", "\n\n".join(runs))
+    return "\n\n".join(["\n".join(rows), collapsed, "## Results by law", "\n".join(laws)])
+
+
+def collapse_block(summary: str, text: str) -> str:
+    """Return Markdown that shows only a summary until the reader opens it, on the site and on GitHub."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
 def _row(cells: Iterable[Any]) -> str:
