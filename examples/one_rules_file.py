@@ -5,7 +5,7 @@
 
 The model is written once for each library, in gpt_keras.py, gpt_nnx.py and gpt_torch.py, and its modules have the same
 names in all of them; the rules are in gpt_rules.yaml. Each library trains it on one device and on the mesh, in a
-process of its own: the losses are the same. Why one file: decisions/0077.
+process of its own: the losses are the same. Why one file: decisions/0024.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In a checkout, and wherever the repository is, README's own links hold; on an index they would lead nowhere.
 """
 
-# why: decisions/0122
+# why: decisions/0089
 from __future__ import annotations
 
 import re

@@ -217,7 +217,7 @@ DEPTH_FILES = (
 )
 
 
-def run() -> dict[tuple[str, str], str]:  # why: decisions/0141
+def run() -> dict[tuple[str, str], str]:  # why: decisions/0140
     """Run the contracts; the outcome for each class and law."""
     outcomes: dict[tuple[str, str], str] = {}
     for process, files in FILES.items():

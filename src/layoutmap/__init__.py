@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [  # why: decisions/0124
+__all__ = [  # why: decisions/0060
     "UNSHARDED",
     "DVariable",
     "Activations",

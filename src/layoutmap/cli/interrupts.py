@@ -3,7 +3,7 @@
 Python raises `KeyboardInterrupt` wherever the program happens to be. Inside the import of a framework that is in the
 middle of its C extensions, some of which crash or hide it behind an error of their own. So the command ends at once
 instead, from the signal's handler. Only what has something to keep or to clean up asks for the exception: see
-docs/decisions/0132.
+docs/decisions/0034.
 """
 
 from __future__ import annotations
