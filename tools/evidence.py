@@ -107,7 +107,7 @@ def _write(part: str, table: str) -> None:
 
 def tables(kept: Counts) -> str:
     """Return the tables of the page: cases by library, the runs behind them in a collapsed block, and the laws."""
-    rows = ["| Library | Cases | Every law held | Refused | Wrong |", "| --- | --: | --: | --: | --: |"]
+    rows = ["| Library | Cases | All held | Refused | Wrong |", "| --- | --: | --: | --: | --: |"]
     runs: list[str] = []
     for subject, found in kept.items():
         title, (first, last) = SUBJECTS[subject].title, found["seeds"]
