@@ -21,7 +21,7 @@ def test_the_page_has_the_tables_of_the_counts(evidence):
     page = evidence.PAGE.read_text(encoding="utf-8")
     kept = json.loads(evidence.KEPT.read_text(encoding="utf-8"))
 
-    assert evidence.tables(kept) == page.partition("tools/ -->\n\n")[2].partition("\n\n<!-- /drawn")[0]
+    assert evidence.make_tables(kept) == page.partition("tools/ -->\n\n")[2].partition("\n\n<!-- /drawn")[0]
 
 
 def test_the_first_table_fits_a_phone(evidence):
