@@ -30,7 +30,9 @@ def count_outcomes(tried: Iterable[Tried]) -> Counts:
     counts: Counts = {}
     cases: dict[str, dict[int, list[str]]] = {}
     for each in tried:
-        subject_counts = counts.setdefault(each.subject, {"cases": 0, "refused": 0, "all held": 0, "laws": {}})
+        subject_counts = counts.setdefault(
+            each.subject, {"cases": 0, "refused": 0, "all held": 0, "laws": {}}
+        )
         cases.setdefault(each.subject, {}).setdefault(each.seed, []).append(each.outcome.what)
         if each.outcome.what != "refused":
             law_counts = subject_counts["laws"].setdefault(each.outcome.law, dict.fromkeys(OUTCOMES, 0))
