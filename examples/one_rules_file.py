@@ -5,7 +5,7 @@
 
 Each library has its own model, in gpt_keras.py, gpt_nnx.py, and gpt_torch.py. The modules have the same names in all
 three. The rules are in gpt_rules.yaml. Each library trains its model on one device and on the mesh, in its own process,
-and the losses are equal. decisions/0077 explains how one file serves several libraries.
+and the losses are equal. decisions/0024 explains how one file serves several libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A second reader of the bytes that a compiled module sends: it walks XLA's protobuf and knows no text.
 
 It shares no code with the library: XLA itself parses or makes the protobuf, each device is followed on its own, and
-sizes are those of operands, where the library reads those of results (why: decisions/0191).
+sizes are those of operands, where the library reads those of results (why: decisions/0156).
 """
 
 import json

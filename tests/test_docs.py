@@ -10,7 +10,7 @@ that begins with `$ ` is a command, and those below it are what it prints, error
 are does not matter.
 """
 
-# why: decisions/0100
+# why: decisions/0089
 from __future__ import annotations
 
 import doctest

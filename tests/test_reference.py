@@ -9,9 +9,10 @@ import pytest
 
 import layoutmap as lm
 
+PAGES = sorted((frameworks.ROOT / "docs" / "reference").glob("*.md"))
 SHOWN = [
     name
-    for page in (frameworks.ROOT / "docs" / "reference").glob("*.md")
+    for page in PAGES
     for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 OTHERWISE = {  # public name -> what the reference shows for it
@@ -31,6 +32,18 @@ def test_every_public_name_is_in_the_reference(module):
     assert len(SHOWN) == len({*SHOWN})
     assert [] == sorted(expected - {*SHOWN})
     assert [] == sorted(n for n in SHOWN if n.rpartition(".")[0] == module and n not in expected)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_listed_member_exists(page):
+    """Each class on the page lists members that users call, and the source defines each of them."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in frameworks.PACKAGE.rglob("*.py"))
+    defined = {*re.findall(r"^    (?:def (\w+)|(\w+):)", source, re.MULTILINE)}
+    known = {name for names in defined for name in names}
+    listed = re.findall(r"members: \[(.*?)\]", page.read_text(encoding="utf-8"))
+    members = [name for names in listed for name in names.replace('"', "").split(", ")]
+
+    assert [] == [name for name in members if name not in known or name.startswith(("_", "warn_"))]
 
 
 def _all_of(module):

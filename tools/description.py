@@ -1,4 +1,4 @@
-"""Make README.md's relative links absolute for a package index, where they would lead nowhere (decisions/0122)."""
+"""Make README.md's relative links absolute for a package index, where they would lead nowhere (decisions/0089)."""
 
 from __future__ import annotations
 

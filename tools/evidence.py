@@ -1,6 +1,7 @@
-"""Counts of what came of drawn cases, and docs/evidence.md, which `tools/fuzz.py --publish` makes of them.
+"""Count the outcomes of drawn cases, and write docs/evidence.md from docs/evidence.json.
 
-docs/evidence.json keeps the counts by subject; a run replaces those of the subjects that it tried.
+`tools/fuzz.py --publish` replaces the counts of the subjects that it tried. docs/evidence.json also has the seeds,
+commits, and commands of each subject.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ OUTCOMES = ("held", "wrong", "failed", "not tried")
 Counts = dict[str, dict[str, Any]]
 
 
-def counted(tried: Iterable[Tried]) -> Counts:
-    """Return the counts by subject: cases, those that the plan refused, seeds, and the outcomes of each law."""
+def count_outcomes(tried: Iterable[Tried]) -> Counts:
+    """Count, for each subject, the cases, the refused plans, and the outcomes of each law."""
     counts: Counts = {}
     cases: dict[str, dict[int, list[str]]] = {}
     for each in tried:
-        of_subject = counts.setdefault(each.subject, {"cases": 0, "refused": 0, "all held": 0, "laws": {}})
+        subject_counts = counts.setdefault(
+            each.subject, {"cases": 0, "refused": 0, "all held": 0, "laws": {}}
+        )
         cases.setdefault(each.subject, {}).setdefault(each.seed, []).append(each.outcome.what)
         if each.outcome.what != "refused":
-            of_law = of_subject["laws"].setdefault(each.outcome.law, dict.fromkeys(OUTCOMES, 0))
-            of_law[each.outcome.what] += 1
+            law_counts = subject_counts["laws"].setdefault(each.outcome.law, dict.fromkeys(OUTCOMES, 0))
+            law_counts[each.outcome.what] += 1
     for subject, by_seed in cases.items():
         refused = sum("refused" in found for found in by_seed.values())
         right = sum({*found} <= {"held", "not tried"} for found in by_seed.values())
@@ -42,91 +45,93 @@ def counted(tried: Iterable[Tried]) -> Counts:
     return counts
 
 
-def summary(counts: Counts) -> str:
-    """Return the counts as a table for a terminal: a line for each subject and law."""
+def format_summary(counts: Counts) -> str:
+    """Return the counts as a table for a terminal, with a line for each subject and law."""
     rows: list[list[str]] = []
-    for subject, of_subject in counts.items():
-        cases = f"{of_subject['cases']} cases, {of_subject['refused']} refused by the plan"
+    for subject, subject_counts in counts.items():
+        cases = f"{subject_counts['cases']} cases, {subject_counts['refused']} refused by the plan"
         rows.append([subject_named(subject).title, cases, "", "", "", ""])
-        for law, outcomes in of_subject["laws"].items():
+        for law, outcomes in subject_counts["laws"].items():
             rows.append(["", law, *(str(outcomes[each] or "") for each in OUTCOMES)])
     return "\n".join(text_table(["", "law", *OUTCOMES], rows, OUTCOMES))
 
 
 def publish(counts: Counts, command: str) -> None:
-    """Write the counts into docs/evidence.json, and the tables of docs/evidence.md from all that it has.
+    """Write the counts into docs/evidence.json and the tables of docs/evidence.md.
 
     Args:
-        counts: What `counted` returned.
-        command: The command that tried the cases.
+        counts: Counts from `count_outcomes`.
+        command: Command that tried the cases.
     """
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
     kept: Counts = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    known = {"date": date.today().isoformat(), "commit": commit, "command": command}
-    kept |= {subject: of_subject | known for subject, of_subject in counts.items()}
+    known = {"date": date.today().isoformat(), "commits": [commit], "commands": [command]}
+    kept |= {subject: subject_counts | known for subject, subject_counts in counts.items()}
     kept = {subject: kept[subject] for subject in SUBJECTS if subject in kept}
     KEPT.write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
-    _write("drawn", tables(kept))
+    _write_table("drawn", make_tables(kept))
 
 
 def publish_faults(rows: Iterable[Sequence[str]], minutes: float) -> None:
-    """Write faults that were put in by hand into the table of docs/evidence.md, which keeps its other rows.
+    """Write inserted faults into the table of docs/evidence.md and keep its other rows.
 
     Args:
         rows: Number, fault, file, law and case that found it, and seconds.
-        minutes: How long each was looked for.
+        minutes: Time limit of the search for each fault.
     """
     head = ["", "fault", "file", f"found within {minutes:g} minutes by", "seconds"]
     lines = {
         int(found[1]): found[0]
-        for found in re.finditer(r"^\| (\d+) \|.*$", _parts("faults")[1], re.MULTILINE)
+        for found in re.finditer(r"^\| (\d+) \|.*$", _split_page("faults")[1], re.MULTILINE)
     }
-    lines |= {int(row[0]): _row(row) for row in rows}
+    lines |= {int(row[0]): _format_row(row) for row in rows}
     table = [
-        _row(head),
-        _row(["--:", "---", "---", "---", "--:"]),
+        _format_row(head),
+        _format_row(["--:", "---", "---", "---", "--:"]),
         *(lines[number] for number in sorted(lines)),
     ]
-    _write("faults", "\n".join(table))
+    _write_table("faults", "\n".join(table))
 
 
-def _parts(part: str) -> tuple[str, str, str]:
-    """The page before a table, the table, and the rest."""
+def _split_page(part: str) -> tuple[str, str, str]:
+    """Split the page into the text before a table, the table, and the rest."""
     start, end = f"<!-- {part}: made by a command of tools/ -->", f"<!-- /{part} -->"
     before, rest = PAGE.read_text(encoding="utf-8").split(start)
     table, after = rest.split(end)
     return before + start, table, end + after
 
 
-def _write(part: str, table: str) -> None:
-    before, _, after = _parts(part)
+def _write_table(part: str, table: str) -> None:
+    before, _, after = _split_page(part)
     PAGE.write_text(f"{before}\n\n{table}\n\n{after}", encoding="utf-8")
 
 
-def tables(kept: Counts) -> str:
-    """Return the tables of the page: how many cases of each subject, and what came of each law."""
-    lines = [
-        "| models | drawn | refused by the plan | every law held | wrong or failed | seeds | date, commit | command |",
-        "| --- | --: | --: | --: | --: | --- | --- | --- |",
-    ]
+def make_tables(kept: Counts) -> str:
+    """Return the tables of the page: cases by library, the runs behind them in a collapsed block, and the laws."""
+    rows = ["| Library | Cases | All held | Refused | Wrong |", "| --- | --: | --: | --: | --: |"]
+    runs: list[str] = []
     for subject, found in kept.items():
-        rest = found["cases"] - found["refused"] - found["all held"]
-        first, last = found["seeds"]
-        cells = [SUBJECTS[subject].title, *(found[each] for each in ("cases", "refused", "all held")), rest]
-        cells += [f"{first} to {last}", f"{found['date']}, {found['commit']}", f"`{found['command']}`"]
-        lines.append(_row(cells))
-    titles = [SUBJECTS[subject].title for subject in kept]
-    lines += ["", _row(["law: held of tried", *titles]), _row(["---", *("--:" for _ in kept)])]
+        title, (first, last) = SUBJECTS[subject].title, found["seeds"]
+        wrong = found["cases"] - found["refused"] - found["all held"]
+        rows.append(_format_row([title, found["cases"], found["all held"], found["refused"], wrong]))
+        commits = ", ".join(f"`{commit}`" for commit in found["commits"])
+        runs.append(f"**{title}**: seeds {first} to {last}, {found['date']}, commits {commits}")
+        runs.append(f"```sh\n{found['commands'][0]}\n```")
+    laws = ["| Law | Held | Tried |", "| --- | --: | --: |"]
     for law in LAWS:
-        cells: list[str] = []
-        for found in kept.values():
-            outcomes = found["laws"].get(law, dict.fromkeys(OUTCOMES, 0))
-            cells.append(f"{outcomes['held']} of {sum(outcomes[each] for each in OUTCOMES[:3])}")
-        lines.append(_row([law, *cells]))
-    return "\n".join(lines)
+        outcomes = [found["laws"].get(law, dict.fromkeys(OUTCOMES, 0)) for found in kept.values()]
+        tried = sum(each[outcome] for each in outcomes for outcome in OUTCOMES[:3])
+        laws.append(_format_row([law, sum(each["held"] for each in outcomes), tried]))
+    collapsed = collapse_block("Seeds, commits, and commands of each row", "\n\n".join(runs))
+    return "\n\n".join(["\n".join(rows), collapsed, "## Results by law", "\n".join(laws)])
 
 
-def _row(cells: Iterable[Any]) -> str:
+def collapse_block(summary: str, text: str) -> str:
+    """Return Markdown that shows only a summary until the reader opens it, on the site and on GitHub."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
+
+
+def _format_row(cells: Iterable[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"

@@ -60,8 +60,8 @@ def main(arguments: list[str]) -> int:
                     _print_progress(tried, reported - started)
         except KeyboardInterrupt:
             interrupted = True
-    counts = evidence.counted(tried)
-    print(f"\n{evidence.summary(counts)}")
+    counts = evidence.count_outcomes(tried)
+    print(f"\n{evidence.format_summary(counts)}")
     print(
         f"{time.monotonic() - started:.0f} s; seeds from {asked.seed} on; programs of what failed: {programs}"
     )

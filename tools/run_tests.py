@@ -36,7 +36,7 @@ RESULTS = ROOT / "results"
 ORDER = ("jax", "torch", "tensorflow", "core")
 LONG, GPU = "jax.long", "jax.gpu"
 XLA_GPU = Path(sys.prefix) / "xla-gpu"  # where the Makefile installs it
-SLOWEST = 10  # why: decisions/0155
+SLOWEST = 10  # why: decisions/0039
 REPORT_SECONDS = 15
 NOTHING_RAN = 5  # pytest's code for it
 

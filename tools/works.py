@@ -217,7 +217,7 @@ DEPTH_FILES = (
 )
 
 
-# The tables come from tests, so that no cell is an opinion (decisions/0141).
+# The tables come from tests, so that no cell is an opinion (decisions/0140).
 def run_contracts() -> dict[tuple[str, str], str]:
     """Run the contracts and return the outcome for each class and law."""
     outcomes: dict[tuple[str, str], str] = {}

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Each name here is a promise, so types that only come back from calls are not listed (decisions/0124).
+# Each name here is a promise, so types that only come back from calls are not listed (decisions/0060).
 __all__ = [
     "UNSHARDED",
     "DVariable",

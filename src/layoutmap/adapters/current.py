@@ -73,7 +73,7 @@ def is_entered(session: Any) -> bool:
     return any(each is session for each in _sessions())
 
 
-def warn_if_elsewhere(library: str, name: str) -> None:  # why: decisions/0135
+def warn_if_elsewhere(library: str, name: str) -> None:  # why: decisions/0031
     """Warn, once for each scope, if a model is built in a task or thread that was started inside of it.
 
     Args:

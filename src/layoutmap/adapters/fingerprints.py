@@ -1,4 +1,4 @@
-"""Fingerprints of a program: named texts that processes compare before its first call (why: decisions/0180)."""
+"""Fingerprints of a program: named texts that processes compare before its first call (why: decisions/0181)."""
 
 # pyright: basic
 # Values of any type are looked into, which no annotation says.

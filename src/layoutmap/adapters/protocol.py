@@ -51,7 +51,7 @@ class Saved:
     settings: Mapping[str, Any]
 
 
-class ScopeContext(Protocol):  # why: decisions/0042
+class ScopeContext(Protocol):  # why: decisions/0171
     """A scope as its adapter sees it: the engine, a policy for layouts, and the checks that need the plan."""
 
     plan_only: bool

@@ -17,7 +17,7 @@ FIX = "restore it from a copy, or save it again"
 
 
 @contextlib.contextmanager
-def foreign_errors_refused(where: str) -> Generator[None]:  # why: decisions/0194
+def foreign_errors_refused(where: str) -> Generator[None]:  # why: decisions/0085
     """Raise a `CheckpointError` in place of any error that a damaged file causes in a parser.
 
     Args:

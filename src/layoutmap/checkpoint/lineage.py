@@ -62,7 +62,7 @@ class SavedStep:
         return other.step != self.step and self.lines.get(other.line, -1) >= other.step
 
 
-# why: decisions/0117
+# why: decisions/0136
 def following(step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]) -> SavedStep:
     """The lineage to write into the manifest of a step that is saved now.
 

@@ -44,7 +44,7 @@ def storage_of(directory: str | os.PathLike[str]) -> Storage:
     return LocalStorage(text[found.end() :]) if found[1] == "file" else RemoteStorage(text)
 
 
-class RemoteStorage:  # why: decisions/0087
+class RemoteStorage:  # why: decisions/0086
     """Steps in an object store.
 
     Args:

@@ -2,7 +2,7 @@
 
 Python raises `KeyboardInterrupt` at any line. Inside the import of a framework, C extensions crash or replace it by
 errors of their own. So the signal's handler ends the process at once. Only blocks that must clean up ask for the
-exception (decisions/0132).
+exception (decisions/0034).
 """
 
 from __future__ import annotations

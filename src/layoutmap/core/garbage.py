@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def garbage_kept() -> Generator[None]:  # why: decisions/0133
+def garbage_kept() -> Generator[None]:  # why: decisions/0027
     """Pause the search for cycles that nobody holds, which looks at all objects again each time there are more."""
     was_enabled = gc.isenabled()
     gc.disable()

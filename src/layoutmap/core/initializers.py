@@ -31,7 +31,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Initializer:  # why: decisions/0029
+class Initializer:  # why: decisions/0181
     """The first value of one variable.
 
     Args:

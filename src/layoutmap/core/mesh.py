@@ -99,7 +99,7 @@ class Mesh:
         return tuple(dim.name for dim in self.mesh_dims)
 
     @property
-    def shape(self) -> tuple[int, ...]:  # why: decisions/0003
+    def shape(self) -> tuple[int, ...]:  # why: decisions/0001
         """The sizes of the mesh dims, in order."""
         return tuple(dim.size for dim in self.mesh_dims)
 

@@ -79,7 +79,7 @@ def text_table(
     return [*lines, "; ".join([*said, ALL_COLUMNS])] if said else lines
 
 
-# why: decisions/0130
+# why: decisions/0034
 def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
     """The columns that are shown and their widths: first some are dropped, then the widest are shortened."""
     shown, least = dict(widths), [*drop]

@@ -250,7 +250,7 @@ def to_bytes(message: Any) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _messages() -> Any:  # why: decisions/0170
+def _messages() -> Any:  # why: decisions/0179
     """The module of the messages; late, since few programs write the protobuf form.
 
     Raises:

@@ -78,7 +78,7 @@ def _largest(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
     return max((s for s in subsets if size % counts[s] == 0), key=lambda s: counts[s])
 
 
-def with_single_dims(layout: Layout) -> Layout:  # why: decisions/0147
+def with_single_dims(layout: Layout) -> Layout:  # why: decisions/0004
     """The layout with each axis over one mesh dim, the largest of its dims; of two as large, the more major one.
 
     An axis whose other dims have one device stays as it is: they shard nothing.

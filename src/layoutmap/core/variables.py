@@ -125,7 +125,7 @@ class VariableSpec:
 
 
 @dataclass(frozen=True)
-class Assignment:  # why: decisions/0002
+class Assignment:  # why: decisions/0001
     """A variable and the layout it was given.
 
     Args:
@@ -186,7 +186,7 @@ def has_several_models(variables: Iterable[VariableSpec]) -> bool:
     return len({v.model for v in variables} - {""}) > 1
 
 
-def full_names(variables: Sequence[VariableSpec]) -> list[str]:  # why: decisions/0026
+def full_names(variables: Sequence[VariableSpec]) -> list[str]:  # why: decisions/0005
     """Names of variables that stand side by side: their paths, and their models' names if these differ.
 
     Example:

@@ -23,7 +23,7 @@ Count = Callable[[Way], Cost]
 Ways = Callable[[], Iterable[Way | None]]
 
 
-def advise(  # why: decisions/0129
+def advise(  # why: decisions/0120
     before: Way,
     plan: PlanTable,
     needed: int,

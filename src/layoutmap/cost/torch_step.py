@@ -59,7 +59,7 @@ _EAGER = "each operation reads what it takes and writes what it returns, as with
 _ACCUMULATED = "weights of a block are gathered together, under the name of the first of them"
 
 
-class LoweredStep:  # why: decisions/0093
+class LoweredStep:  # why: decisions/0156
     """A training step of a torch module, counted in any layouts.
 
     Args:

@@ -47,7 +47,7 @@ def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-# why: decisions/0083
+# why: decisions/0079
 def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
     """Return what a function returns that each process calls by itself; where it raises in one, raise in all.
 

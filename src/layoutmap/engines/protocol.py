@@ -34,7 +34,7 @@ class Unplaced:
     is_copied: bool = False
 
 
-class Engine(Protocol):  # why: decisions/0046
+class Engine(Protocol):  # why: decisions/0032
     """Holds the arrays of one framework, in layouts.
 
     Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` returns the
@@ -42,7 +42,7 @@ class Engine(Protocol):  # why: decisions/0046
     engine cannot hold is refused by name, never replaced; indices have both ends.
 
     Six methods are the engine: `devices`, `native`, `create`, `from_shards`, `to_shards`, `relayout`. Each of the
-    others answers what these cannot (decision 0046):
+    others answers what these cannot (decision 0032):
 
     - `simulate` says how many devices there are, while that is open.
     - `bind` knows which devices of a mesh are of this process; names alone do not say it.

@@ -1,6 +1,6 @@
 """A guard of a program that trains: every n-th step the model is compared with a plan, and its replicas."""
 
-# why: decisions/0163
+# why: decisions/0162
 from __future__ import annotations
 
 from dataclasses import replace

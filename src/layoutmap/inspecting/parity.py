@@ -255,7 +255,7 @@ def plain_beside(adapter: Training, make_model: Callable[[], object], layout_map
     return adapter.on_one_device(make_model(), str(mesh.device_type))
 
 
-def compare_rounded(  # why: decisions/0192
+def compare_rounded(  # why: decisions/0008
     adapter: Training,
     plain: Any,
     other: Any,

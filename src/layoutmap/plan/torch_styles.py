@@ -43,7 +43,7 @@ class Styled:
     output: int | None = None
 
 
-# why: decisions/0172
+# why: decisions/0014
 def ruled(plan: PlanTable, call: str) -> list[Assignment]:
     """The variables of a plan for which another library has rules: all but slots, which follow, and metrics.
 

@@ -26,7 +26,7 @@ from layoutmap.core.mesh import Mesh
 _FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))+")
 
 
-def is_named(text: str) -> bool:  # why: decisions/0066
+def is_named(text: str) -> bool:  # why: decisions/0014
     """Whether a rule is one over Keras's names, or a path is such a name."""
     return text.startswith(KERAS)
 

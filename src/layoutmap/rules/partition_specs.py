@@ -61,7 +61,7 @@ def _is_of_a_leaf(value: Any) -> bool:
     return value is None or isinstance(value, (str, int)) or str(value) == _FREE
 
 
-def shapes_of(parameters: object, where: str) -> dict[str, Shape]:  # why: decisions/0067
+def shapes_of(parameters: object, where: str) -> dict[str, Shape]:  # why: decisions/0014
     """The shapes of all arrays, by path: of a plan, or of dicts of shapes or of anything with a shape.
 
     Raises:

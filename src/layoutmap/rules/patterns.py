@@ -56,7 +56,7 @@ def refuse_slow_pattern(pattern: str, rule: str) -> None:
         )
 
 
-def find_slow_part(pattern: str) -> str:  # why: decisions/0198
+def find_slow_part(pattern: str) -> str:  # why: decisions/0199
     """Return the limit that a regex exceeds, or an empty string.
 
     Example:

@@ -64,7 +64,7 @@ class RulesFields:
     rest: Rest | None = None
 
 
-def to_yaml(fields: RulesFields) -> str:  # why: decisions/0035
+def to_yaml(fields: RulesFields) -> str:  # why: decisions/0199
     """The text of a rules file."""
     import yaml
 

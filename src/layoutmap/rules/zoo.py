@@ -65,7 +65,7 @@ class PublishedModel:
 
 
 @functools.cache
-def models() -> Mapping[str, PublishedModel]:  # why: decisions/0078
+def models() -> Mapping[str, PublishedModel]:  # why: decisions/0024
     """All of them, by name.
 
     Example:

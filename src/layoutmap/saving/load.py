@@ -249,7 +249,7 @@ def _loaded_in_part() -> Generator[None]:
         raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
 
 
-class _Loading:  # why: decisions/0138
+class _Loading:  # why: decisions/0127
     """A load into a model that exists.
 
     Args:
@@ -432,7 +432,7 @@ class _Loading:  # why: decisions/0138
             progress(variable.path)
 
 
-def _report_unread(loading: _Loading, values: Values, model: object) -> None:  # why: decisions/0189
+def _report_unread(loading: _Loading, values: Values, model: object) -> None:  # why: decisions/0081
     """Warn of saved slots that were not read, and have them read once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 

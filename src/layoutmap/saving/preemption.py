@@ -11,7 +11,7 @@ from typing import Any
 from layoutmap.core.errors import CheckpointError
 
 
-class Preemption:  # why: decisions/0137
+class Preemption:  # why: decisions/0079
     """Notes when SIGTERM comes, in place of ending the program; a handler that the program has set is called, too.
 
     Args:

@@ -130,7 +130,7 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
             )
 
 
-def check_remat(remat: Any) -> None:  # why: decisions/0095
+def check_remat(remat: Any) -> None:  # why: decisions/0094
     """Refuse what says of no layer whether its activations are computed again.
 
     Raises:

@@ -21,7 +21,7 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, scope
 
 
-class LayoutMap(ImportedMaps):  # why: decisions/0040
+class LayoutMap(ImportedMaps):  # why: decisions/0038
     """A dict from regex over a variable's path to a layout.
 
     Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the

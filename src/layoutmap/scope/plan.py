@@ -24,7 +24,7 @@ from layoutmap.rules.rule_set import RuleSet
 P = ParamSpec("P")
 
 
-class Plan(PlanTable):  # why: decisions/0041
+class Plan(PlanTable):  # why: decisions/0038
     """Where every variable of a model goes: a mapping from path to `Assignment`.
 
     A variable is found under each of its paths, and iteration gives its first one. Where several models have a variable

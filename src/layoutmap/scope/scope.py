@@ -329,7 +329,7 @@ def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> S
     return context
 
 
-# why: decisions/0169
+# why: decisions/0171
 def _options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
     """Return the options that were given by name, checked."""
     options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})

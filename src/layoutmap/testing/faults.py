@@ -88,7 +88,7 @@ def printed(program: str) -> tuple[float, str]:
     return float(number[1] if number else "nan"), wrote
 
 
-# why: decisions/0146
+# why: decisions/0166
 def try_faults(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Yield whether a known fault is corrected, and the program where it is not; nothing but in the first process.
 

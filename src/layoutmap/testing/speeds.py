@@ -30,7 +30,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SPEEDS = {"jax": "layoutmap.testing.jax_speeds", "torch": "layoutmap.testing.torch_speeds"}
 
 
-# why: decisions/0167
+# why: decisions/0166
 def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Measure the devices of an engine; yields outcomes with figures, and no programs.
 

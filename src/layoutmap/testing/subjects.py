@@ -89,7 +89,7 @@ class Subject:
         return (_ALONE if launcher() is None else {}) | os.environ | settings
 
 
-SUBJECTS = {  # why: decisions/0173
+SUBJECTS = {  # why: decisions/0140
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
     "keras-jax-processes": Subject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),
     "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),

@@ -31,7 +31,7 @@ MACHINERY = {
     "sums",
     "unwrap_python",
 }
-# why: decisions/0088; what -> the module of engines.torch, torch's issue or "none found", the version last seen on, and
+# why: decisions/0057; what -> the module of engines.torch, torch's issue or "none found", the version last seen on, and
 # the one from which on torch is right, if there is one, and whether the correction is kept then for another reason.
 CORRECTIONS = {
     name.capitalize(): others

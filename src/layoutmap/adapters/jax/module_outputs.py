@@ -94,7 +94,7 @@ def _recomputed(call: Any) -> Callable[..., object]:
 _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
-def with_output(module: nnx.Module, output: Output | TracedOutput) -> None:  # why: decisions/0074
+def with_output(module: nnx.Module, output: Output | TracedOutput) -> None:  # why: decisions/0073
     """Have a module return arrays in a layout, or tell a tracer of its calls."""
     without_output(module)
     is_pytree = not jax.tree_util.all_leaves([module])

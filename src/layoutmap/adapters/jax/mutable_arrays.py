@@ -14,7 +14,7 @@ from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError
 
 
-def check_immutable(model: object) -> None:  # why: decisions/0187
+def check_immutable(model: object) -> None:  # why: decisions/0073
     """Check that a model has no mutable array, and no traced one that a plan would not find.
 
     Args:

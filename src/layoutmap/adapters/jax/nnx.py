@@ -108,7 +108,7 @@ def _kind_of(variable: nnx.Variable[object]) -> Kind:
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
-def _annotation(variable: nnx.Variable[object]) -> str:  # why: decisions/0075
+def _annotation(variable: nnx.Variable[object]) -> str:  # why: decisions/0073
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # of a Format of JAX
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""

@@ -49,7 +49,7 @@ def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
     return _is_of_nnx(state, "Optimizer")
 
 
-class StepObjects:  # why: decisions/0070
+class StepObjects:  # why: decisions/0186
     """The objects of one call, looked through together: what two of them share is found once.
 
     Args:

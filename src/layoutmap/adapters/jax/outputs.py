@@ -49,7 +49,7 @@ class Argument:
 
 def choose_shardings(
     results: object, jaxpr: Jaxpr, arguments: Sequence[Argument]
-) -> object:  # why: decisions/0185
+) -> object:  # why: decisions/0186
     """Return the sharding of each result that replaces an argument, and `None` for each other, in their tree.
 
     The first result replaces the first argument, the second result the second, if it has the structure and shapes of

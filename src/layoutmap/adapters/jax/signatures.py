@@ -53,7 +53,7 @@ class Constants:
         return jax.tree.unflatten(self.tree, [None if n in self.values else x for n, x in enumerate(leaves)])
 
 
-def find_constants(tree: object) -> Constants:  # why: decisions/0134
+def find_constants(tree: object) -> Constants:  # why: decisions/0186
     """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
 
     A leaf with arrays of its own, as JAX or numpy would read them, is none, and neither is one that has no hash.

@@ -49,7 +49,7 @@ class StateLeaf:
     dtype: str
 
 
-# why: decisions/0068
+# why: decisions/0020
 def slot_variables(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateLeaf]) -> list[VariableSpec]:
     """Describe the leaves of an optimizer's state, in order: each with its parameter and what its axes mean.
 

@@ -91,7 +91,7 @@ def restore_settings(backend: Backend, found: Mapping[str, Any]) -> None:
     random_states.restore(states)  # last: a generator of Keras's is made with a number of Python's
 
 
-def restore_at_compile(model: Any, restore: Callable[[], None]) -> None:  # why: decisions/0189
+def restore_at_compile(model: Any, restore: Callable[[], None]) -> None:  # why: decisions/0081
     """Call a function once, after the next `compile` of a model that gives it an optimizer."""
     before = model.__dict__.get("compile")
     plain = model.compile

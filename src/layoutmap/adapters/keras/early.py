@@ -17,7 +17,7 @@ from layoutmap.adapters.keras.paths import names_below
 from layoutmap.adapters.keras.registry import Registry
 
 
-class EarlyPaths:  # why: decisions/0050
+class EarlyPaths:  # why: decisions/0005
     """Finds the paths of single variables of a scope."""
 
     def __init__(self, registry: Registry):

@@ -31,7 +31,7 @@ _NOT_SEARCHED = (
 )
 
 
-def loose(registry: Registry) -> set[int]:  # why: decisions/0047
+def loose(registry: Registry) -> set[int]:  # why: decisions/0005
     """The ids of all in a scope that is in no model, and of the models if there are several: some may be garbage."""
     layers = registry.layers()
     tops = roots(layers)

@@ -11,7 +11,7 @@ from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.core.errors import ScopeError
 
 
-def existed_before(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions/0049
+def existed_before(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions/0027
     """Return the error for a layer or an optimizer that would make variables in a scope and was not made in it.
 
     Args:

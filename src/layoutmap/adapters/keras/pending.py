@@ -23,7 +23,7 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 _classes: dict[type, type] = {}
 
 
-class _Pending:  # why: decisions/0051
+class _Pending:  # why: decisions/0006
     """The methods in which a pending variable differs from its class."""
 
     shape: tuple[int, ...]

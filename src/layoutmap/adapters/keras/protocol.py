@@ -124,7 +124,7 @@ class KerasSession(Protocol):
         ...
 
 
-class Backend(ABC):  # why: decisions/0043
+class Backend(ABC):  # why: decisions/0171
     """One backend of Keras. What has a body here does nothing, or the usual thing, on most of them."""
 
     engine_name: ClassVar[str]

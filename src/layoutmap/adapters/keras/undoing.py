@@ -14,7 +14,7 @@ _GONE = object()
 
 
 @contextmanager
-def all_or_nothing(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0055
+def all_or_nothing(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0056
     """While open, a layer changes its variables, as `quantize` and `enable_lora` do.
 
     The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their

@@ -64,7 +64,7 @@ class ModelCall:
             self.is_open = False
 
 
-class Own:  # why: decisions/0104
+class Own:  # why: decisions/0017
     """Weights that are gathered together when a module is called.
 
     Args:

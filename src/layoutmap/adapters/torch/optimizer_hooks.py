@@ -90,7 +90,7 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
     )
 
 
-def _rows_and_columns(parameter: DTensor) -> dict[str, torch.Tensor]:  # why: decisions/0148
+def _rows_and_columns(parameter: DTensor) -> dict[str, torch.Tensor]:  # why: decisions/0044
     """The slots of Adafactor before its first step: means over the last axis, and over the one before."""
     *outer, rows, columns = parameter.shape
     return {

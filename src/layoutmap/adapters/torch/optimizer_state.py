@@ -52,7 +52,7 @@ _MAX_COPIED = 4096  # elements of a tensor whose values a step may read, as thos
 _NOT_COPIED = ("state", "param_groups")
 
 
-def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:  # why: decisions/0183
+def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:  # why: decisions/0044
     """Refuse an optimizer that keeps other state of a sharded weight than one device keeps of the weight.
 
     Nothing is changed: the steps are those of a copy, on tensors without values.

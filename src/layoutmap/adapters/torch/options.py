@@ -100,7 +100,7 @@ def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
             )
 
 
-def _check_fully_shard(options: Mapping[str, object]) -> None:  # why: decisions/0103
+def _check_fully_shard(options: Mapping[str, object]) -> None:  # why: decisions/0017
     """Refuse what is decided by the layout map, unknown, of another type, or cannot work on DTensors or here."""
     # Late: it takes a tenth of a second to load.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

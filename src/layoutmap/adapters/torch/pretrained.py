@@ -68,7 +68,7 @@ class _Start(NamedTuple):
 
 def save_shards(
     save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
-) -> bool:  # why: decisions/0164
+) -> bool:  # why: decisions/0096
     """Save a model from all processes of its mesh, which must all call it.
 
     The files are made in a hidden folder beside the directory, which becomes the directory. Into one that exists they

@@ -121,7 +121,7 @@ def _globals_of(function: Function) -> tuple[tuple[str, dict[str, object]], ...]
     return tuple((name, known) for name in names if name in known and is_constant(known[name]))
 
 
-def changed(before: Structure, after: Structure) -> str:  # why: decisions/0064
+def changed(before: Structure, after: Structure) -> str:  # why: decisions/0105
     """The name of what differs between two structures of one module; empty if nothing does."""
     for number, (one, other) in enumerate(zip(before.parts, after.parts, strict=False)):
         if one != other:

@@ -36,7 +36,7 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
 
 @dataclass
-class Attention:  # why: decisions/0128
+class Attention:  # why: decisions/0165
     """The calls of attention in a step that is traced.
 
     Args:

@@ -100,7 +100,7 @@ def _compiled(devices: list[Any], module: bytes) -> dict[str, Any]:
     }
 
 
-def main(name: str, num_devices: str) -> None:  # why: decisions/0099
+def main(name: str, num_devices: str) -> None:  # why: decisions/0156
     """Answer with what XLA makes of the module in this folder, and end this process.
 
     Args:

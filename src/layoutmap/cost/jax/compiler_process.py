@@ -112,7 +112,7 @@ def answering() -> Generator[Callable[[str], object]]:
 
 def answer_with_print(
     answer: Callable[[str], object], name: str, read: Callable[[Path], str]
-) -> None:  # why: decisions/0168
+) -> None:  # why: decisions/0156
     """Have a thread answer with what XLA prints while it compiles, and end the process: XLA cannot stop after a pass.
 
     Args:

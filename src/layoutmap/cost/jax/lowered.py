@@ -42,7 +42,7 @@ _KEPT = 2
 """How many of equal blocks are always counted: the first and the last one."""
 
 
-class LoweredStep:  # why: decisions/0090
+class LoweredStep:  # why: decisions/0156
     """A training step as it is before it has layouts: traced once, and counted in any layouts in a fraction of that.
 
     Of equal blocks two and three are traced; what the third one adds is what each of the others adds. Where layouts
@@ -257,7 +257,7 @@ class LoweredStep:  # why: decisions/0090
         placed = self._with_layouts(self._lowered({}), layouts, policy)
         return self._compiled([shardy.bytes_of(placed)], policy.mesh.size, target, on_wait)[0]
 
-    def _compiled(  # why: decisions/0158
+    def _compiled(  # why: decisions/0156
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
         """The steps that XLA compiles modules to; one that was compiled before is not compiled again."""

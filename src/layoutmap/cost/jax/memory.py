@@ -66,7 +66,7 @@ def upper_bound(
     return int(num_bytes * (_RECOMPUTED if recomputes else _MORE)) + _WORKSPACE + combined
 
 
-def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0091
+def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0165
     """Return operations in the order that XLA prefers: gradients of weights after the backward pass, updates last.
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update

@@ -55,7 +55,7 @@ def _preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
     return made
 
 
-def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:  # why: decisions/0157
+def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:  # why: decisions/0094
     """The maps that an expert would try on a mesh.
 
     Without a `model` dim: data parallel, and fully sharded along the largest axis, what comes in or what goes out; with

@@ -8,7 +8,7 @@ get. Behind a product that XLA could compute wrongly goes a barrier: then the la
 operands', and an operation of its own redistributes it to the wanted one. A result that could be wrong so, too, is
 replicated. Where the operands are sharded over other
 dims along what is added up, so that one of them must be redistributed in any case, the smaller one is gathered.
-At the end each product is held in the layouts that were found, since XLA could find others (docs/decisions/0126).
+At the end each product is held in the layouts that were found, since XLA could find others (docs/decisions/0112).
 
 A gather from a sharded operand, such as an embedding's table, can be wrong where its result is wanted over a mesh dim
 that shards neither its operand nor its indices along that axis. A scatter to a batch of tables ends the process where

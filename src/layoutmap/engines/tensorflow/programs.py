@@ -39,7 +39,7 @@ Needs = tuple[str, list[tuple[tf.Tensor, bool]]]
 Known = dict[Hashable, tf.Tensor]
 
 
-class PieceProgram:  # why: decisions/0012
+class PieceProgram:  # why: decisions/0006
     """A traced initializer.
 
     Args:

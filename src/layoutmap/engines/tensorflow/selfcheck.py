@@ -48,7 +48,7 @@ class Fault(NamedTuple):
     is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]
 
 
-def wait_for_devices() -> None:  # why: decisions/0160
+def wait_for_devices() -> None:  # why: decisions/0009
     """Have each operation of DTensor wait for its devices, unless the process has used DTensor already.
 
     By default it does not, and one that fails on a device makes all later ones fail, such as reads of weights.

@@ -150,7 +150,7 @@ def group() -> dist.ProcessGroup | None:
     return _group if _simulation is not None else dist.group.WORLD
 
 
-def simulate(number: int) -> None:  # why: decisions/0013
+def simulate(number: int) -> None:  # why: decisions/0150
     """Set how many ranks are simulated; see `Engine.simulate`."""
     global _num_devices
     if not is_simulated():

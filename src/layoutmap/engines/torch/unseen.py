@@ -41,7 +41,7 @@ def count(memory: torch.UntypedStorage) -> None:
         number[0] += 1
 
 
-def numbers_of(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:  # why: decisions/0153
+def numbers_of(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:  # why: decisions/0151
     """The numbers of changes of the DTensors among some tensors, which go on, and what they are now."""
     found: list[tuple[list[int], int]] = []
     for each in tensors:

@@ -28,7 +28,7 @@ class _Odd:
     share: str
 
 
-def odd_ones_out(linted: Linted) -> Iterator[Problem]:  # why: decisions/0184
+def odd_ones_out(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
     """Yield each block that is not sharded over the mesh dims over which its siblings are."""
     found: dict[int, _Odd] = {}
     for group in _siblings(linted).values():

@@ -129,7 +129,7 @@ def tried(
     return Outcome(law, what, why, time.perf_counter() - begun, figures, missing)
 
 
-def missing_package(error: BaseException | None) -> str:  # why: decisions/0188
+def missing_package(error: BaseException | None) -> str:  # why: decisions/0166
     """Return the package that an error, or one of its causes, could not import; empty if it has another reason.
 
     A module of this package, or one that an installed package lacks, is a fault and no missing package.

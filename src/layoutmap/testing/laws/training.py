@@ -71,7 +71,7 @@ def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
         yield from map(str, trial.beyond_rounding(found.rows))
 
 
-def it_trains_in(precision: str, trial: Trial) -> Iterator[str]:  # why: decisions/0143
+def it_trains_in(precision: str, trial: Trial) -> Iterator[str]:  # why: decisions/0008
     """First values, outputs, gradients and steps of SGD are those of one device, but for rounding, in a precision.
 
     Each case is tried in one precision other than float32: in TF32, or in one that models of its kind are drawn in;

@@ -75,7 +75,7 @@ class JaxBackend(Backend):
             own["_direct_assign"] = functools.partial(_assign, variable)
         return tag
 
-    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:  # why: decisions/0053
+    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:  # why: decisions/0007
         """Constrain an array in a trace; else redistribute it."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 

@@ -99,7 +99,7 @@ def placed(batch: object, session: KerasSession) -> Any:
 # -- the state of a model
 
 
-class _Lent:  # why: decisions/0052
+class _Lent:  # why: decisions/0007
     """The values that a model's variables have lent to a step that goes on."""
 
     def __init__(self, model: keras.Model) -> None:

@@ -2,7 +2,7 @@
 
 DTensor carries layouts from each operation to those before and after it, across layers, and refuses a whole step where
 one operation meets layouts that it has no rule for. Which one will is known only when it compiles the step. It does so
-before it runs any of it, so the step can be made again (why: decisions/0144).
+before it runs any of it, so the step can be made again (why: decisions/0010).
 """
 
 from __future__ import annotations

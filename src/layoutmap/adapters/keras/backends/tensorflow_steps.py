@@ -50,7 +50,7 @@ class _MeshStep:
         self._compiled = Regathered(self._traced, session, f"{model.name}: the {name} step")
 
     def _traced(self) -> Callable[..., object]:
-        """The step, to be compiled."""  # why: decisions/0161
+        """The step, to be compiled."""  # why: decisions/0010
         return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
     def _step(self, batch: object) -> object:

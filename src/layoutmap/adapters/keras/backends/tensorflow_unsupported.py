@@ -29,7 +29,7 @@ L = keras.layers
 
 _IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
 _MANY_STEPS = 64  # each takes a tenth of a second to compile, in each function
-_NEED_REPLICATED_WEIGHTS = (  # why: decisions/0159
+_NEED_REPLICATED_WEIGHTS = (  # why: decisions/0010
     *(L.Conv1D, L.Conv2D, L.Conv3D),
     *(L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D),
     *(L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose),

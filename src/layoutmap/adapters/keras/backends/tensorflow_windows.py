@@ -1,7 +1,7 @@
 """Pooling, convolutions, flips, diagonals and slices by operations that DTensor has rules for, and their gradients too.
 
 A window's places are slices of the array: their mean is average pooling. Gathered, with an axis for places, and times a
-filter they are a depthwise convolution. A dilated filter has zeros between its places (why: decisions/0145).
+filter they are a depthwise convolution. A dilated filter has zeros between its places (why: decisions/0010).
 
 Each function stands for one of Keras or TensorFlow, which it is given with the arguments of a call by their names.
 """

@@ -51,7 +51,7 @@ class Recipe:
         except NeedsAll as reason:
             self.why_global = str(reason)
 
-    def global_value(self) -> torch.Tensor:  # why: decisions/0061
+    def global_value(self) -> torch.Tensor:  # why: decisions/0006
         """Return all values, with the strides that a plain program gives it."""
         if not self.why_global:
             tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")

@@ -38,7 +38,7 @@ SMALLEST = 4096
 _SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them
 
 
-class Tape:  # why: decisions/0016
+class Tape:  # why: decisions/0006
     """A record of how deferred tensors get their values.
 
     Args:

@@ -189,7 +189,7 @@ def distribute_tensor(
         return own(tensor, device_mesh, wanted, **options)
 
 
-class _GradientLayout:  # why: decisions/0174
+class _GradientLayout:  # why: decisions/0151
     """The placements in which the gradient of a DTensor comes back, of which each device's tensor was taken.
 
     Args:

@@ -75,7 +75,7 @@ def changed_by(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Ten
     return [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
 
 
-def custom(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0115
+def custom(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0057
     """A custom operator: its kernels, and its formula for gradients, are written for the memory of plain tensors."""
     if not all(is_everywhere(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
         warn_of_gathering(name_of(function), "DTensor does not know what a custom operator computes")

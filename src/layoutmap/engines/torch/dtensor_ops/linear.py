@@ -28,7 +28,7 @@ from layoutmap.engines.torch.specs import (
 )
 
 
-def _linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:  # why: decisions/0101
+def _linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:  # why: decisions/0057
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors: list[Any] = [given["input"], given["weight"], given.get("bias")]
     plan = None

@@ -22,7 +22,7 @@ from layoutmap.engines.torch.modes import function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
-# torch.save writes attributes of tensors, and torch.load refuses them, so marks are in a table of their own (0174).
+# torch.save writes attributes of tensors, and torch.load refuses them, so marks are in a table of their own (0151).
 _marks: Any = WeakIdKeyDictionary()
 """Whether a tensor differs between devices, by tensor."""
 

@@ -55,7 +55,7 @@ with Needed("torch"):
 check_names("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropower_via_newtonschulz"))
 
 
-def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0110
+def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0151
     """Have the DTensors on a mesh compute right outside of `computing`, too; plain tensors on this thread.
 
     Args:
@@ -90,7 +90,7 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
 
 @plainly
 @torch.no_grad()
-def _swap(own: Callable[..., None], first: torch.Tensor, second: torch.Tensor) -> None:  # why: decisions/0178
+def _swap(own: Callable[..., None], first: torch.Tensor, second: torch.Tensor) -> None:  # why: decisions/0151
     """`torch.utils.swap_tensors(first, second)`: two tensors on meshes get each other's values, type and layout."""
     both = [each for each in (first, second) if isinstance(each, DTensor) and is_guarded(each.device_mesh)]
     if len(both) < 2:

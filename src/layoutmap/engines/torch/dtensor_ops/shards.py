@@ -90,7 +90,7 @@ def local_shard(
 
 def join(
     local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None]
-) -> DTensor:  # why: decisions/0108
+) -> DTensor:  # why: decisions/0057
     """The DTensor of all devices' shards, which are of equal size; see `local_shard`."""
     return from_shards(local, mesh, shard_placements(mesh, axes))
 

@@ -21,7 +21,7 @@ from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, spec_o
 from layoutmap.engines.torch.storages import storage_key
 
 
-# why: decisions/0062
+# why: decisions/0017
 @contextmanager
 def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
     """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.

@@ -27,7 +27,7 @@ from layoutmap.engines.torch.specs import dtensor, local_of, placed_over, spec_o
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
 
-class Gradients:  # why: decisions/0177
+class Gradients:  # why: decisions/0017
     """From now on, gives the gradient of each parameter that is a `DTensor` the parameter's layout.
 
     A pass adds to gradients that exist already, as always. Gradients that `torch.autograd.grad` returns are left as

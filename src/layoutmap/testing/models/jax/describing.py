@@ -118,7 +118,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Model:  # why: decisions/0142
+class Model:  # why: decisions/0140
     """A model of JAX.
 
     Args:
