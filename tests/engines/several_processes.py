@@ -44,17 +44,20 @@ def free_ports(number: int) -> list[int]:
 
 
 def run(worker: Path, folder: Path, environments: Sequence[Mapping[str, str]], *arguments: str) -> list[Any]:
-    """What each process that runs the worker wrote: what it tells, and its arrays."""
+    """Return what each process that runs the worker wrote: what it tells, and the arrays of one that has any."""
     processes = [
         forked.start(worker, [str(i), str(folder), *arguments], environment, warnings_are_errors=True)
         for i, environment in enumerate(environments)
     ]
     for ended in forked.wait_for_all(processes):
         assert 0 == ended.returncode, ended.stdout + ended.stderr[-4000:]
-    return [
-        (json.loads((folder / f"{i}.json").read_text()), dict(np.load(folder / f"{i}.npz")))
-        for i in range(len(environments))
-    ]
+    results: list[Any] = []
+    for i in range(len(environments)):
+        arrays = folder / f"{i}.npz"
+        results.append(
+            (json.loads((folder / f"{i}.json").read_text()), dict(np.load(arrays)) if arrays.exists() else {})
+        )
+    return results
 
 
 # -- in a worker
