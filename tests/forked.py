@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
-import gc
 import multiprocessing
 import os
 import runpy
@@ -130,7 +129,6 @@ def _run(
 ) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    gc.freeze()  # a collection looks only at what this process makes, not at the frameworks' objects
     faulthandler.enable(2)  # what ends by SIGSEGV or SIGABRT says where
     os.environ.clear()
     os.environ.update(settings)
