@@ -78,7 +78,7 @@ settings.register_profile(
     "layoutmap",
     deadline=None,
     print_blob=True,
-    max_examples=100 if EVERYTHING else 20 if RUNNING == "core" else 12,
+    max_examples=100 if EVERYTHING else 15 if RUNNING == "core" else 6,
 )
 settings.register_profile("ci", settings.get_profile("layoutmap"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "layoutmap")

@@ -52,5 +52,5 @@ def some(cases: Iterable[Any], *usual: Any) -> list[Any]:
 
 
 def examples(number: int) -> int:
-    """How many examples of a property to try that wants more than others: in `make test` a fifth of them."""
-    return number if EVERYTHING else max(number // 5, 5)
+    """Return how many examples to try of a property that wants more than others: in `make test` a tenth of them."""
+    return number if EVERYTHING else max(number // 10, 3)

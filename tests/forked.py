@@ -7,6 +7,7 @@ each process is forked from it: what a framework decides at its first use it dec
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -128,6 +129,7 @@ def _run(
 ) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    faulthandler.enable(2)  # what ends by SIGSEGV or SIGABRT says where
     os.environ.clear()
     os.environ.update(settings)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it

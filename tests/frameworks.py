@@ -110,8 +110,13 @@ def _process_imported(target: str) -> str | None:
 
 
 def is_collected(path: Path) -> bool:
-    """Whether pytest collects something from a file: it is one of the tests, or source with its doctests."""
-    return path.suffix == ".py" and (is_test(path) or PACKAGE in path.parents)
+    """Return whether pytest collects something from a file: it is one of the tests, or source with doctests.
+
+    Source without doctests is left alone, since pytest would import it: `testing.torch_speeds` loads torch beside JAX.
+    """
+    if path.suffix != ".py" or PACKAGE not in path.parents:
+        return path.suffix == ".py" and is_test(path)
+    return ">>>" in path.read_text(encoding="utf-8")
 
 
 def is_test(path: Path) -> bool:
@@ -119,6 +124,7 @@ def is_test(path: Path) -> bool:
 
 
 def collected_files() -> list[Path]:
-    """Every file that pytest collects something from, doctests only where there are some."""
-    tests = [p for p in sorted((ROOT / "tests").rglob("*.py")) if is_collected(p)]
-    return tests + [p for p in sorted(PACKAGE.rglob("*.py")) if ">>>" in p.read_text(encoding="utf-8")]
+    """Return every file that pytest collects something from."""
+    return [
+        p for folder in (ROOT / "tests", PACKAGE) for p in sorted(folder.rglob("*.py")) if is_collected(p)
+    ]

@@ -10,7 +10,7 @@ import layoutmap as lm
 
 def everywhere(number, act):
     """What each of some processes gets from `act(process, gather)`, or its error."""
-    barrier, rows = threading.Barrier(number, timeout=20), [None] * number
+    barrier, rows = threading.Barrier(number, timeout=240), [None] * number
 
     def process(i):
         def gather(values):

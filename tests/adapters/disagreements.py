@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
@@ -46,7 +44,6 @@ def run(cases: Mapping[str, Callable[[], Any]], number: int, folder: Path, only:
         except Exception:
             told[name] = {"failed": traceback.format_exc()}
     (folder / f"{number}.json").write_text(json.dumps(told))
-    np.savez(folder / f"{number}.npz")
 
 
 def outcomes(results: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, str]:

@@ -121,7 +121,6 @@ def main():
     told = {"losses": losses, "misplaced": misplaced(params), "refusals": refusals(number, layout_map.mesh)}
     told["restored"] = restored(folder)
     (folder / f"{number}.json").write_text(json.dumps(told))
-    np.savez(folder / f"{number}.npz")
     jax.distributed.shutdown()
 
 

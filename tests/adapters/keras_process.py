@@ -225,7 +225,6 @@ def main():
     else:
         told["alone"] = fitted(seeded(laid_out, "batch=2,model=2", on=names[:4])[0])
     (folder / f"{number}.json").write_text(json.dumps(told))
-    np.savez(folder / f"{number}.npz")
     jax.distributed.shutdown()
 
 

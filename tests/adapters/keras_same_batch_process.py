@@ -84,7 +84,6 @@ def main():
         "batch": refusal(lambda: models[1].train_on_batch(x + number, y)),
     }
     (folder / f"{number}.json").write_text(json.dumps(told))
-    np.savez(folder / f"{number}.npz")
     if ON_TORCH:
         importlib.import_module("torch").distributed.destroy_process_group()
 

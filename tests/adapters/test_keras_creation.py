@@ -368,7 +368,7 @@ def test_two_threads_that_first_call_one_model():
         barrier, results = threading.Barrier(2), []
 
         def call(model=model, barrier=barrier, results=results):
-            barrier.wait(20)
+            barrier.wait(240)
             results.append(keras.ops.convert_to_numpy(model(X)))
 
         threads = [threading.Thread(target=call) for _ in range(2)]

@@ -23,6 +23,10 @@ def build(make_model, rules=None):
     return make_map(rules).build(make_model, library="torch")
 
 
+def make_model_with_a_loss():
+    return train_with(nn.Linear(8, 8), loss=nn.functional.mse_loss)
+
+
 def variables(model):
     return get_adapter("torch").variables(model)
 
@@ -154,23 +158,13 @@ class TestWhatIsSaid:
             lm.check_parity(lambda: nn.Linear(8, 8), make_map(), batch, library="torch")
         assert "train_with" in str(caught.value.fix)
         with pytest.raises(lm.ScopeError, match="no optimizer is known"):
-            lm.check_parity(
-                lambda: train_with(nn.Linear(8, 8), loss=nn.functional.mse_loss),
-                make_map(),
-                batch,
-                library="torch",
-            )
+            lm.check_parity(make_model_with_a_loss, make_map(), batch, library="torch")
 
     @pytest.mark.parametrize("batch", [torch.ones(4, 8), (torch.ones(4, 8),)])
     def test_parity_without_targets(self, batch):
         """One tensor is no pair of rows, and not taken for inputs and targets."""
         with pytest.raises(lm.ScopeError, match="no targets for its loss"):
-            lm.check_parity(
-                lambda: train_with(nn.Linear(8, 8), loss=nn.functional.mse_loss),
-                make_map(),
-                batch,
-                library="torch",
-            )
+            lm.check_parity(make_model_with_a_loss, make_map(), batch, library="torch")
 
 
 class TestActivations:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import examples
+from cases import EVERYTHING
 from engines import several_processes
 from gradient_hook_cases import wrong_programs
 
@@ -24,12 +24,12 @@ def wrong_in_processes(folder, num_processes, number):
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 def test_drawn_programs_with_hooks():
     """Hooks are called as often as on one device, with the same numbers, and weights end the same."""
-    assert [] == wrong_programs(range(examples(25)))
+    assert [] == wrong_programs(range(25 if EVERYTHING else 3))
 
 
 def test_drawn_programs_with_hooks_in_two_processes(tmp_path):
     """The same, however weights are gathered; passes that fail leave nothing."""
-    assert [[], []] == wrong_in_processes(tmp_path, 2, examples(100))
+    assert [[], []] == wrong_in_processes(tmp_path, 2, 100 if EVERYTHING else 6)
 
 
 @pytest.mark.long

@@ -347,7 +347,6 @@ def main():
     for case in cases:
         told[case] = find(case)
     (folder / f"{number}.json").write_text(json.dumps(told))
-    np.savez(folder / f"{number}.npz")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,63 +16,7 @@ import layoutmap as lm
 from layoutmap.core.errors import EngineError
 
 normal = tables.normal
-X, Y, ROWS = normal(8, 6), normal(8, 6, seed=1), ("batch", None)
-
-
-def of_first(loss):
-    """A loss that has a gradient for its first argument only."""
-    return lambda x, target: loss(x, target.detach())
-
-
-def cosines():
-    tensors = [normal(8, 6), normal(8, 6, seed=1), normal(8, seed=2).sign()]
-    return F.cosine_embedding_loss, list(zip(tensors, [(None, "model")] * 2 + [(None,)], strict=True))
-
-
-def by_frequency():
-    def embed(table, tokens):
-        return F.embedding(tokens, table, scale_grad_by_freq=True).square().sum()
-
-    tokens = torch.randint(4, (8, 4), generator=torch.Generator().manual_seed(0))
-    return embed, [(normal(4, 6), (None, None)), (tokens, ROWS)]
-
-
-def additions(name, width):
-    rows = torch.randint(8, (8, width), generator=torch.Generator().manual_seed(0))
-
-    def function(y, x, rows):
-        if name == "scatter_add":
-            return torch.scatter_add(x, 0, rows, y).cumsum(0).square().sum()
-        return (x * 1).index_add_(0, rows[:, 0], y).square().sum()
-
-    both = ("batch", "model")
-    specs = ROWS if name == "scatter_add" else (None, "batch")
-    return function, [(normal(8, width, seed=1), both), (normal(8, 6), specs), (rows, both)]
-
-
-def assigned_by(assign):
-    def function(x, y):
-        x = x * 1
-        assign(x, y)
-        return x
-
-    return function, [(X, ("batch", "model")), (Y, ("batch", "model"))]
-
-
-def changed_view(x, rows, scale):
-    changed = x * 1
-    changed[2:4] = rows
-    return (changed * scale).sum()
-
-
-def statistics_of(make, *specs):
-    def function(x, mean, var):
-        if make is nn.InstanceNorm1d:
-            return F.instance_norm(x, mean, var), mean, var
-        return F.batch_norm(x, mean, var, training=True), mean, var
-
-    x = normal(8, 4, 6) * torch.arange(1.0, 9)[:, None, None]
-    return function, [(x, (*specs, None)), (torch.zeros(4), (None,)), (torch.ones(4), (None,))]
+X = normal(8, 6)
 
 
 def changes(change):
@@ -86,30 +30,7 @@ def changes(change):
 
 # What is computed, and with which arguments in which layouts.
 CASES = {
-    **{
-        f"{name} {specs}": (of_first(loss), [(x, (*specs, None)[:2]), (target, (*specs, None)[:2])])
-        for name, (loss, x, target) in tables.MEANS.items()
-        for specs in (tables.BATCH, tables.BOTH, tables.CHANNELS)
-    },
-    **{
-        f"ignored labels, {name}": (function, [(X, ROWS), (tables.IGNORED, ("batch",))])
-        for name, function in tables.OF_CLASSES.items()
-    },
-    "statistics of rows": statistics_of(nn.BatchNorm1d, "batch", None),
-    "statistics of channels": statistics_of(nn.BatchNorm1d, None, "model"),
-    "statistics of instances": statistics_of(nn.InstanceNorm1d, "batch", None),
-    "a loss of cosines": cosines(),
-    "gradients by frequency": by_frequency(),
-    "amax": (torch.amax, [(X, ROWS)]),
-    "infinity norm": (lambda x: torch.linalg.vector_norm(x, float("inf")), [(X, ROWS)]),
-    "scatter_add": additions("scatter_add", 2),
-    "index_add_": additions("index_add_", 6),
-    "rows are assigned": assigned_by(tables.assign_rows),
-    "columns are assigned": assigned_by(tables.assign_columns),
-    "a changed view": (
-        changed_view,
-        [(X, (None, None)), (normal(2, 6, seed=1), (None, None)), (normal(8, 6, seed=2), ROWS)],
-    ),
+    **tables.CASES,
     **{
         f"drawn: {name}": (draw, [(normal(8, 4, 6), ("batch", "model", None))])
         for name, draw in tables.DRAWS.items()

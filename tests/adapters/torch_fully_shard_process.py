@@ -10,7 +10,6 @@ from pathlib import Path
 import fully_shard_gradients
 import fully_shard_options
 import fully_shard_traffic
-import numpy as np
 import torch.distributed as dist
 
 import layoutmap as lm
@@ -29,7 +28,6 @@ def main():
         except Exception:
             told[name] = traceback.format_exc()
     (folder / f"{number}.json").write_text(json.dumps(told))
-    np.savez(folder / f"{number}.npz")
     dist.destroy_process_group()
 
 

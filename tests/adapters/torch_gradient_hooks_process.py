@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import gradient_hook_cases
-import numpy as np
 import torch.distributed as dist
 
 import layoutmap as lm
@@ -28,7 +27,6 @@ def main():
     )  # first: hooks of programs keep their weights
     found += gradient_hook_cases.wrong_programs(range(int(first), int(last)), int(size))
     (folder / f"{number}.json").write_text(json.dumps(found))
-    np.savez(folder / f"{number}.npz")
     if size != "1":
         dist.destroy_process_group()
 

@@ -130,7 +130,6 @@ class Worker:
         common.place = 5 + self.stage
         lm.save(model, self.directory, step=self.stage, optimizer=optimizer, data={"common": common})
         (self.folder / f"{self.number}.json").write_text(json.dumps(told))
-        np.savez(self.folder / f"{self.number}.npz")
 
     def bytes_here(self, model: Any, optimizer: Any) -> int:
         """The bytes of the shards that this process holds, each once."""

@@ -138,7 +138,7 @@ def outcomes(paths: list[Path]) -> list[str]:
         text=True,
         check=False,
         close_fds=False,  # so that it is spawned, not forked: JAX has threads
-        timeout=60,
+        timeout=240,
     )
     lines = ended.stdout.splitlines()
     assert len(lines) == len(paths), (ended.returncode, ended.stderr[-2000:])

@@ -598,7 +598,7 @@ def test_a_program_that_ends_waits_for_its_last_save(tmp_path: Path, end: str) -
     assert "saving\n" == run.stdout.readline()
     if "sleep" in end:
         run.send_signal(signal.SIGINT)
-    run.communicate(timeout=60)
+    run.communicate(timeout=240)
 
     assert {"": 0, "raise": 3, "1": 1}.get(end.partition(" ")[0], -signal.SIGINT) == run.returncode
     assert ["step-1"] == names_in(tmp_path)
@@ -608,7 +608,7 @@ def test_a_failure_that_nobody_asked_for_is_said_at_the_end(tmp_path: Path) -> N
     """A program that ends without another call says on stderr that its last save has failed."""
     end = "import os; [os.rename(f'{sys.argv[1]}/{n}', sys.argv[1] + '/x') for n in os.listdir(sys.argv[1])]"
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM + end, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM + end, str(tmp_path)], capture_output=True, text=True, timeout=240
     )
 
     assert "layoutmap: the last save has failed\n" in run.stderr

@@ -34,7 +34,7 @@ def test_a_save_beside_the_training_ends_when_a_process_is_killed(tmp_path, dead
     said = told["said"].splitlines()
     assert f"{tmp_path}/steps/step-2: other processes do not respond" == said[0]
     assert f"  processes  {dead}" == said[1]
-    assert told["seconds"] < 30
+    assert told["seconds"] < 100
     assert [1] == lm.CheckpointManager(tmp_path / "steps").steps
 
 

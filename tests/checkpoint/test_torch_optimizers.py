@@ -372,21 +372,16 @@ def test_any_element_type_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def unchanged_by(function, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """The first line of what an error says; fails if the model or its optimizer are changed."""
-    before = (
-        values(model),
-        slots(model, optimizer),
-        repr(optimizer.param_groups),
-        torch.get_rng_state().tolist(),
-    )
+    """Return the first line of what an error says; fail if the model or its optimizer are changed."""
+
+    def read_state():
+        groups = repr(optimizer.param_groups)
+        return values(model), slots(model, optimizer), groups, torch.get_rng_state().tolist()
+
+    before = read_state()
     with pytest.raises(CheckpointError) as raised:
         function()
-    assert before == (
-        values(model),
-        slots(model, optimizer),
-        repr(optimizer.param_groups),
-        torch.get_rng_state().tolist(),
-    )
+    assert before == read_state()
     return str(raised.value).partition("\n")[0]
 
 

@@ -55,7 +55,7 @@ def test_one_that_cannot_write_fails_all():
     assert f"{told()[1]}/steps/step-2: process 1 could not write its part" == lines[0]
     assert lines[1].endswith("data-00001.safetensors: the file cannot be written")
     assert all("File too large" in each["disk"] for each in told()[0])
-    assert all(each["seconds"] < 30 for each in told()[0]), (
+    assert all(each["seconds"] < 100 for each in told()[0]), (
         "not after the time that one waits for a dead process"
     )
     assert [["step-1"]] * 2 == [each["left"] for each in told()[0]]

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -124,7 +123,6 @@ def main():
             step_writer.write_part = lambda *a: (write_part(*a), os.kill(os.getpid(), signal.SIGKILL))
         told["died"] = refusal(lambda: lm.save(model, folder / "steps", step=2))
     (folder / f"{number}.json").write_text(json.dumps(told))
-    np.savez(folder / f"{number}.npz")
     if ends == "well":
         dist.destroy_process_group()
     else:

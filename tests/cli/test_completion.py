@@ -56,7 +56,7 @@ def test_what_bash_offers(line, offered, folder):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
     assert (0, "") == (ran.returncode, ran.stderr)

@@ -89,7 +89,7 @@ def test_a_fifo_is_written_to(folder, capsys):
     reader.start()
 
     assert 0 == run(capsys, "--json", "fifo")[0]
-    reader.join(20)
+    reader.join(240)
     assert ([TEXT], True) == (read, stat.S_ISFIFO((folder / "fifo").stat().st_mode))
 
 
@@ -255,6 +255,6 @@ def test_ctrl_c_is_one_line(folder):
         assert process.stderr is not None
         assert ["layoutmap: planning slow:make\n", "now\n"] == [process.stderr.readline() for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
 
     assert (130, "", "layoutmap: interrupted\n") == (process.returncode, out, err)

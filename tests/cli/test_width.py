@@ -182,7 +182,7 @@ def test_a_terminal_that_is_80_columns_wide(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     command = [sys.executable, "-m", "layoutmap.cli.main", "plan", str(tmp_path / "plan.json")]
     with os.fdopen(ours, "rb", buffering=0) as screen:
-        assert 0 == subprocess.run(command, stdout=its, env=environment, timeout=60).returncode
+        assert 0 == subprocess.run(command, stdout=its, env=environment, timeout=240).returncode
         text = screen.read(1 << 16).decode().replace("\r\n", "\n")
         os.close(its)
 

@@ -3,7 +3,9 @@
 A test runs a worker file in each process, which joins the others and calls `work`; `check` compares what they wrote.
 """
 
+import contextlib
 import json
+import random
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,28 +29,35 @@ SHAPE = (16, 8)
 
 
 def free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Return ports on which no process listens.
+
+    The system gives out the ports above 32767: one of these may be given to another process before it is used here.
+    """
+    ports: list[int] = []
+    draw = random.SystemRandom()
+    while len(ports) < number:
+        port = draw.randrange(10_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports += [port] * (port not in ports)
+    return ports
 
 
 def run(worker: Path, folder: Path, environments: Sequence[Mapping[str, str]], *arguments: str) -> list[Any]:
-    """What each process that runs the worker wrote: what it tells, and its arrays."""
+    """Return what each process that runs the worker wrote: what it tells, and the arrays of one that has any."""
     processes = [
         forked.start(worker, [str(i), str(folder), *arguments], environment, warnings_are_errors=True)
         for i, environment in enumerate(environments)
     ]
     for ended in forked.wait_for_all(processes):
         assert 0 == ended.returncode, ended.stdout + ended.stderr[-4000:]
-    return [
-        (json.loads((folder / f"{i}.json").read_text()), dict(np.load(folder / f"{i}.npz")))
-        for i in range(len(environments))
-    ]
+    results: list[Any] = []
+    for i in range(len(environments)):
+        arrays = folder / f"{i}.npz"
+        results.append(
+            (json.loads((folder / f"{i}.json").read_text()), dict(np.load(arrays)) if arrays.exists() else {})
+        )
+    return results
 
 
 # -- in a worker

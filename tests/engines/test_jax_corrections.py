@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import xla_settings
+from cases import EVERYTHING, xla_settings
 from hypothesis import given, settings
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -104,7 +104,7 @@ def assert_close(expected, actual):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max(initial=0)))
 
 
-@settings(max_examples=settings().max_examples * 4)
+@settings(max_examples=settings().max_examples * (4 if EVERYTHING else 1))
 @given(drawn_convolutions(), st.integers(0, 2**32 - 1))
 def test_convolutions(drawn, seed):
     """Convolutions of all kinds and their gradients are in any layout what they are on one device."""

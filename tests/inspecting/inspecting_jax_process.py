@@ -52,7 +52,6 @@ def main():
     other = {**make(), "more": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P()))}
     results["other"] = told(lm.inspect(other if number else make(), across=True))
     (folder / f"{number}.json").write_text(json.dumps(results))
-    np.savez(folder / f"{number}.npz")
     jax.distributed.shutdown()
 
 

@@ -6,7 +6,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -167,7 +166,6 @@ def main():
     dist.init_process_group("gloo")
     results = dict(scenarios())
     (folder / f"{number}.json").write_text(json.dumps(results))
-    np.savez(folder / f"{number}.npz")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -114,7 +114,7 @@ def test_no_drawn_pattern_of_a_file_hangs_a_lookup(seed: int, count: int):
         [sys.executable, str(program), str(seed), str(count)],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60 if count < 1000 else 600,
+        timeout=240 if count < 1000 else 600,
         check=True,
     )
     taken = int(done.stdout.splitlines()[-1].split()[0])

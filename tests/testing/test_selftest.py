@@ -351,7 +351,7 @@ def test_an_interrupt_keeps_what_is_known(tmp_path):
         time.sleep(20)  # a framework starts, and some cases are tried
         children = _children(process.pid)
         process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=240)
 
     assert 130 == process.returncode, errors
     assert "interrupted; what is known so far is above" in errors

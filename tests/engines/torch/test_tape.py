@@ -342,10 +342,10 @@ def test_a_tape_records_its_own_thread_only():
         tape = tapes[place]
 
         def make() -> torch.Tensor:
-            barrier.wait(20)
+            barrier.wait(240)
             layer = nn.Linear(50, 40, dtype=torch.float64).float()
             layer.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-            barrier.wait(20)
+            barrier.wait(240)
             return layer.weight
 
         made[place] = make() if tape is None else record(tape, make)

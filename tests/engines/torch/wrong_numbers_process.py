@@ -8,7 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -150,7 +149,6 @@ def main():
         for name in BY_TILES
     }
     (folder / f"{number}.json").write_text(json.dumps({"compared": found, **told}))
-    np.savez(folder / f"{number}.npz")
     dist.destroy_process_group()
 
 
