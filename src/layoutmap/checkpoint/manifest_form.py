@@ -79,7 +79,7 @@ def read_form(found: Any) -> ManifestForm:
     decode(form.metadata)
     msgspec.convert({name: decode(value) for name, value in form.states.items()}, _States)
     if form.metrics is not msgspec.UNSET:
-        msgspec.convert(decode(form.metrics), dict[str, float])
+        msgspec.convert(decode(form.metrics), dict[str, bool | int | float])
     mesh = Mesh(None, list((form.mesh or {}).items()))
     paths: set[str] = set()
     layouts: set[Specs] = set()
