@@ -23,11 +23,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+
+import msgspec
 
 from layoutmap.checkpoint.chunk_table import Chunk, checked_chunks, chunk_from_json, chunk_to_json
-from layoutmap.checkpoint.manifest_form import check_form
-from layoutmap.checkpoint.source import SavedVariable, Specs
+from layoutmap.checkpoint.manifest_form import read_form
+from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.errors import CheckpointError, brief
 from layoutmap.core.garbage import garbage_kept
 from layoutmap.core.variables import Kind
@@ -136,7 +138,10 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             found: Any = json.loads(data, parse_constant=_no_number)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
             manifest = _manifest(found) if is_known else None
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+        msgspec.ValidationError,
+    ) as error:
         raise CheckpointError(
             f"{where}: this is not a manifest of a checkpoint",
             why=f"its checksum is right, but its contents are not: {error!r}",
@@ -158,14 +163,15 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     Raises:
         ValueError: It does; whoever wrote it can have given it the right checksum.
     """
-    check_form(found)
+    form = read_form(found)
     known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
-    files = tuple(map(file_from_json, found["files"]))
-    variables = tuple(map(_saved_variable, found["variables"]))
-    rows = [each["chunks"] for each in found["variables"]]
-    tables = checked_chunks(variables, rows, [file.num_bytes for file in files])
+    files = tuple(DataFile(f.name, f.bytes, f.header_bytes, f.header) for f in form.files)
+    variables = tuple(
+        SavedVariable(v.path, v.shape, v.dtype, v.kind, v.aliases, v.layout) for v in form.variables
+    )
+    tables = checked_chunks(variables, [v.chunks for v in form.variables], [file.num_bytes for file in files])
     facts = {name: value for name, value in found.items() if name not in known}
-    return Manifest(found["step"], facts, found["metadata"], found["states"], files, variables, tables)
+    return Manifest(form.step, facts, form.metadata, form.states, files, variables, tables)
 
 
 def part_to_bytes(part: ProcessPart) -> bytes:
@@ -210,21 +216,6 @@ def _variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
     if variable.layout is not None:
         row["layout"] = variable.layout
     return f'{_line(row)[:-1]}, "chunks": {_line(list(map(chunk_to_json, chunks)))}}}'
-
-
-def _saved_variable(found: Mapping[str, Any]) -> SavedVariable:
-    layout: list[Any] | None = found.get("layout")
-    specs = (
-        None if layout is None else tuple(s if s is None or isinstance(s, str) else tuple(s) for s in layout)
-    )
-    return SavedVariable(
-        found["path"],
-        tuple(found["shape"]),
-        found["dtype"],
-        Kind(found.get("kind", "weight")),
-        tuple(found.get("aliases", ())),
-        cast("Specs | None", specs),
-    )
 
 
 def _no_number(name: str) -> float:

@@ -1,114 +1,103 @@
-"""The form of a manifest: each value is of its type, in its range, and can be used as what it stands for.
+"""The form of a manifest, which is checked as a whole before anything in it is used.
 
-Whoever changes a manifest can give it the right checksum. So nothing in it is used before all of it has been checked.
+A changed manifest can have the right checksum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Annotated, Any
 
+import msgspec
+
+from layoutmap.checkpoint.source import Specs
 from layoutmap.checkpoint.states import decode
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Kind
 
-_TEXTS = ("created", "writer", "library", "engine", "plan", "id")
-_MOST = 2**63 - 1
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-def check_form(found: Mapping[str, Any]) -> None:
-    """Raise if a manifest does not have the form that its version has; says which part of it.
+class _File(msgspec.Struct):
+    name: str
+    bytes: _Number
+    header_bytes: _Number
+    header: str
 
-    Args:
-        found: The manifest, as JSON.
+
+class _Variable(msgspec.Struct):
+    path: str
+    shape: tuple[_Number, ...]
+    dtype: str
+    chunks: list[Any]  # a million rows: `checked_chunks` checks them in numpy
+    kind: Kind = Kind.WEIGHT
+    aliases: tuple[str, ...] = ()
+    layout: Specs | None = None
+
+
+class _Random(msgspec.Struct):
+    random: dict[str, Any] = {}
+
+
+class _States(msgspec.Struct):
+    settings: dict[str, Any] = {}
+    processes: list[_Random] = []
+
+
+class ManifestForm(msgspec.Struct):  # why: decisions/0190
+    """The fields of a manifest by type; others may be there."""
+
+    step: _Number
+    metadata: Any
+    states: dict[str, Any]
+    files: tuple[_File, ...]
+    variables: tuple[_Variable, ...]
+    created: str | None = None
+    writer: str | None = None
+    library: str | None = None
+    engine: str | None = None
+    plan: str | None = None
+    id: str | None = None
+    parent: _Number | None = None
+    order: _Number = 0
+    lines: Annotated[dict[str, _Number], msgspec.Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    mesh: dict[str, Any] | None = None
+    metrics: Any = msgspec.UNSET
+
+
+def read_form(found: Any) -> ManifestForm:
+    """Read a manifest's JSON.
 
     Raises:
-        ValueError: It does not; `TypeError`, `KeyError` and the like, where a value is no mapping or list at all.
+        msgspec.ValidationError: A value has another type.
+        ValueError: A value cannot be used as what it stands for.
     """
-    _check("step", found["step"], _is_count)
-    for name in _TEXTS:
-        _check(name, found.get(name), lambda value: value is None or isinstance(value, str))
-    _check("parent", found.get("parent"), lambda value: value is None or _is_count(value))
-    _check("order", found.get("order", 0), _is_count)
-    _check("lines", found.get("lines", {"": 0}), _are_lines)
-    for file in found["files"]:
-        _check("name of a file", file["name"], _is_inside)
-        _check(f"header of {file['name']}", file["header"], _is_text)
-        for name in ("bytes", "header_bytes"):
-            _check(f"{name} of {file['name']}", file[name], _is_count)
-        if file["header_bytes"] > file["bytes"]:
-            raise ValueError(f"{file['name']}: {file['bytes']} bytes")
-    _check_states(found)
-    mesh = _mapping("mesh", {} if (dims := found.get("mesh")) is None else dims)
-    _check_variables(found["variables"], Mesh(None, list(mesh.items())))
-
-
-def _check_states(found: Mapping[str, Any]) -> None:
-    decode(found["metadata"])
-    states = {name: decode(value) for name, value in _mapping("states", found["states"]).items()}
-    _mapping("settings", states.get("settings", {}))
-    for each in _list("processes", states.get("processes", [])):
-        _mapping("random", _mapping("processes", each).get("random", {}))
-    metrics = _mapping("metrics", decode(found.get("metrics", {})))
-    for name, value in metrics.items():
-        _check(f"metrics[{name!r}]", value, lambda value: isinstance(value, (int, float)))
-
-
-def _check_variables(variables: Any, mesh: Mesh) -> None:
+    form = msgspec.convert(found, ManifestForm)
+    for file in form.files:
+        if not _is_inside(file.name) or file.header_bytes > file.bytes:
+            raise ValueError(f"file {file.name!r:.200}: {file.header_bytes} of {file.bytes} bytes")
+    decode(form.metadata)
+    msgspec.convert({name: decode(value) for name, value in form.states.items()}, _States)
+    if form.metrics is not msgspec.UNSET:
+        msgspec.convert(decode(form.metrics), dict[str, bool | int | float])
+    mesh = Mesh(None, list((form.mesh or {}).items()))
     paths: set[str] = set()
-    layouts: set[Any] = set()
-    for each in _list("variables", variables):
-        path = each["path"]
-        _check("path", path, lambda path: _is_text(path) and path not in paths)
-        paths.add(path)
-        shape = _list(f"{path}: shape", each["shape"])
-        _check(f"{path}: shape", shape, lambda shape: all(map(_is_count, shape)))
-        _check(f"{path}: dtype", each["dtype"], _is_text)
-        _check(f"{path}: aliases", each.get("aliases", []), _are_texts)
-        if (layout := each.get("layout")) is not None:
-            parts = _list(f"{path}: layout", layout)
-            specs = tuple(tuple(cast("list[Any]", s)) if isinstance(s, list) else s for s in parts)
-            _check(f"{path}: layout", specs, lambda specs, shape=shape: len(specs) == len(shape))
-            if specs not in layouts:
-                Layout(specs, mesh)  # raises, if it is none
-                layouts.add(specs)
+    layouts: set[Specs] = set()
+    for each in form.variables:
+        if each.path in paths:
+            raise ValueError(f"path {each.path!r:.200} is there twice")
+        paths.add(each.path)
+        if each.layout is not None and len(each.layout) != len(each.shape):
+            raise ValueError(f"{each.path}: layout {each.layout!r:.200}")
+        if each.layout is not None and each.layout not in layouts:
+            Layout(each.layout, mesh)  # raises, if it is none
+            layouts.add(each.layout)
+    return form
 
 
-def _check(what: str, value: Any, is_right: Callable[[Any], bool]) -> None:
-    if not is_right(value):
-        raise ValueError(f"{what}: {value!r:.200}")
-
-
-def _mapping(what: str, value: Any) -> dict[str, Any]:
-    _check(what, value, lambda value: isinstance(value, dict))
-    return value
-
-
-def _list(what: str, value: Any) -> list[Any]:
-    _check(what, value, lambda value: isinstance(value, list))
-    return value
-
-
-def _are_lines(value: Any) -> bool:
-    found = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else []
-    return bool(found) and all(map(_is_count, found))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, cast("list[Any]", value)))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST
-
-
-def _is_inside(name: Any) -> bool:
-    """Whether a name is that of a file in the folder of the step, or in a folder of it."""
-    parts = name.split("/") if _is_text(name) else [""]
+def _is_inside(name: str) -> bool:
+    """Return whether a name is that of a file in the folder of the step, or in a folder of it."""
+    parts = name.split("/")
     return (
         not any(part in ("", ".", "..") for part in parts) and not {*"\\\0"} & {*name} and bool(name.encode())
     )

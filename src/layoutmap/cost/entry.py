@@ -11,7 +11,6 @@ from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.json import cost_fields, read_cost_fields
 from layoutmap.cost.lint import CHECKS
 from layoutmap.cost.plan_cost import add_cost, request_cost
-from layoutmap.plan.json_fields import Fields
 from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem
 
@@ -26,13 +25,13 @@ def lint(linted: Linted) -> Iterator[Problem]:
         yield from check(cost, linted)
 
 
-def read_cost(top: Fields, mesh: Mesh) -> Cost:
-    """Read the cost of a step from a plan's file.
+def read_cost(data: dict[str, Any], rows: list[Any], mesh: Mesh) -> Cost:
+    """Read the cost of a step from a plan's file: its object, and the rows of its collectives.
 
     Raises:
         PlanError: A field is missing, wrong or not known.
     """
-    step, machine, batch_dim, tried, untried = read_cost_fields(top, mesh)
+    step, machine, batch_dim, tried, untried = read_cost_fields(data, rows, mesh)
     return Cost(step, machine, batch_dim=batch_dim, tried=tried, untried=untried)
 
 

@@ -14,32 +14,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
+
+import msgspec
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Device, Machine, Network
 from layoutmap.cost.table import ESTIMATE, Collective, CollectiveKind, Held, HeldKind, Phase, StepCost
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.json_fields import (
-    Fields,
-    Read,
-    a_count,
-    a_figure,
-    a_number,
-    a_row,
-    a_text,
-    an_object,
-    list_of,
-    one_of,
-    or_null,
+    Count,
+    Figure,
+    Number,
+    PlanObject,
+    PlanRow,
+    convert,
+    convert_values,
     refused,
 )
 
 _COUNTS = ("traffic_bytes", "argument_bytes", "peak_bytes")
-_kind: Read[CollectiveKind] = one_of(*get_args(CollectiveKind))
-_phase: Read[Phase] = one_of(*get_args(Phase))
-_held_kind: Read[HeldKind] = one_of(*get_args(HeldKind))
-_texts = list_of(a_text)
 
 
 def cost_fields(
@@ -71,40 +65,75 @@ def _collective(c: Collective) -> list[Any]:
     return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase, *[c.group] * bool(c.group)]
 
 
+class _Collective(PlanRow):
+    kind: CollectiveKind
+    dims: tuple[str, ...]
+    calls: Number
+    tensor_bytes: Number
+    cause: str
+    phase: Phase
+    group: Number = 0
+
+
+class _Network(PlanObject):
+    name: str
+    bandwidth: Figure
+    ring_from: Number = 0
+
+
+class _Machine(PlanObject):
+    name: str
+    about: str
+    memory_bytes: Number
+    memory_bandwidth: Figure
+    flops: dict[str, Any]
+    fast: _Network
+    slow: _Network
+    node_size: Count
+    devices: Count
+    sources: tuple[str, ...] = ()
+
+
+class _Cost(PlanObject):
+    flops: dict[str, Any]
+    traffic_bytes: Number
+    argument_bytes: Number
+    peak_bytes: Number
+    machine: _Machine
+    held: tuple[tuple[HeldKind, str, tuple[Number, ...], str, Number], ...] = ()
+    notes: tuple[str, ...] = ()
+    known_by: str = ESTIMATE
+    least_peak_bytes: Number = 0
+    batch_dim: str | None = None
+    tried: tuple[tuple[str, str, str, Number, str], ...] = ()
+    untried: tuple[str, ...] = ()
+
+
 def read_cost_fields(
-    top: Fields, mesh: Mesh
+    data: dict[str, Any], rows: list[Any], mesh: Mesh
 ) -> tuple[StepCost, Machine, str | None, tuple[Advice, ...], tuple[str, ...]]:
     """Read the arguments of `cost_fields` from a plan's file."""
-    collectives = top("collectives", list_of(lambda each, place: _read_collective(each, place, mesh)))
-    fields = top("cost", Fields)
-    flops = fields("flops", _numbers(a_number))
-    traffic, arguments, peak = (fields(name, a_number) for name in _COUNTS)
-    held = fields("held", list_of(_read_held), ())
-    notes, known_by = fields("notes", _texts, ()), fields("known_by", a_text, ESTIMATE)
-    least = fields("least_peak_bytes", a_number, 0)
-    step = StepCost(mesh, collectives, flops, traffic, arguments, peak, notes, least, held, known_by)
-    machine = fields("machine", _read_machine)
-    batch_dim = fields("batch_dim", or_null(a_text), None)
-    if batch_dim is not None:
-        _check_dim(batch_dim, "cost.batch_dim", mesh)
-    tried, untried = fields("tried", list_of(_read_advice), ()), fields("untried", _texts, ())
-    fields.check()
-    return step, machine, batch_dim, tried, untried
-
-
-def _read_collective(item: Any, place: str, mesh: Mesh) -> Collective:
-    row = a_row(_kind, _texts, a_number, a_number, a_text, _phase, a_number, least=6)(item, place)
-    for dim in row[1]:
-        _check_dim(dim, place, mesh)
-    return Collective(*row)
-
-
-def _read_held(item: Any, place: str) -> Held:
-    return Held(*a_row(_held_kind, a_text, list_of(a_number), a_text, a_number, least=5)(item, place))
-
-
-def _read_advice(item: Any, place: str) -> Advice:
-    return Advice(*a_row(a_text, a_text, a_text, a_number, a_text, least=5)(item, place))
+    collectives = [convert(row, _Collective, f"collectives[{i}]") for i, row in enumerate(rows)]
+    for i, row in enumerate(collectives):
+        for dim in row.dims:
+            _check_dim(dim, f"collectives[{i}]", mesh)
+    found = convert(data, _Cost, "cost")
+    if found.batch_dim is not None:
+        _check_dim(found.batch_dim, "cost.batch_dim", mesh)
+    step = StepCost(
+        mesh,
+        tuple(Collective(*msgspec.structs.astuple(each)) for each in collectives),
+        convert_values(found.flops, Number, "cost.flops"),
+        found.traffic_bytes,
+        found.argument_bytes,
+        found.peak_bytes,
+        found.notes,
+        found.least_peak_bytes,
+        tuple(Held(*each) for each in found.held),
+        found.known_by,
+    )
+    tried = tuple(Advice(*each) for each in found.tried)
+    return step, _read_machine(found.machine), found.batch_dim, tried, found.untried
 
 
 def _check_dim(dim: str, place: str, mesh: Mesh) -> None:
@@ -112,35 +141,20 @@ def _check_dim(dim: str, place: str, mesh: Mesh) -> None:
         raise refused(f"{place}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
 
 
-def _read_machine(item: Any, place: str) -> Machine:
-    fields = Fields(item, place)
+def _read_machine(item: _Machine) -> Machine:
+    flops = convert_values(item.flops, Figure, "cost.machine.flops")
+    if not flops:
+        raise refused("cost.machine.flops has no type", "time follows from how fast a device multiplies")
+    fast, slow = (Network(*msgspec.structs.astuple(each)) for each in (item.fast, item.slow))
     device = Device(
-        fields("name", a_text),
-        fields("about", a_text),
-        fields("memory_bytes", a_number),
-        fields("memory_bandwidth", a_figure),
-        fields("flops", _numbers(a_figure)),
-        fields("fast", _read_network),
-        fields("slow", _read_network),
-        fields("node_size", a_count),
-        fields("sources", _texts, ()),
+        item.name,
+        item.about,
+        item.memory_bytes,
+        item.memory_bandwidth,
+        flops,
+        fast,
+        slow,
+        item.node_size,
+        item.sources,
     )
-    if not device.flops:
-        raise refused(f"{place}.flops has no type", "time follows from how fast a device multiplies")
-    machine = Machine(device, fields("devices", a_count))
-    fields.check()
-    return machine
-
-
-def _read_network(item: Any, place: str) -> Network:
-    fields = Fields(item, place)
-    network = Network(fields("name", a_text), fields("bandwidth", a_figure), fields("ring_from", a_number, 0))
-    fields.check()
-    return network
-
-
-def _numbers(read: Read[Any]) -> Read[dict[str, Any]]:
-    """Return what reads an object of numbers."""
-    return lambda value, place: {
-        name: read(each, f"{place}.{name}") for name, each in an_object(value, place).items()
-    }
+    return Machine(device, item.devices)

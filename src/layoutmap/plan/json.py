@@ -27,7 +27,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any, cast
+
+import msgspec
 
 from layoutmap.core.errors import LayoutMapError, brief
 from layoutmap.core.layout import Layout
@@ -39,18 +41,13 @@ from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsi
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.json_fields import (
     MOST,
-    Fields,
-    JsonObject,
-    Read,
-    a_count,
-    a_flag,
-    a_number,
-    a_row,
-    a_text,
-    an_object,
-    list_of,
-    one_of,
-    or_null,
+    Count,
+    Number,
+    PlanObject,
+    PlanRow,
+    convert,
+    convert_values,
+    load_json,
     refused,
     wrong,
 )
@@ -102,34 +99,32 @@ def plan_from_json(text: str) -> PlanTable:
     Raises:
         PlanError: The text is no plan, or of a newer version; says where.
     """
-    try:
-        data: Any = json.loads(text, object_pairs_hook=JsonObject)
-    except (ValueError, TypeError) as error:
-        raise refused("it is not JSON", str(error)) from error
-    except RecursionError:
-        raise refused("it is not JSON of a plan", "it is nested too deeply to be read") from None
-    if not isinstance(data, JsonObject) or data.get("format") != FORMAT:
+    data = load_json(text)
+    if not isinstance(data, dict) or cast("dict[str, Any]", data).get("format") != FORMAT:
         raise refused("it is not a plan", f'it does not say "format": "{FORMAT}"')
-    top = Fields(data, "plan")
-    version: Any = top("format", a_text) and top("version", lambda each, _: each, None)
+    version = cast("dict[str, Any]", data).get("version")
     if type(version) is not int or version not in range(1, VERSION + 1):
         why = f"this layoutmap reads versions 1 to {VERSION}"
         raise refused(f"version {brief(version)}", why, "write it again with this layoutmap")
-    mesh = top("mesh", _mesh)
+    top = convert(cast("Any", data), _Plan)
+    mesh = _read_mesh(top.mesh)
     plan = PlanTable(
         mesh,
-        top("variables", list_of(lambda each, place: _read_variable(each, place, mesh))),
-        top("problems", list_of(_read_problem)),
-        top("activations", list_of(lambda each, place: _read_activation(each, place, mesh))),
-        top("free_activations", a_flag, False),
-        device_memory=top("device_memory", or_null(a_number), None),
-        strict=top("strict", a_flag, False),
-        gathered_dims=tuple(top("gathered_dims", list_of(a_text), ())),
+        tuple(_read_variable(each, f"variables[{i}]", mesh) for i, each in enumerate(top.variables)),
+        tuple(Problem(**msgspec.structs.asdict(each)) for each in top.problems),
+        tuple(_read_activation(each, f"activations[{i}]", mesh) for i, each in enumerate(top.activations)),
+        top.free_activations,
+        device_memory=top.device_memory,
+        strict=top.strict,
+        gathered_dims=top.gathered_dims,
     )
-    top("verdict", an_object, None)
-    if version == 2 or "cost" in top:
-        plan = plan.with_cost(load_cost_package().read_cost(top, mesh))
-    top.check()
+    if version == 2 or top.cost is not None:
+        if top.collectives is None or top.cost is None:
+            name = "collectives" if top.collectives is None else "cost"
+            raise refused(f"plan has no {name!r}", "every plan with a cost has one")
+        plan = plan.with_cost(load_cost_package().read_cost(top.cost, top.collectives, mesh))
+    elif top.collectives is not None:
+        raise refused("plan: 'collectives' is not known", "a plan without a cost has none", "delete it")
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):
         first = at.setdefault((variable.model, variable.path), i)
@@ -234,128 +229,163 @@ def _problem(problem: Problem) -> dict[str, Any]:
 # -- reading
 
 
-_texts, _shape_of_any = list_of(a_text), list_of(a_number)
-_uneven: Read[Uneven] = one_of(*get_args(Uneven))
+_Specs = tuple[str | tuple[str, ...] | None, ...]
+_Shape = tuple[Number, ...]
 
 
-def _shape(value: Any, place: str) -> tuple[int, ...]:
-    shape = _shape_of_any(value, place)
-    if math.prod(n for n in shape if n) > MOST:
-        raise wrong(place, value, "a shape: it has too many elements")
-    return shape
+class _Rule(PlanRow):
+    number: Count
+    pattern: str
+    layout: _Specs
+    uneven: Uneven = _ERROR
 
 
-def _dtype(value: Any, place: str) -> str:
+class _Match(PlanObject):
+    path: str
+    rule: tuple[Count, str] | msgspec.UnsetType | None = msgspec.UNSET
+    asked: _Specs | None = None
+    uneven: Uneven = _ERROR
+    others: tuple[_Rule, ...] = ()
+    near_misses: tuple[str, ...] = ()
+    otherwise: str = _OTHERWISE
+
+
+class _Activation(_Match):
+    layout: _Specs | None = None
+
+
+class _Variable(_Match, kw_only=True):
+    shape: _Shape
+    dtype: str
+    layout: _Specs
+    kind: Kind = Kind.WEIGHT
+    aliases: tuple[str, ...] = ()
+    parent: str | None = None
+    axes: tuple[_Shape, ...] | None = None
+    parent_shape: _Shape | None = None
+    model: str = ""
+    use: tuple[str, ...] | None = None
+    head_size: Count | None = None
+    trainable: bool = True
+    memory: str = ""
+    global_init: str = ""
+
+
+class _Problem(PlanObject, kw_only=True):
+    kind: str = ""
+    severity: Severity
+    subject: str
+    what: str
+    facts: tuple[tuple[str, str], ...] = ()
+    why: str = ""
+    fix: str = ""
+    model: str = ""
+
+
+class _Mesh(PlanObject):
+    dims: dict[str, Any]
+    name: str = ""
+    devices: tuple[str, ...] | None = None
+
+
+class _Plan(PlanObject):
+    format: str
+    version: int
+    mesh: _Mesh
+    variables: tuple[_Variable, ...]
+    problems: tuple[_Problem, ...]
+    activations: tuple[_Activation, ...]
+    free_activations: bool = False
+    device_memory: Number | None = None
+    strict: bool = False
+    gathered_dims: tuple[str, ...] = ()
+    verdict: dict[str, Any] | None = None
+    cost: dict[str, Any] | None = None
+    collectives: list[Any] | None = None
+
+
+def _read_mesh(item: _Mesh) -> Mesh:
+    dims = convert_values(item.dims, Number, "mesh.dims")
     try:
-        if not _DTYPE.fullmatch(a_text(value, place)):
-            raise TypeError
-        itemsize(value)
-    except (TypeError, ValueError):
-        raise wrong(place, value, "a dtype") from None
-    return value
+        return Mesh(item.devices, dims, item.name)
+    except LayoutMapError as error:
+        raise refused(f"mesh: {error.what}", error.why, error.fix) from error
 
 
-def _role(value: Any, place: str) -> str:
-    if not _ROLE.fullmatch(a_text(value, place)):
-        raise refused(
-            f"{place} is no role of an axis", f"it is {brief(value)}", 'use "in.0", "out.0", "rows" or ""'
-        )
-    return value
-
-
-def _mesh(item: Any, place: str) -> Mesh:
-    read = Fields(item, place)
-    sizes = read("dims", an_object)
-    dims = {name: a_number(size, f"{place}.dims.{name}") for name, size in sizes.items()}
-    devices, name = read("devices", or_null(_texts), None), read("name", a_text, "")
-    read.check()
+def _read_layout(specs: _Specs, place: str, mesh: Mesh) -> Layout:
     try:
-        return Mesh(devices, dims, name)
+        return Layout(specs, mesh)
     except LayoutMapError as error:
         raise refused(f"{place}: {error.what}", error.why, error.fix) from error
 
 
-def _layout(mesh: Mesh) -> Read[Layout]:
-    def read(value: Any, place: str) -> Layout:
-        specs = list_of(_spec)(value, place)
-        try:
-            return Layout(specs, mesh)
-        except LayoutMapError as error:
-            raise refused(f"{place}: {error.what}", error.why, error.fix) from error
-
-    return read
-
-
-def _spec(value: Any, place: str) -> str | tuple[str, ...] | None:
-    return value if isinstance(value, str | None) else _texts(value, place)
-
-
-def _read_variable(item: Any, place: str, mesh: Mesh) -> Assignment:
-    read = Fields(item, place)
-    use = read("use", or_null(list_of(_role)), None)
-    shape = read("shape", _shape)
-    axes = read("axes", or_null(list_of(_shape_of_any)), None)
-    for name, each in (("use", use), ("axes", axes)):
-        if each is not None and len(each) != len(shape):
-            why = f"it is for {len(each)} axes, and the shape has {len(shape)}"
+def _check_variable(item: _Variable, place: str) -> None:
+    for name in ("shape", "parent_shape"):
+        if math.prod(n for n in getattr(item, name) or () if n) > MOST:
+            raise wrong(f"{place}.{name}", getattr(item, name), "a shape: it has too many elements")
+    try:
+        if not _DTYPE.fullmatch(item.dtype):
+            raise TypeError
+        itemsize(item.dtype)
+    except (TypeError, ValueError):
+        raise wrong(f"{place}.dtype", item.dtype, "a dtype") from None
+    for i, role in enumerate(item.use or ()):
+        if not _ROLE.fullmatch(role):
+            fix = 'use "in.0", "out.0", "rows" or ""'
+            raise refused(f"{place}.use[{i}] is no role of an axis", f"it is {brief(role)}", fix)
+    for name in ("use", "axes"):
+        each = getattr(item, name)
+        if each is not None and len(each) != len(item.shape):
+            why = f"it is for {len(each)} axes, and the shape has {len(item.shape)}"
             raise refused(f"{place}.{name} does not fit the shape", why)
+    if item.use is None and item.head_size is not None:
+        raise refused(f"{place}: 'head_size' is not known", "only a variable with a use has one", "delete it")
+
+
+def _read_variable(item: _Variable, place: str, mesh: Mesh) -> Assignment:
+    _check_variable(item, place)
+    use = None if item.use is None else Use(item.use, item.head_size)
     variable = VariableSpec(
-        read("path", a_text),
-        shape,
-        read("dtype", _dtype),
-        read("kind", one_of(*Kind), Kind.WEIGHT),
-        read("aliases", _texts, ()),
-        read("parent", or_null(a_text), None),
-        axes,
-        read("parent_shape", or_null(_shape), None),
-        read("model", a_text, ""),
-        None if use is None else Use(use, read("head_size", or_null(a_count), None)),
-        read("trainable", a_flag, True),
-        memory=read("memory", a_text, ""),
+        item.path,
+        item.shape,
+        item.dtype,
+        item.kind,
+        item.aliases,
+        item.parent,
+        item.axes,
+        item.parent_shape,
+        item.model,
+        use,
+        item.trainable,
+        memory=item.memory,
     )
-    layout = read("layout", _layout(mesh))
-    match = _read_match(variable.path, read, mesh, layout) if "rule" in read else None
-    global_init = read("global_init", a_text, "")
-    read.check()
-    return Assignment(variable, layout, match, global_init)
+    layout = _read_layout(item.layout, f"{place}.layout", mesh)
+    match = None
+    if item.rule is not msgspec.UNSET:
+        match = _read_match(item, place, mesh, layout)
+    elif (
+        item.asked or item.others or item.near_misses or (item.uneven, item.otherwise) != (_ERROR, _OTHERWISE)
+    ):
+        raise refused(f"{place} has no 'rule'", "it has what a rule asked for")
+    return Assignment(variable, layout, match, item.global_init)
 
 
-def _read_activation(item: Any, place: str, mesh: Mesh) -> Match:
-    read = Fields(item, place)
-    layout = read("layout", _layout(mesh), None)
-    match = _read_match(read("path", a_text), read, mesh, layout)
-    read.check()
-    return match
+def _read_activation(item: _Activation, place: str, mesh: Mesh) -> Match:
+    if item.rule is msgspec.UNSET:
+        raise refused(f"{place} has no 'rule'", "every plan has one")
+    layout = None if item.layout is None else _read_layout(item.layout, f"{place}.layout", mesh)
+    return _read_match(item, place, mesh, layout)
 
 
-def _read_match(path: str, read: Fields, mesh: Mesh, layout: Layout | None) -> Match:
+def _read_match(item: _Match, place: str, mesh: Mesh, layout: Layout | None) -> Match:
     rule = None
-    won = read("rule", or_null(a_row(a_count, a_text)))
-    if won is not None:
-        asked = read("asked", _layout(mesh), layout) or read("layout", _layout(mesh))
-        rule = Rule(won[0], won[1], asked, read("uneven", _uneven, _ERROR))
-    others = read("others", list_of(a_row(a_count, a_text, _layout(mesh), _uneven, least=3)), ())
-    return Match(
-        path,
-        rule,
-        tuple(Rule(*other) for other in others),
-        read("near_misses", _texts, ()),
-        read("otherwise", a_text, _OTHERWISE),
+    if isinstance(item.rule, tuple):
+        asked = layout if item.asked is None else _read_layout(item.asked, f"{place}.asked", mesh)
+        if asked is None:
+            raise refused(f"{place} has no 'layout'", "every plan has one")
+        rule = Rule(*item.rule, asked, item.uneven)
+    others = tuple(
+        Rule(r.number, r.pattern, _read_layout(r.layout, f"{place}.others[{i}][2]", mesh), r.uneven)
+        for i, r in enumerate(item.others)
     )
-
-
-def _read_problem(item: Any, place: str) -> Problem:
-    read = Fields(item, place)
-    facts = read("facts", list_of(a_row(a_text, a_text)), ())
-    problem = Problem(
-        read("kind", a_text, ""),
-        read("severity", one_of(*get_args(Severity))),
-        read("subject", a_text),
-        read("what", a_text),
-        tuple((name, value) for name, value in facts),
-        read("why", a_text, ""),
-        read("fix", a_text, ""),
-        read("model", a_text, ""),
-    )
-    read.check()
-    return problem
+    return Match(item.path, rule, others, item.near_misses, item.otherwise)

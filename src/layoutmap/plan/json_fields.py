@@ -1,58 +1,43 @@
-"""Reading a plan's JSON, field by field: what is missing, wrong or not known is refused with its place."""
+"""Convert the objects of a plan's JSON, and refuse a missing, wrong, or unknown part with its place."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import json
+import re
+import sys
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
 
 from layoutmap.core.errors import PlanError, brief
 
 MOST = 2**63 - 1
-"""The largest number of elements or bytes, in one axis and in all; what tensors can have."""
-_MISSING: Any = object()
-
+"""The largest number of elements or bytes, in one axis and in all."""
 T = TypeVar("T")
-Read = Callable[[Any, str], T]
-"""Makes a value of a part of the file; the text is the place of that part, for messages."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Figure = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+_MESSAGE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_WANTED = (  # the first pattern that is in msgspec's message names what belongs there
+    (r"`array` of (?:at (?:least|most) )?length (\d+)", r"a list of \1"),
+    (r"\barray\b", "a list"),
+    (r"\bobject\b", "an object"),
+    (r"`int` >= 1", "a whole number above 0"),
+    (r"\bint\b(?! \|)|`int \|", "a whole number of 0 or more"),
+    (r"\bfloat\b|out of range", "a number above 0"),
+    (r"\bstr\b", "text"),
+    (r"\bbool\b", "true or false"),
+)
 
 
-class JsonObject(dict[str, Any]):
-    """An object of the file; knows a key that is there twice, of which JSON itself keeps the last."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]):
-        super().__init__(pairs)
-        seen: set[str] = set()
-        self.twice = next((key for key, _ in pairs if key in seen or seen.add(key)), None)
+class PlanObject(msgspec.Struct, forbid_unknown_fields=True):  # why: decisions/0190
+    """An object of a plan's JSON."""
 
 
-class Fields:
-    """The fields of one object, each read by its key; what is missing, wrong or not known is refused with its place."""
-
-    def __init__(self, item: Any, place: str):
-        self._item, self._place, self._asked = an_object(item, place), place, list[str]()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._item
-
-    def __call__(self, key: str, read: Read[T], default: Any = _MISSING) -> T:
-        """Read the value of a key; the default if the object has no such key."""
-        self._asked.append(key)
-        if key in self._item:
-            return read(self._item[key], key if self._place == "plan" else f"{self._place}.{key}")
-        if default is _MISSING:
-            raise refused(f"{self._place} has no {key!r}", "every plan has one")
-        return default
-
-    def check(self) -> None:
-        """Raise if the object has a key that nobody has asked for."""
-        for key in self._item:
-            if key not in self._asked:
-                near = difflib.get_close_matches(key, self._asked, 1)
-                fix = (
-                    f"did you mean {near[0]!r}?" if near else "delete it, or use the layoutmap that wrote it"
-                )
-                raise refused(f"{self._place}: {brief(key)} is not known", "a plan has no such key", fix)
+class PlanRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A list of a plan's JSON whose places have types of their own."""
 
 
 def refused(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
@@ -65,90 +50,86 @@ def wrong(place: str, value: Any, wanted: str) -> PlanError:
     return refused(f"{place} is not {wanted}", f"it is {brief(value)}")
 
 
-def an_object(value: Any, place: str) -> JsonObject:
-    """Read an object, in which no key is there twice."""
-    if not isinstance(value, JsonObject):
-        raise wrong(place, value, "an object")
-    if value.twice is not None:
-        why = "which of the two values is meant is not known"
-        raise refused(f"{place}: key {value.twice!r} is there twice", why, "delete one of the two")
-    return value
+def load_json(text: str) -> Any:
+    """Parse JSON in which no object has a key twice."""
+    twice: list[tuple[dict[str, Any], str]] = []
+
+    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice.append((found, next(key for key in keys if keys.count(key) > 1)))
+        return found
+
+    try:
+        data = json.loads(text, object_pairs_hook=make_object)
+        places = [(_find_place(data, found, "plan"), key) for found, key in twice]
+    except (ValueError, TypeError) as error:
+        raise refused("it is not JSON", str(error)) from error
+    except RecursionError:
+        raise refused("it is not JSON of a plan", "it is nested too deeply to be read") from None
+    for place, key in places:
+        if place:
+            why = "which of the two values is meant is not known"
+            raise refused(f"{place}: key {key!r} is there twice", why, "delete one of the two")
+    return data
 
 
-def a_text(value: Any, place: str) -> str:
-    """Read a text."""
-    if not isinstance(value, str):
-        raise wrong(place, value, "text")
-    return value
+def convert(data: Any, kind: type[T], place: str = "") -> T:
+    """Convert a part of a plan's JSON.
+
+    Args:
+        data: The part.
+        kind: Its type.
+        place: Its place in the document.
+
+    Raises:
+        PlanError: A value in it has another type.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        match = _MESSAGE.fullmatch(str(error))
+        what, path = (match[1], match[2] or "") if match else (str(error), "")
+        for name, number in _STEP.findall(path):
+            data = data[name or int(number)]
+        at = (place + path).removeprefix(".") or "plan"
+        raise _make_error(what, at, data) from error
 
 
-def a_flag(value: Any, place: str) -> bool:
-    """Read true or false."""
-    if not isinstance(value, bool):
-        raise wrong(place, value, "true or false")
-    return value
+def convert_values(data: dict[str, Any], kind: Any, place: str) -> dict[str, Any]:
+    """Convert the values of an object with any keys; msgspec's own message does not name the key."""
+    return {name: convert(value, kind, f"{place}.{name}") for name, value in data.items()}
 
 
-def a_number(value: Any, place: str) -> int:
-    """Read a whole number that is not negative."""
-    if type(value) is not int or not 0 <= value <= MOST:  # a bool is an int
-        raise wrong(place, value, "a whole number of 0 or more")
-    return value
+def _make_error(what: str, place: str, value: Any) -> PlanError:
+    field = re.search("field `(.*)`", what)
+    if field and "missing" in what:
+        return refused(f"{place} has no {field[1]!r}", "every plan has one")
+    if field:
+        kinds = PlanObject.__subclasses__()
+        kinds += [each for kind in kinds for each in kind.__subclasses__()]
+        known = {name for each in kinds for name in each.__struct_fields__}
+        near = difflib.get_close_matches(field[1], sorted(known - {field[1]}), 1)
+        fix = f"did you mean {near[0]!r}?" if near else "delete it, or use the layoutmap that wrote it"
+        return refused(f"{place}: {brief(field[1])} is not known", "a plan has no such key", fix)
+    if what.startswith("Invalid enum value"):
+        return refused(f"{place} is not known", f"it is {brief(value)}")
+    for pattern, wanted in _WANTED:
+        if found := re.search(pattern, what.partition(", got")[0]):
+            return wrong(place, value, found.expand(wanted))
+    return refused(f"{place}: {what}", f"it is {brief(value)}")
 
 
-def a_count(value: Any, place: str) -> int:
-    """Read a whole number above 0."""
-    if not a_number(value, place):
-        raise wrong(place, value, "a whole number above 0")
-    return value
-
-
-def a_figure(value: Any, place: str) -> float:
-    """Read a number above 0."""
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise wrong(place, value, "a number above 0")
-    return value
-
-
-def list_of(read: Read[T]) -> Read[tuple[T, ...]]:
-    """Return what reads a list of such values."""
-
-    def read_all(value: Any, place: str) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise wrong(place, value, "a list")
-        return tuple(read(each, f"{place}[{i}]") for i, each in enumerate(cast("list[Any]", value)))
-
-    return read_all
-
-
-def one_of(*known: T) -> Read[T]:
-    """Return what reads one of some texts."""
-
-    def read(value: Any, place: str) -> T:
-        if isinstance(value, str):
-            for each in known:
-                if value == each:
-                    return each
-        why = f"it is {brief(value)}"
-        raise refused(f"{place} is not known", why, f"use one of {', '.join(map(str, known))}")
-
-    return read
-
-
-def or_null(read: Read[T]) -> Read[T | None]:
-    """Return what reads such a value, or null."""
-    return lambda value, place: None if value is None else read(value, place)
-
-
-def a_row(*reads: Read[Any], least: int = 2) -> Read[list[Any]]:
-    """Return what reads a list whose places have types of their own; those after the first `least` may be left out."""
-
-    def read(value: Any, place: str) -> list[Any]:
-        items = cast("list[Any]", value) if isinstance(value, list) else []
-        if not least <= len(items) <= len(reads):
-            raise wrong(
-                place, value, f"a list of {least}" + (f" to {len(reads)}" if least < len(reads) else "")
-            )
-        return [of(each, f"{place}[{i}]") for i, (of, each) in enumerate(zip(reads, items, strict=False))]
-
-    return read
+def _find_place(data: Any, wanted: Any, place: str) -> str:
+    """Return the place of an object in a document; `""` if it is not there."""
+    if data is wanted:
+        return place
+    inside = "" if place == "plan" else place
+    parts: list[tuple[Any, str]] = []
+    if isinstance(data, dict):
+        named = cast("dict[str, Any]", data).items()
+        parts = [(each, f"{inside}.{name}".removeprefix(".")) for name, each in named]
+    elif isinstance(data, list):
+        parts = [(each, f"{inside}[{i}]") for i, each in enumerate(cast("list[Any]", data))]
+    return next((found for each, at in parts if (found := _find_place(each, wanted, at))), "")

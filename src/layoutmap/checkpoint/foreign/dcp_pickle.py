@@ -111,7 +111,7 @@ class _Maker:
         raise ValueError("a pickle changes a function")
 
 
-class TensorUnpickler(pickle.Unpickler):
+class TensorUnpickler(pickle.Unpickler):  # why: decisions/0182
     """Makes inert records of tensors, and refuses all but these in mappings and lists, with numbers and texts."""
 
     writer = "torch.save writes of tensors"
