@@ -45,7 +45,6 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.protocol import Engine
@@ -441,11 +440,3 @@ class Session(KerasSession):
     def complete(self, model: object, inputs: object) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, inputs)
-
-    def step(
-        self, model: object, inputs: object, optimizer: object, loss: Callable[..., object] | None
-    ) -> TrainingStep:
-        """Return a training step of a model that was made in a dry run; see `ScopeContext`."""
-        from layoutmap.adapters.keras.backends.jax_cost import training_step  # late: it imports JAX
-
-        return training_step(self, model, inputs, loss)
