@@ -50,7 +50,8 @@ class Saved:
     settings: Mapping[str, Any]
 
 
-class ScopeContext(Protocol):  # why: decisions/0042
+# A protocol, since adapters lie below `layoutmap.scope`, whose `Scope` implements it; why: decisions/0042
+class ScopeContext(Protocol):
     """A scope as its adapter sees it: the engine, a policy for layouts, and the checks that need the plan."""
 
     plan_only: bool

@@ -9,7 +9,7 @@ from typing import Any
 from layoutmap.core.steps import TrainingStep
 from layoutmap.scope.context import Scope
 
-_MODULES = {
+_MODULES = {  # why: decisions/0196
     "keras": "layoutmap.cost.jax.keras_step",
     "jax": "layoutmap.cost.jax.pytree_step",
     "torch": "layoutmap.cost.torch_module_step",
