@@ -279,8 +279,8 @@ class _Loading:  # why: decisions/0138
 
     def put(
         self,
-        model: Any,
-        optimizer: Any,
+        model: object,
+        optimizer: object,
         *,
         is_new: bool,
         within: AbstractContextManager[object] | None = None,

@@ -109,7 +109,9 @@ def _lora(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
     yield _get(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
 
 
-def _quantized(layer: Any, name: str, shape: tuple[int, ...], table: Axes, kept: tuple[int, ...]) -> _Derived:
+def _quantized(
+    layer: keras.Layer, name: str, shape: tuple[int, ...], table: Axes, kept: tuple[int, ...]
+) -> _Derived:
     """Weights in few bits, and what they are scaled by."""
     mode = getattr(layer, "quantization_mode", None)
     if mode is None:

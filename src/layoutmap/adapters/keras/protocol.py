@@ -246,7 +246,7 @@ def backend_of(name: str) -> Backend:
     return getattr(importlib.import_module(module), kind)()
 
 
-def read_variable(variable: Any) -> Any:
+def read_variable(variable: keras.Variable) -> Any:
     """Return the global value of a variable, as a numpy array."""
     return get_engine(backend_of(backend_name()).engine_name).to_numpy(variable.value)
 

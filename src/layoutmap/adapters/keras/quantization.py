@@ -66,7 +66,7 @@ class _State:
 
 
 @contextmanager
-def plain_weights(layer: Any, session: KerasSession) -> Generator[None]:
+def plain_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
     """While open, a layer's own weights are plain global arrays; what is made of them is laid out as it is assigned.
 
     One layer's weights are gathered on the host then, which is what Keras's quantizers need.

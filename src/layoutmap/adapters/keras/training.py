@@ -153,7 +153,7 @@ def step_wraps(
 
 
 def _epoch_wraps(
-    model: Any, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
+    model: keras.Model, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
 ) -> dict[str, Callable[..., object]]:
     """Return what to wrap on a model so that its schedule knows the first step of each epoch."""
     reset = model.reset_metrics

@@ -161,7 +161,7 @@ def _put(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
     own.update(wraps)
 
 
-def _once(layer: Any, session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
+def _once(layer: keras.Layer, session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
     """Build a layer if it is not, in one thread only: another one that calls it meanwhile waits."""
 
     @functools.wraps(method)

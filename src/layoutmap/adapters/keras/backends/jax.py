@@ -59,7 +59,9 @@ class JaxBackend(Backend):
         """Whether the code runs inside a compiled function's trace."""
         return isinstance(jax.numpy.add(0, 0), jax.core.Tracer)
 
-    def store(self, variable: Any, held: object, assignment: Assignment, session: KerasSession) -> object:
+    def store(
+        self, variable: keras.Variable, held: object, assignment: Assignment, session: KerasSession
+    ) -> object:
         """Give a variable its value and the sharding that later values keep."""
         native = session.engine.native(assignment.layout, assignment.layout.rank)
         # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
@@ -79,7 +81,7 @@ class JaxBackend(Backend):
         """Constrain an array in a trace; else redistribute it."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
-    def layer_wraps(self, layer: Any, session: KerasSession) -> Wraps:
+    def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
         """Return a `_maybe_build` that refuses arrays on another mesh than the weights', or on explicit axes."""
         build = layer._maybe_build
 
