@@ -60,7 +60,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._num_before = 0  # batches of the present epoch that were trained on before it was resumed
         self._is_new = False  # whether there is a step that was not offered to the manager
 
-    def batches(self) -> Iterator[Any]:  # why: decisions/0097
+    def batches(self) -> Iterator[object]:  # why: decisions/0097
         """Yield batches of the data, for `fit`: from the one after the last that was trained on.
 
         Keras reads some batches before it trains on them. So the state of the data is noted after each batch, and

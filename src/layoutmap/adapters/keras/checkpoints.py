@@ -36,7 +36,7 @@ from layoutmap.core.variables import Kind
 class KerasKeeping(Keeping):
     """Knows what checkpoints and plans hold of a Keras model; see `layoutmap.adapters.protocol`."""
 
-    def stored(self, model: Any, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
+    def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
         """Return the variables of a model with their values, those of its optimizer too.
 
         An optimizer without slots makes them if some were saved. What an optimizer has before it is built, such as its

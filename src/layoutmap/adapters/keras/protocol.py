@@ -142,7 +142,7 @@ class Backend(ABC):  # why: decisions/0043
     one_scope_in: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     """Steps of Keras that a model made outside cannot take with layers in layouts; `True`: if it trains others, too."""
 
-    value_of: Callable[[Any], object] = staticmethod(operator.attrgetter("value"))
+    value_of: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
     """Returns the value of a variable in the element type that Keras says it has."""
 
     as_plain: Callable[[Any], object] | None = None

@@ -37,7 +37,7 @@ from layoutmap.engines.torch.gather import Gradients
 _to_numpy = get_engine("torch").to_numpy
 _UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32}
 _num_draws: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-Found = tuple[dict[str, Any], list[Any]]
+Found = tuple[dict[str, Any], list[object]]
 
 
 class TorchBackend(Backend):  # why: decisions/0018
