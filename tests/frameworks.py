@@ -70,7 +70,7 @@ def _process_of_source(parts: tuple[str, ...]) -> str | None:
         return None  # their models are those of libraries
     if parts[:2] == ("cost", "jax"):
         return "jax"
-    if parts == ("cost", "torch_step"):
+    if parts in (("cost", "torch_step"), ("cost", "torch_module_step")):
         return "torch"
     if parts[0] in PURE or (
         parts[0] in ("engines", "adapters") and parts[1:] in ((), ("protocol",), ("__init__",))

@@ -9,7 +9,7 @@ from keras_models import num_arrays
 from quiet import OF_ARRAYS
 
 import layoutmap as lm
-from layoutmap.adapters.keras import materialize, paths, reading, session
+from layoutmap.adapters.keras import call_stack, materialize, paths, session
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -263,4 +263,4 @@ def test_a_read_that_is_too_large_is_named(monkeypatch):
 
 def test_nobody_reads():
     """Outside of layers there is no layer to name."""
-    assert ("", False) == (reading.read_by(), reading.is_in_a_call())
+    assert ("", False) == (call_stack.describe_reader(), call_stack.is_in_call())

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 import layoutmap as lm
 from layoutmap.checkpoint.foreign import open_source
-from layoutmap.checkpoint.renaming import read_names
+from layoutmap.checkpoint.name_tables import read_names
 
 pytestmark = [
     pytest.mark.filterwarnings(

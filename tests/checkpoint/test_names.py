@@ -15,8 +15,8 @@ from layoutmap.checkpoint import foreign
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
-from layoutmap.checkpoint.renamed import Renamed, under_their_names
-from layoutmap.checkpoint.renaming import Names, Template, read_names, shipped_names
+from layoutmap.checkpoint.name_tables import Names, Template, read_names, shipped_names
+from layoutmap.checkpoint.renamed_source import Renamed, under_their_names
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.cli.main import main
 from layoutmap.core.blocks import Index

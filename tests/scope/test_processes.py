@@ -10,7 +10,7 @@ from layoutmap.core.variables import VariableSpec
 from layoutmap.engines.agreement import check_batch, check_values
 from layoutmap.plan.problems import Problem
 from layoutmap.scope.plan import make_plan
-from layoutmap.scope.processes import check_options, check_plans, check_recipes
+from layoutmap.scope.process_group import check_options, check_plans, check_recipes
 
 
 def plan_of(specs, devices=None):

@@ -74,12 +74,7 @@ def is_entered(session: Any) -> bool:
 
 
 def warn_if_elsewhere(library: str, name: str) -> None:  # why: decisions/0031
-    """Warn, once for each scope, if a model is built in a task or thread that was started inside of it.
-
-    Args:
-        library: The model library.
-        name: What is built.
-    """
+    """Warn, once for each scope, if a model is built in a task or thread that was started inside of it."""
     link = _current.get()
     entry = link and link.entry()
     if entry is None or entry.session is None or entry.session.library != library or entry.was_told:

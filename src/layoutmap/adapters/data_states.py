@@ -12,11 +12,7 @@ from layoutmap.core.errors import CheckpointError
 
 
 def state_of(data: object) -> Any:
-    """The state of an iterator over data, of a schedule or the like; of a mapping of them, the states by name.
-
-    Raises:
-        CheckpointError: One has no way to ask for it.
-    """
+    """The state of an iterator over data, of a schedule or the like; of a mapping of them, the states by name."""
     if isinstance(data, Mapping):
         return {name: state_of(each) for name, each in cast("Mapping[Any, Any]", data).items()}
     for name in ("state_dict", "get_state"):
@@ -58,11 +54,7 @@ def restore_state(data: object, state: Any) -> None:
 
 
 def taker(data: object) -> Any:
-    """Return the method by which something takes up a state.
-
-    Raises:
-        CheckpointError: It has none.
-    """
+    """Return the method by which something takes up a state."""
     for name in ("load_state_dict", "set_state"):
         if callable(method := getattr(data, name, None)):
             return method

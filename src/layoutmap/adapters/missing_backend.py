@@ -13,12 +13,7 @@ _IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}" be
 
 
 def missing_backend(error: BaseException | None, choose: str = _IN_PYTHON) -> ScopeError | None:
-    """The error for an import of Keras that ended because its backend is not installed; `None`: that is no such error.
-
-    Args:
-        error: What was raised.
-        choose: How a backend is chosen, with `{}` for its name.
-    """
+    """Return the error for an import of Keras that ended because its backend is not installed, else `None`."""
     if not isinstance(error, ModuleNotFoundError) or not _ended_keras(error):
         return None
     backend = str(error.name).partition(".")[0]

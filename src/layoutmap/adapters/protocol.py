@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from layoutmap.adapters.options import ScopeOptions, check_names
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.steps import TrainingStep
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.protocol import Engine
@@ -51,7 +50,8 @@ class Saved:
     settings: Mapping[str, Any]
 
 
-class ScopeContext(Protocol):  # why: decisions/0171
+# A protocol, since adapters lie below `layoutmap.scope`, whose `Scope` implements it; why: decisions/0171
+class ScopeContext(Protocol):
     """A scope as its adapter sees it: the engine, a policy for layouts, and the checks that need the plan."""
 
     plan_only: bool
@@ -152,17 +152,6 @@ class Session(Protocol):
 
     def complete(self, model: Any, inputs: Any) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
-        ...
-
-    def step(self, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None) -> TrainingStep:
-        """Return a training step of a model that was made in a dry run, for engines that count what it does.
-
-        Args:
-            model: The model.
-            inputs: What it is called with, or like.
-            optimizer: What updates its weights; `None`: the model's own, or nothing.
-            loss: Called with what it returns, returns a number; `None`: the model's own, or one that stands for it.
-        """
         ...
 
 

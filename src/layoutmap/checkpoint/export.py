@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from layoutmap.checkpoint.foreign import load_writer
-from layoutmap.checkpoint.renamed import under_their_names
-from layoutmap.checkpoint.renaming import read_names
+from layoutmap.checkpoint.name_tables import read_names
+from layoutmap.checkpoint.renamed_source import under_their_names
 from layoutmap.checkpoint.source import Source
 from layoutmap.checkpoint.storage import LocalStorage, new_token
 from layoutmap.core.errors import CheckpointError

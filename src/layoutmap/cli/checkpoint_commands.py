@@ -10,10 +10,10 @@ from typing import Any
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign.torch_file import TorchFile
 from layoutmap.checkpoint.lineage import History, last_step
+from layoutmap.checkpoint.name_tables import read_names
 from layoutmap.checkpoint.relayout import write_relayout
 from layoutmap.checkpoint.remote import storage_of
-from layoutmap.checkpoint.renamed import under_their_names
-from layoutmap.checkpoint.renaming import read_names
+from layoutmap.checkpoint.renamed_source import under_their_names
 from layoutmap.checkpoint.specs import variable_specs
 from layoutmap.cli.output import PROBLEMS, WELL, check_targets, get_width, print_text, write_all
 from layoutmap.cli.plans import read_rules

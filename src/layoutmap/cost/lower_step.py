@@ -15,6 +15,7 @@ from layoutmap.core.mesh import check_dim
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment
+from layoutmap.cost.model_steps import make_training_step
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.completeness import problem_of_unbuilt
@@ -207,7 +208,7 @@ def lower_step(
     check_dim("batch_dim", batch_dim, context.mesh, "the batch is sharded over it")
     with adapter.undisturbed():
         model = make_in(context, lambda: training.with_optimizer(make_model(), optimizer), inputs)
-        step = context.session.step(model, inputs, optimizer, loss)
+        step = make_training_step(context, model, inputs, optimizer, loss)
     unbuilt = context.session.unbuilt()
     missing = problem_of_unbuilt(type(model).__name__, unbuilt, called=True) if unbuilt else None
     return LoweredStep(step, batch_dim, remat, missing, fuse_attention)

@@ -19,6 +19,7 @@ from layoutmap.cost.cost import Cost
 from layoutmap.cost.counters import step_counter
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import machine_for
+from layoutmap.cost.model_steps import make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import usual_batch_dim
@@ -221,7 +222,7 @@ class _Counting:
 
     def _step(self, inputs: object) -> TrainingStep:
         model, optimizer = self._made
-        return self._context.session.step(model, inputs, optimizer, self._request.loss)
+        return make_training_step(self._context, model, inputs, optimizer, self._request.loss)
 
     def laid_out(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
         """The counter of a step in a way, the layouts of its variables, and those of all else."""

@@ -49,16 +49,7 @@ def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
 
 # why: decisions/0079
 def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
-    """Return what a function returns that each process calls by itself; where it raises in one, raise in all.
-
-    Args:
-        function: Exchanges nothing with other processes.
-        gather: Gathers from all processes.
-        verb: What it is part of, for messages: `"load"` or `"save"`.
-
-    Raises:
-        CheckpointError: It raised in another process.
-    """
+    """Return what a function returns that each process calls by itself; where it raises in one, raise in all."""
     result: Any = None
     error: BaseException | None = None
     try:
@@ -81,11 +72,6 @@ def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -
 
 def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
     """Compare a text of each process.
-
-    Args:
-        text: The text of this process.
-        gather: Gathers from all processes.
-        checksum: A number that is gathered along, and not compared.
 
     Returns:
         The texts of all processes if they differ, else nothing; and the numbers of all.

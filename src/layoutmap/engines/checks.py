@@ -23,14 +23,7 @@ _MAX_REMEMBERED = 512
 
 
 def no_devices(framework: str, kind: str, usable: str, why: str) -> EngineError:
-    """The error for a device type of which the machine has no device.
-
-    Args:
-        framework: The framework's name.
-        kind: The device type that was asked for.
-        usable: A device type that is there.
-        why: What the framework says.
-    """
+    """The error for a device type of which the machine has no device."""
     return EngineError(
         f"{framework} has no {kind} devices here",
         why=why,
@@ -47,16 +40,7 @@ def fix_too_few(framework: str, number: int) -> str:
 
 
 def check_simulated(framework: str, number: int, there: Sequence[str]) -> None:
-    """Refuse a number of simulated devices other than that with which a framework has started.
-
-    Args:
-        framework: The framework's name.
-        number: How many devices were asked for.
-        there: The devices of this process that a mesh gets.
-
-    Raises:
-        EngineError: They are others, or another number of them.
-    """
+    """Refuse a number of simulated devices other than that with which a framework has started."""
     if len(there) == number and there[0].startswith("CPU:"):  # numbered anew in each of several processes
         return
     raise EngineError(
@@ -74,18 +58,7 @@ def device_names_of(
     fix_too_few: str,
     canonical_name: Callable[[str], str] = str.upper,
 ) -> tuple[str, ...]:
-    """The names of a mesh's devices on this machine; those of an abstract mesh are the first devices.
-
-    Args:
-        mesh: The mesh.
-        device_names: Returns the names of all devices of a type.
-        framework: The framework's name.
-        fix_too_few: What to do where the machine has too few devices.
-        canonical_name: Returns the name of a device as `device_names` spells it.
-
-    Raises:
-        MeshError: The machine has too few devices, or not the ones that are named.
-    """
+    """The names of a mesh's devices on this machine; those of an abstract mesh are the first devices."""
     try:
         there = device_names(mesh.device_type)
     except EngineError as error:
@@ -113,13 +86,7 @@ def device_names_of(
 
 
 def bound(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
-    """The mesh with its devices; the same object if it knows them and which are of this process.
-
-    Args:
-        mesh: The mesh, abstract or not.
-        names: The names of its devices.
-        here: Which of them are of this process, by their place in the mesh.
-    """
+    """The mesh with its devices; the same object if it knows them and which are of this process."""
     local_device_ids = tuple(here)
     if mesh.devices is not None and local_device_ids == mesh.local_device_ids:
         return mesh
@@ -228,16 +195,7 @@ def processes_differ(what: str, facts: Mapping[str, object] | None = None) -> En
 
 
 def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> None:
-    """Refuse a way to draw random numbers that an engine does not know.
-
-    Args:
-        engine: Its name.
-        draws: The way.
-        ways: Those that it knows.
-
-    Raises:
-        EngineError: It is none of them.
-    """
+    """Refuse a way to draw random numbers that an engine does not know."""
     if draws not in ways:
         raise EngineError(
             f"draws={draws!r}: {engine} cannot draw random numbers this way",

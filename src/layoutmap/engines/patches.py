@@ -8,10 +8,11 @@ remove can be repeated, and what is put back is what was found. See docs/decisio
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
 
@@ -95,13 +96,7 @@ class Attribute:
 
 
 class Item:
-    """An item of a dict that a library looks into: its hooks.
-
-    Args:
-        items: The dict.
-        key: The key, which nobody else uses.
-        value: The item.
-    """
+    """An item of a dict that a library looks into: its hooks."""
 
     def __init__(self, items: MutableMapping[Any, Any], key: object, value: object):
         self._items, self._key, self._value = items, key, value
@@ -190,3 +185,16 @@ def temporarily(owner: object, name: str, value: object) -> Generator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def wrap_in_context(
+    method: Callable[..., Any], make_context: Callable[[], AbstractContextManager[object]]
+) -> Callable[..., Any]:
+    """Return a method that runs in a context, made anew for each call."""
+
+    @functools.wraps(method)
+    def wrapped(*args: object, **kwargs: object) -> Any:
+        with make_context():
+            return method(*args, **kwargs)
+
+    return wrapped

@@ -61,13 +61,7 @@ def warn_if_untested(package: str) -> None:
 
 
 def unsupported(package: str, missing: object, kind: type[LayoutMapError] = EngineError) -> LayoutMapError:
-    """Return the error about a release that lacks names which layoutmap needs.
-
-    Args:
-        package: One of `TESTED`. Its import has at least begun.
-        missing: The names, or the error that has them.
-        kind: The class of the error.
-    """
+    """Return the error about a release that lacks names which layoutmap needs."""
     return kind(
         f"{package} {_version(package)} is not supported",
         facts={"missing": missing, "tested": f"{package} {_range(package)}"},
@@ -77,12 +71,7 @@ def unsupported(package: str, missing: object, kind: type[LayoutMapError] = Engi
 
 
 class Needed:  # why: decisions/0149
-    """A block in which names of a framework are imported that it may lack: then the error is `unsupported`.
-
-    Args:
-        package: One of `TESTED`.
-        kind: The class of the error.
-    """
+    """A block in which names of a framework are imported that it may lack: then the error is `unsupported`."""
 
     def __init__(self, package: str, kind: type[LayoutMapError] = EngineError) -> None:
         self._package, self._kind = package, kind
@@ -101,9 +90,6 @@ def check_names(package: str, *needed: tuple[object, str]) -> None:
     Args:
         package: One of `TESTED`.
         needed: Objects, and names of each with spaces between them; those of a class's instances, too.
-
-    Raises:
-        EngineError: It lacks one.
     """
     missing = [
         f"{getattr(owner, '__name__', owner)}.{name}"
@@ -128,10 +114,6 @@ def is_before(package: str, release: str) -> bool:
 
 def import_for(package: str, module: str) -> ModuleType:
     """Import a module of this library that needs a framework.
-
-    Args:
-        package: One of `TESTED`.
-        module: The module.
 
     Raises:
         EngineError: The framework is of a release that was not tested, and lacks a name.

@@ -3,6 +3,7 @@
 # why: decisions/0162
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,14 @@ from layoutmap.plan.problems import group_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.plan import Plan
 
-_MADE_FIRST = (Kind.WEIGHT, Kind.STATE)
+_IS_MADE_FIRST: Mapping[Kind, bool] = {
+    Kind.WEIGHT: True,
+    Kind.STATE: True,
+    Kind.RNG: False,
+    Kind.SLOT: False,
+    Kind.METRIC: False,
+}
+"""Kind -> whether a model has such variables before its first step. Others are compared once a plan has them."""
 
 
 class Guard:
@@ -35,9 +43,6 @@ class Guard:
         Args:
             model: The model as the step has left it, where that is another object: a pytree of JAX.
             optimizer: Its optimizer's state, likewise.
-
-        Raises:
-            PlanError: See `check`.
         """
         if self._num_steps % self._every == 0:
             self.check(model, optimizer)
@@ -55,8 +60,9 @@ class Guard:
             across=True,
         )
         planned = self.plan or found
-        # A plan of a model that has taken no step does not have the slots and metrics that the first one makes.
-        known = [a for a in found.assignments if a.variable.kind in _MADE_FIRST or a.variable.path in planned]
+        known = [
+            a for a in found.assignments if _IS_MADE_FIRST[a.variable.kind] or a.variable.path in planned
+        ]
         difference = planned.diff(replace(found, assignments=tuple(known)))
         if not difference and not found.errors:
             self.plan = found

@@ -21,7 +21,7 @@ from layoutmap.engines import Engine
 from layoutmap.engines.agreement import of_processes
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.plan.problems import Problem
-from layoutmap.scope.group import Group
+from layoutmap.scope.process_group import Group
 
 _NOTHING = "nothing"
 

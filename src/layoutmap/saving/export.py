@@ -70,7 +70,7 @@ def export(
 class _Values(Source):
     """The values of a model; the last one that was read is kept, since it is read in blocks."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: object):
         adapter = capable(adapter_of_model(model), Keeping, "export")
         self._engine = get_engine(adapter.engine_name)
         self._arrays: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
@@ -12,8 +12,9 @@ from layoutmap.adapters import Keeping, adapter_of_model, capable, find_adapter,
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
+from layoutmap.checkpoint.model_values import Extra, Missing, Values, is_count
+from layoutmap.checkpoint.name_tables import read_names
 from layoutmap.checkpoint.reader import StepSource
-from layoutmap.checkpoint.renaming import read_names
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, full_index, held_shards
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
@@ -24,9 +25,8 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import of_processes
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.saving.saved_values import Extra, Missing, Values, is_count
-from layoutmap.saving.states import check_data, random_states_of, taken_up
-from layoutmap.scope.group import Group
+from layoutmap.saving.load_states import check_data, random_states_of, taken_up
+from layoutmap.scope.process_group import Group
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.scope import build
 
@@ -137,13 +137,16 @@ def load(
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _with_weights(found, source)
     loading = _Loading(adapter, values, processes, progress, override)
-    state = processes.agreed(lambda: loading.state_for(data))
+    saved = loading.states.get("processes", [])
+    place = processes.number, processes.count
+    positions = [each["data"] for each in saved if "data" in each]
+    state = processes.agreed(lambda: None if data is None else check_data(data, positions, *place))
     is_new = layout_map is not None  # then nothing is lost if the checkpoint is damaged
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    random = loading.random_states()
+    random = random_states_of([each.get("random", {}) for each in saved], *place)
     within = taken_up(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
     with nullcontext() if is_new or verify == "first" else _loaded_in_part():
@@ -250,15 +253,7 @@ def _loaded_in_part() -> Generator[None]:
 
 
 class _Loading:  # why: decisions/0127
-    """A load into a model that exists.
-
-    Args:
-        adapter: Knows the model.
-        values: The values of the checkpoint.
-        processes: Those that load.
-        progress: See `load`.
-        override: See `load`.
-    """
+    """A load into a model that exists."""
 
     def __init__(
         self,
@@ -268,15 +263,14 @@ class _Loading:  # why: decisions/0127
         progress: bool | None,
         override: Mapping[str, object] | None,
     ):
-        self._adapter = adapter
-        self.library = adapter.name
+        self.adapter = adapter
         self._engine = get_engine(adapter.engine_name)
-        self._values = values
+        self.values = values
         self.unread: Sequence[str] = ()
         self._processes = processes
         self._progress = progress
-        self._states = values.source.states
-        settings: Mapping[str, Any] = self._states.get("settings", {})
+        self.states = values.source.states
+        settings: Mapping[str, Any] = self.states.get("settings", {})
         self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
         if override:
             _check_override(override, self._settings)
@@ -285,8 +279,8 @@ class _Loading:  # why: decisions/0127
 
     def put(
         self,
-        model: Any,
-        optimizer: Any,
+        model: object,
+        optimizer: object,
         *,
         is_new: bool,
         within: AbstractContextManager[object] | None = None,
@@ -305,12 +299,12 @@ class _Loading:  # why: decisions/0127
         """
         stored = self._processes.agreed(lambda: self._checked(model, optimizer))
         # Initializers, in their turn, may have drawn from a generator whose state had been read.
-        taken = self._values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
+        taken = self.values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [
             e
             for e in stored
             if e.variable.path not in taken
-            and (saved := self._values.find(e.variable))
+            and (saved := self.values.find(e.variable))
             and (only is None or saved.path in only)
         ]
         self.unread = self._unread(stored)
@@ -331,10 +325,10 @@ class _Loading:  # why: decisions/0127
 
             def arrays() -> Iterator[tuple[str, Any]]:
                 for path, variable in variables.items():
-                    read, layout = self._values.reader(variable), layouts[path]
+                    read, layout = self.values.reader(variable), layouts[path]
                     assert read is not None
                     array, memory = own.pop(path, (None, ()))
-                    if self._values.fill(variable, memory):
+                    if self.values.fill(variable, memory):
                         yield path, array
                     elif layout is None:
                         yield path, read(full_index(variable.shape))
@@ -343,71 +337,47 @@ class _Loading:  # why: decisions/0127
                     progress(path)
 
             with within or nullcontext():
-                loaded = self._processes.agreed(lambda: self._adapter.restored(model, optimizer, arrays()))
+                loaded = self._processes.agreed(lambda: self.adapter.restored(model, optimizer, arrays()))
                 if random is not None:
-                    self._adapter.restore_settings(*loaded, {**self._settings, "random": random})
+                    self.adapter.restore_settings(*loaded, {**self._settings, "random": random})
             return loaded
 
     def _own_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
         return self._engine.own_memory(array) if isinstance(array, self._engine.array_types) else ()
 
-    def state_for(self, data: object) -> Any:
-        """The state that `data` goes on from in this process."""
-        states = [each["data"] for each in self._states.get("processes", []) if "data" in each]
-        place = self._processes.number, self._processes.count
-        return None if data is None else check_data(data, states, *place)
-
-    def random_states(self) -> Mapping[str, Any]:
-        """The random states that this process goes on with."""
-        own = [each.get("random", {}) for each in self._states.get("processes", [])]
-        return random_states_of(own, self._processes.number, self._processes.count)
-
     def _checked(self, model: object, optimizer: object) -> Sequence[Stored]:
-        source = self._values.source
+        source = self.values.source
         slots = [_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
         if optimizer is not None:
             self._check_optimizer(bool(slots))
         saved = Saved(slots if self._settings else (), self._settings)
-        stored = self._adapter.stored(model, optimizer, saved)
+        stored = self.adapter.stored(model, optimizer, saved)
         if not self._settings:  # slots of another library
             stored = [each for each in stored if not _is_slot(each)]
         kinds = {Kind.WEIGHT, Kind.STATE}
         if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
             kinds.add(Kind.SLOT)
-        self._values.check([each.variable for each in stored], kinds)
+        self.values.check([each.variable for each in stored], kinds)
         return stored
 
     def _unread(self, stored: Sequence[Stored]) -> Sequence[str]:
         """Return the paths of saved slots that a model would have with an optimizer of its own, which it lacks."""
         if not self._settings or "optimizer" in self._settings:  # that is passed beside the model
             return ()
-        known = {saved.path for each in stored if (saved := self._values.find(each.variable))}
-        slots = [v.path for v in self._values.source.variables.values() if v.kind is Kind.SLOT]
+        known = {saved.path for each in stored if (saved := self.values.find(each.variable))}
+        slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]
         return [path for path in slots if path not in known]
-
-    def read_again(self, values: Values, model: object, paths: Collection[str]) -> None:
-        """Read variables that a model has by now."""
-        self._values = values
-        self.put(model, None, is_new=False, only=paths)
-
-    def restore_later(self, model: object, restore: Callable[[], None]) -> bool:
-        """Call a function once the model has an optimizer; return whether its library can."""
-        return self._adapter.restore_with_optimizer(model, restore)
 
     def _check_optimizer(self, has_slots: bool) -> None:
         """Raise if an optimizer is to be loaded, and the checkpoint has none that the library knows."""
-        if (
-            self._values.missing == "keep"
-            or self._settings.get("optimizer")
-            or (has_slots and self._settings)
-        ):
+        if self.values.missing == "keep" or self._settings.get("optimizer") or (has_slots and self._settings):
             return
-        library = self._states.get("settings", {}).get("library")
+        library = self.states.get("settings", {}).get("library")
         raise CheckpointError(
-            f"{self._values.source.where}: it has no state for the optimizer",
-            facts={"saved by": library, "loading": self._adapter.name},
+            f"{self.values.source.where}: it has no state for the optimizer",
+            facts={"saved by": library, "loading": self.adapter.name},
             why="it was saved without optimizer="
-            if library == self._adapter.name
+            if library == self.adapter.name
             else "each library stores the state of its optimizers in its own form",
             fix='leave optimizer out, or pass missing="keep" to start with a new state',
         )
@@ -417,18 +387,18 @@ class _Loading:  # why: decisions/0127
     ) -> None:
         """Raise if what this process needs is not as it was saved."""
         for variable in variables:
-            saved = self._values.find(variable)
+            saved = self.values.find(variable)
             assert saved is not None
             layout = layouts[variable.path]
-            read = self._values.reader(variable)
+            read = self.values.reader(variable)
             if is_count(variable, saved) and read is not None:
                 read(full_index(saved.shape))  # it may not fit
             elif layout is None:
-                self._values.source.check(saved.path)
+                self.values.source.check(saved.path)
             else:
                 ids = self._engine.bind(layout.mesh).local_device_ids
                 for index, _ in held_shards(layout, saved.shape, ids).values():
-                    self._values.source.check(saved.path, index)
+                    self.values.source.check(saved.path, index)
             progress(variable.path)
 
 
@@ -438,7 +408,8 @@ def _report_unread(loading: _Loading, values: Values, model: object) -> None:  #
 
     def restore() -> None:
         try:
-            loading.read_again(values, model, unread)
+            loading.values = values
+            loading.put(model, None, is_new=False, only=unread)
         except CheckpointError as error:
             warning = LayoutMapWarning(
                 f"{where}: the state of the optimizer was not restored",
@@ -446,9 +417,9 @@ def _report_unread(loading: _Loading, values: Values, model: object) -> None:  #
                 why=f"the optimizer differs from the one that was saved: {error.what}",
                 fix="compile the model with the optimizer that was saved",
             )
-            warnings.warn(warning, stacklevel=level_of_user({loading.library}))
+            warnings.warn(warning, stacklevel=level_of_user({loading.adapter.name}))
 
-    is_restored = loading.restore_later(model, restore)
+    is_restored = loading.adapter.restore_with_optimizer(model, restore)
     warning = LayoutMapWarning(
         f"{where}: {len(unread)} variables of the optimizer were not read",
         facts={"not read": listed(unread)},

@@ -24,7 +24,7 @@ from layoutmap.core.users_line import level_of_user
 from layoutmap.saving.load import load
 from layoutmap.saving.preemption import Preemption
 from layoutmap.saving.save_plan import check_step, group_of, plan_save
-from layoutmap.scope.group import Group
+from layoutmap.scope.process_group import Group
 
 Later = Literal["refuse", "keep", "delete"]
 

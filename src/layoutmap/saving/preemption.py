@@ -12,14 +12,7 @@ from layoutmap.core.errors import CheckpointError
 
 
 class Preemption:  # why: decisions/0079
-    """Notes when SIGTERM comes, in place of ending the program; a handler that the program has set is called, too.
-
-    Args:
-        seconds: How long the machine still runs after it.
-
-    Raises:
-        CheckpointError: It is no such time, or this is not the main thread.
-    """
+    """Notes when SIGTERM comes, in place of ending the program; a handler that the program has set is called, too."""
 
     def __init__(self, seconds: float):
         if not 0 < seconds < float("inf"):

@@ -34,8 +34,7 @@ from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.agreement import check_values
 from layoutmap.plan.json import fingerprint
 from layoutmap.plan.table import PlanTable
-from layoutmap.scope.group import Group
-from layoutmap.scope.processes import check_saves
+from layoutmap.scope.process_group import Group, check_saves
 
 
 @dataclass(frozen=True)
@@ -267,11 +266,7 @@ def _one_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | No
 
 
 def check_step(step: object) -> int:
-    """Return the number of a step.
-
-    Raises:
-        CheckpointError: It is none.
-    """
+    """Return the number of a step."""
     number = as_int(step)
     if number is None or not 0 <= number <= MOST_STEP:
         raise CheckpointError(

@@ -37,16 +37,7 @@ def takes_options(function: F) -> F:
 
 
 def check_maker(make_model: object, layout_map: object, function: str) -> None:
-    """Check the arguments of a function that makes a model.
-
-    Args:
-        make_model: What should be a function that makes a model.
-        layout_map: What should be a layout map.
-        function: The function's name, as in `"plan"`.
-
-    Raises:
-        ScopeError: They are something else, or swapped.
-    """
+    """Check the arguments of a function that makes a model."""
     _check_order(make_model, layout_map, function, "make_model")
     check_layout_map(layout_map, function)
     if find_adapter(make_model) is not None:
@@ -81,11 +72,7 @@ def check_model(model: object, layout_map: object) -> None:
 
 
 def check_layout_map(layout_map: object, function: str) -> None:
-    """Check that something is a layout map.
-
-    Raises:
-        ScopeError: It is none.
-    """
+    """Check that something is a layout map."""
     if isinstance(layout_map, RuleSet):
         return
     rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
@@ -117,9 +104,6 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
         on: The machine that `plan` was given; `None` asks for no cost.
         num_devices: The size of the mesh, for the fix.
         options: The options by name.
-
-    Raises:
-        ScopeError: An option was given without `on`.
     """
     for name, value in options.items():
         if on is None and value not in (None, False):
@@ -131,11 +115,7 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
 
 
 def check_remat(remat: Any) -> None:  # why: decisions/0094
-    """Refuse what says of no layer whether its activations are computed again.
-
-    Raises:
-        ScopeError: It is no regex.
-    """
+    """Refuse what says of no layer whether its activations are computed again."""
     try:
         if remat is not None:
             re.compile(remat)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from layoutmap.adapters import REFUSED, Building
 from layoutmap.adapters.options import ScopeOptions
@@ -31,19 +31,7 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
-    from layoutmap.core.blocks import Index, NumpyArray
-
-
-class SavedValues(Protocol):
-    """Values that variables get instead of those of their initializers."""
-
-    def check(self, variables: Sequence[VariableSpec]) -> None:
-        """Raise if these, all variables of a model, are not those that were saved."""
-        ...
-
-    def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return what reads the values of a variable; `None` if none were saved."""
-        ...
+    from layoutmap.checkpoint.model_values import Values  # it imports numpy
 
 
 class Scope:
@@ -80,7 +68,7 @@ class Scope:
         self._engine = engine
         self._warned: set[str] = set()
         self._has_stepped = False
-        self.values: SavedValues | None = None
+        self.values: Values | None = None
         self.layers: Sequence[str] | None = None
         self.free_activations = False
         self.adapter = adapter
@@ -126,7 +114,7 @@ class Scope:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
                 from layoutmap.adapters.fingerprints import versions
-                from layoutmap.scope.processes import check_plans
+                from layoutmap.scope.process_group import check_plans
 
                 check_plans(
                     self.plan,
@@ -164,7 +152,7 @@ class Scope:
         readers = {} if values is None else {key: values.reader(a.variable) for key, a in assignments.items()}
         computed = {key: a for key, a in assignments.items() if readers.get(key) is None}
         if self.across:
-            from layoutmap.scope.processes import check_recipes
+            from layoutmap.scope.process_group import check_recipes
 
             recipes = {key: initializers[key].recipe for key in computed}
             recipes_by_path = [

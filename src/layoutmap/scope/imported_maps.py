@@ -317,11 +317,7 @@ class ImportedMaps(RuleSet):
 
 
 def _mesh(mesh: Mesh | str) -> Mesh:
-    """Return the mesh of a map that needs one.
-
-    Raises:
-        MeshError: There is none.
-    """
+    """Return the mesh of a map that needs one."""
     found = given_mesh(mesh)
     if found is None:
         raise MeshError(

@@ -78,12 +78,7 @@ class Progress(_Line):
 
 
 class Waiting(_Line):
-    """Shows for how many seconds something has taken; clears its line in the end.
-
-    Args:
-        what: What is done, as in `"XLA compiles the step"`.
-        enabled: See `_Line`.
-    """
+    """Shows for how many seconds something has taken; clears its line in the end."""
 
     def __init__(self, what: str, *, enabled: bool | None = None):
         super().__init__(enabled)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from layoutmap.adapters import (
     Building,
@@ -37,8 +37,11 @@ from layoutmap.scope.arguments import (
     check_step_options,
     takes_options,
 )
-from layoutmap.scope.context import SavedValues, Scope, mesh_of_map
+from layoutmap.scope.context import Scope, mesh_of_map
 from layoutmap.scope.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from layoutmap.checkpoint.model_values import Values
 
 
 @takes_options
@@ -113,7 +116,7 @@ def build(
     *,
     inputs: Any = None,
     library: str | None = None,
-    values: SavedValues | None = None,
+    values: Values | None = None,
     **options: Unpack[OptionsByName],
 ) -> Any:
     """Build one model in a scope.
@@ -310,7 +313,7 @@ def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> S
     except LayoutMapError as error:
         options, refusal = None, error
     if across:
-        from layoutmap.scope.processes import check_options
+        from layoutmap.scope.process_group import check_options
 
         # Before a refusal is raised: what is wrong in one process only must be an error in all.
         compared = replace(options, progress=None) if options else refusal

@@ -26,7 +26,7 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.launchers import launcher
 from layoutmap.saving.manager import CheckpointManager
 from layoutmap.scope.devices import simulate_devices
-from layoutmap.scope.group import Group
+from layoutmap.scope.process_group import Group
 from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices

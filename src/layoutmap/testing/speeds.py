@@ -16,7 +16,7 @@ from layoutmap.adapters import Training, capable, get_adapter
 from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
-from layoutmap.scope.group import Group
+from layoutmap.scope.process_group import Group
 from layoutmap.testing.laws import Outcome, tried
 from layoutmap.testing.laws.trial import NotTried
 from layoutmap.testing.models.choices import Choices

@@ -21,7 +21,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.engines.launchers import launcher
 from layoutmap.scope.devices import devices, simulate_devices
-from layoutmap.scope.group import Group
+from layoutmap.scope.process_group import Group
 from layoutmap.testing import models
 from layoutmap.testing.arrays import try_arrays
 from layoutmap.testing.faults import try_faults

@@ -20,7 +20,6 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.paths import path_pattern
-from layoutmap.core.steps import TrainingStep
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_values
@@ -37,7 +36,7 @@ class JaxSession:
 
     def __init__(self, context: ScopeContext):
         self._context = context
-        self._specs: Sequence[VariableSpec] = ()
+        self.specs: Sequence[VariableSpec] = ()
 
     def defer(self) -> AbstractContextManager[None]:
         """Refuse: a function of JAX computes its arrays at once.
@@ -117,18 +116,10 @@ class JaxSession:
     def complete(self, model: object, inputs: object) -> None:
         """Nothing: a model of JAX has its arrays when it is made."""
 
-    def step(
-        self, model: object, inputs: object, optimizer: object, loss: Callable[..., object] | None
-    ) -> TrainingStep:
-        """Return a training step of a model that was made in a dry run."""
-        from layoutmap.adapters.jax.counted import training_step  # late: few ask for it
-
-        return training_step(model, self._specs, inputs, optimizer, loss)
-
     def _assign(self, model: object, parts: Parts, arrays: Sequence[object]) -> Sequence[Assignment]:
         specs = parts.specs
         order = parts.order or range(len(specs))
-        self._specs = specs
+        self.specs = specs
         whys = {
             spec.key: why
             for spec, array in zip(specs, arrays, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,21 +10,21 @@ import keras
 import numpy as np
 
 from layoutmap.adapters import random_states
-from layoutmap.adapters.keras import checkpoints
 from layoutmap.adapters.keras.callback import CheckpointCallback as CheckpointCallback
+from layoutmap.adapters.keras.checkpoints import KerasKeeping
 from layoutmap.adapters.keras.derived import reduced_slots
 from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.paths import find_variables, slot_path
 from layoutmap.adapters.keras.private import check_keras, global_seed_state
-from layoutmap.adapters.keras.protocol import backend_name, backend_of
+from layoutmap.adapters.keras.protocol import backend_name, backend_of, read_variable
 from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import complete, parents_by_name
 from layoutmap.adapters.keras.wraps import session_of
-from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
+from layoutmap.adapters.protocol import Adapter, ScopeContext
 from layoutmap.core.errors import ScopeError
 
 
-class KerasAdapter(Adapter):
+class KerasAdapter(KerasKeeping, Adapter):
     """Knows Keras 3; see `layoutmap.adapters.protocol`."""
 
     name = "keras"
@@ -36,11 +36,7 @@ class KerasAdapter(Adapter):
         return backend_of(backend_name()).engine_name
 
     def check(self) -> None:
-        """Refuse a Keras, a backend or a place in which a scope cannot work.
-
-        Raises:
-            ScopeError: It cannot; says why.
-        """
+        """Refuse a Keras, a backend or a place in which a scope cannot work."""
         backend = backend_of(backend_name())
         check_keras(backend.private_names())
         if backend.is_tracing():
@@ -87,11 +83,7 @@ class KerasAdapter(Adapter):
         complete(model, _x_of(batch))
 
     def with_optimizer(self, model: Any, optimizer: keras.Optimizer) -> object:
-        """Return a model with an optimizer in place of its own, by its name or what makes it.
-
-        Raises:
-            ScopeError: Keras has no optimizer of that name.
-        """
+        """Return a model with an optimizer in place of its own, by its name or what makes it."""
         if optimizer is None:
             return model
         try:
@@ -123,10 +115,6 @@ class KerasAdapter(Adapter):
             named[slot_path(slot, weight, paths.get(id(weight), ""), taken, kind)] = slot
         return named
 
-    def described(self, model: object, optimizer: object = None) -> list[Stored]:
-        """Return the variables of a model that any program has made, and the slots of its optimizer."""
-        return checkpoints.described(model, optimizer)
-
     def context_of(self, model: keras.Model) -> ScopeContext | None:
         """Return the scope that a model, or any layer in it, was laid out in."""
         sessions = (session_of(layer) for layer in model._flatten_layers())
@@ -134,7 +122,7 @@ class KerasAdapter(Adapter):
 
     def read(self, variable: keras.Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""
-        return backend_of(backend_name()).read(variable)
+        return read_variable(variable)
 
     def write(self, variable: keras.Variable, value: object) -> None:
         """Give a variable a value, of the engine or of numpy; it keeps its layout."""
@@ -160,30 +148,6 @@ class KerasAdapter(Adapter):
         x, y, sample_weight = _tensors(batch)
         with backend_of(backend_name()).comparing(model):
             return _numbers(model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True))
-
-    def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
-        """Return what a checkpoint keeps of a model."""
-        return checkpoints.stored(model, saved, backend_of(backend_name()))
-
-    def restored(
-        self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
-    ) -> tuple[object, object]:
-        """Give variables other values."""
-        checkpoints.restored(model, arrays)
-        return model, optimizer
-
-    def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
-        """Return the random states, and names of layers."""
-        return checkpoints.settings(model, backend_of(backend_name()))
-
-    def restore_with_optimizer(self, model: keras.Model, restore: Callable[[], None]) -> bool:
-        """Call a function once, when a model that is not compiled is compiled with an optimizer."""
-        checkpoints.restore_at_compile(model, restore)
-        return True
-
-    def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, object]) -> None:
-        """Put back what `settings` returned."""
-        checkpoints.restore_settings(backend_of(backend_name()), settings)
 
 
 def _tensors(batch: object) -> Any:

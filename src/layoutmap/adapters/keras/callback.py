@@ -3,36 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
 from layoutmap.adapters.data_states import restore_state, state_of
-
-
-class Manager(Protocol):
-    """The methods of `layoutmap.CheckpointManager` that the callback calls."""
-
-    @property
-    def is_preempted(self) -> bool:
-        """Whether the program is to end."""
-        ...
-
-    def save(
-        self,
-        model: keras.Model,
-        step: int,
-        *,
-        data: Any = None,
-        metrics: Mapping[str, float] | None = None,
-        force: bool = False,
-    ) -> bool:
-        """Save a step if it is due."""
-        ...
-
-    def wait(self) -> None:
-        """Return when no save is in flight."""
-        ...
 
 
 class CheckpointCallback(keras.callbacks.Callback):
@@ -47,7 +22,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     Where a run stood is saved as the state of its data, of which the callback is a part: pass it as `data` to `load`.
 
     Args:
-        manager: The manager, which knows the directory, when steps are due and which are kept.
+        manager: The `CheckpointManager`, which knows the directory, when steps are due and which are kept.
         every_epochs: Save at the end of each epoch whose number is a multiple of it, and at no other time; `None`:
             save when the manager says that a step is due, inside of epochs, too.
         data: An iterator over the data, whose state is saved and restored along: anything with `state_dict()` and
@@ -75,7 +50,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         ([4, 8], 2)
     """
 
-    def __init__(self, manager: Manager, *, every_epochs: int | None = None, data: Any = None):
+    def __init__(self, manager: Any, *, every_epochs: int | None = None, data: Any = None):
         super().__init__()
         self.epoch, self.batch, self.step = 0, 0, 0
         self._manager = manager
@@ -85,7 +60,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._num_before = 0  # batches of the present epoch that were trained on before it was resumed
         self._is_new = False  # whether there is a step that was not offered to the manager
 
-    def batches(self) -> Iterator[Any]:  # why: decisions/0081
+    def batches(self) -> Iterator[object]:  # why: decisions/0081
         """Yield batches of the data, for `fit`: from the one after the last that was trained on.
 
         Keras reads some batches before it trains on them. So the state of the data is noted after each batch, and

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.keras.describing import Entry, describe
-from layoutmap.adapters.keras.loose import find_held
 from layoutmap.adapters.keras.names import is_given, is_noted, like_keras, note_given, split_number, unnote
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import (
@@ -24,90 +23,92 @@ from layoutmap.adapters.keras.private import (
     set_global_seed,
     without_number,
 )
-from layoutmap.adapters.keras.protocol import Backend
+from layoutmap.adapters.keras.protocol import backend_name, backend_of, read_variable
 from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.training import complete
+from layoutmap.adapters.keras.untracked import find_untracked
 from layoutmap.adapters.keras.wraps import session_of
-from layoutmap.adapters.protocol import Saved, Stored
+from layoutmap.adapters.protocol import Keeping, Saved, Stored
 from layoutmap.core.errors import CheckpointError, listed
 from layoutmap.core.variables import Kind
 
 
-def stored(model: object, saved: Saved | None, backend: Backend) -> list[Stored]:
-    """Return the variables of a model with their values, those of its optimizer too.
+class KerasKeeping(Keeping):
+    """Knows what checkpoints and plans hold of a Keras model; see `layoutmap.adapters.protocol`."""
 
-    An optimizer without slots makes them, if there are some that were saved.
+    def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
+        """Return the variables of a model with their values, those of its optimizer too.
 
-    What an optimizer has before it is built, its learning rate for one, is no slot yet: a model that loads it needs
-    none.
+        An optimizer without slots makes them if some were saved. What an optimizer has before it is built, such as its
+        learning rate, is no slot yet, so a model that loads it needs none.
 
-    Raises:
-        CheckpointError: The model has no weights yet, or the names of its layers do not tell which were saved.
-    """
-    if saved is not None:
-        check_names(saved.settings.get("layers", {}), _names(model))
-        if saved.slots:
-            complete(model, None)
-    entries = _synced_entries(model)
-    _check_built(model, entries)
-    optimizer = getattr(model, "optimizer", None)
-    early = () if optimizer is None or optimizer.built else map(id, optimizer.variables)
-    no_slots = frozenset(early)
-    return [
-        Stored(
-            replace(each.spec, kind=Kind.METRIC) if id(each.variable) in no_slots else each.spec,
-            backend.value_of(each.variable),
-        )
-        for each in entries
-    ]
+        Raises:
+            CheckpointError: The model has no weights yet, or the names of its layers do not tell which were saved.
+        """
+        if saved is not None:
+            check_names(saved.settings.get("layers", {}), _names(model))
+            if saved.slots:
+                complete(model, None)
+        entries = _synced_entries(model)
+        _check_built(model, entries)
+        own = getattr(model, "optimizer", None)
+        no_slots = set() if own is None or own.built else set(map(id, own.variables))
+        value_of = backend_of(backend_name()).value_of
+        return [
+            Stored(
+                replace(each.spec, kind=Kind.METRIC) if id(each.variable) in no_slots else each.spec,
+                value_of(each.variable),
+            )
+            for each in entries
+        ]
 
+    def described(self, model: object, optimizer: object = None) -> list[Stored]:
+        """Return the variables of a model that any program has made, and the slots of its or another optimizer."""
+        return [Stored(each.spec, each.variable.value) for each in _synced_entries(model, optimizer)]
 
-def described(model: Any, optimizer: object) -> list[Stored]:
-    """Return the variables of a model that any program has made, and the slots of its optimizer, or of another one."""
-    return [Stored(each.spec, each.variable.value) for each in _synced_entries(model, optimizer)]
+    def restored(
+        self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
+    ) -> tuple[object, object]:
+        """Give variables other values."""
+        variables = {each.spec.path: each.variable for each in _entries(model)}
+        for path, array in arrays:
+            variables[path].assign(array)
+        return model, optimizer
 
+    def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
+        """Return names of layers, and the random states of Python, of numpy, of Keras and of its backend."""
+        generator = global_seed_state()
+        seed = None if generator is None else read_variable(generator).tolist()
+        own = backend_of(backend_name()).random_states()
+        return {"random": random_states.states() | own | {"keras": seed}, "layers": _names(model)}
 
-def restored(model: object, arrays: Iterable[tuple[str, object]]) -> None:
-    """Give variables other values."""
-    variables = {each.spec.path: each.variable for each in _entries(model)}
-    for path, array in arrays:
-        variables[path].assign(array)
+    def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
+        """Put back what `settings` returned, on this backend or another one."""
+        states = settings.get("random", {})
+        if "keras" in states:
+            set_global_seed(states["keras"])
+        backend_of(backend_name()).restore_random_states(states)
+        random_states.restore(states)  # last: a generator of Keras's is made with a number of Python's
 
+    # why: decisions/0081
+    def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
+        """Call a function once, after the next `compile` of a model that gives it an optimizer."""
+        before = model.__dict__.get("compile")
+        plain = model.compile
 
-def settings(model: object, backend: Backend) -> dict[str, object]:
-    """Return names of layers, and the random states of Python, of numpy, of Keras and of its backend."""
-    generator = global_seed_state()
-    seed = None if generator is None else backend.read(generator).tolist()
-    random = random_states.states() | backend.random_states() | {"keras": seed}
-    return {"random": random, "layers": _names(model)}
+        @functools.wraps(plain)
+        def compile(*args: object, **kwargs: object) -> object:
+            result = plain(*args, **kwargs)
+            if getattr(model, "optimizer", None) is not None:
+                if model.__dict__.get("compile") is compile:  # else another scope has taken the model
+                    del model.__dict__["compile"]
+                    if before is not None:
+                        model.__dict__["compile"] = before
+                restore()
+            return result
 
-
-def restore_settings(backend: Backend, found: Mapping[str, Any]) -> None:
-    """Put back what `settings` returned, on this backend or another one."""
-    states = found.get("random", {})
-    if "keras" in states:
-        set_global_seed(states["keras"])
-    backend.restore_random_states(states)
-    random_states.restore(states)  # last: a generator of Keras's is made with a number of Python's
-
-
-def restore_at_compile(model: Any, restore: Callable[[], None]) -> None:  # why: decisions/0081
-    """Call a function once, after the next `compile` of a model that gives it an optimizer."""
-    before = model.__dict__.get("compile")
-    plain = model.compile
-
-    @functools.wraps(plain)
-    def compile(*args: object, **kwargs: object) -> object:
-        result = plain(*args, **kwargs)
-        if getattr(model, "optimizer", None) is not None:
-            if model.__dict__.get("compile") is compile:  # else another scope has taken the model
-                del model.__dict__["compile"]
-                if before is not None:
-                    model.__dict__["compile"] = before
-            restore()
-        return result
-
-    model.__dict__["compile"] = compile  # past Keras's __setattr__, which tracks what it is given
+        model.__dict__["compile"] = compile  # past Keras's __setattr__, which tracks what it is given
+        return True
 
 
 def _synced_entries(model: Any, optimizer: object = None) -> list[Entry]:
@@ -127,7 +128,7 @@ def _entries(model: Any, optimizer: Any = None) -> list[Entry]:
     with _numbered_anew(layers):
         for each in [*model.variables, *getattr(model, "metrics_variables", ())]:
             registry.add(each)
-        for found in find_held(model):
+        for found in find_untracked(model):
             if not is_global_seed(found.variable):
                 registry.add(found.variable, kind=Kind.WEIGHT if found.variable.trainable else Kind.STATE)
         if optimizer is not None:

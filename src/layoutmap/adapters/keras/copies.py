@@ -109,12 +109,7 @@ _PATCHES = Patches([Attribute(H5IOStore, "get", _getting)])
 
 
 def warn_of_plain_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
-    """Warn of a model that was made outside of the scope of some of its layers.
-
-    Args:
-        model: The model.
-        plain: Its layers with weights that are in no scope.
-    """
+    """Warn of a model that was made outside of the scope of some of its layers."""
     names = ", ".join(layer.name for layer in plain[:5])
     more = f" and {len(plain) - 5} more" if len(plain) > 5 else ""
     _warn(

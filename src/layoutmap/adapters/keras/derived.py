@@ -109,16 +109,10 @@ def _lora(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
     yield _get(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
 
 
-def _quantized(layer: Any, name: str, shape: tuple[int, ...], table: Axes, kept: tuple[int, ...]) -> _Derived:
-    """Weights in few bits, and what they are scaled by.
-
-    Args:
-        layer: The layer.
-        name: What its weight is called.
-        shape: The shape that the weight had.
-        table: What the axes are made of when it is a table of two axes.
-        kept: The weight's axes that the layer does not sum over.
-    """
+def _quantized(
+    layer: keras.Layer, name: str, shape: tuple[int, ...], table: Axes, kept: tuple[int, ...]
+) -> _Derived:
+    """Weights in few bits, and what they are scaled by."""
     mode = getattr(layer, "quantization_mode", None)
     if mode is None:
         return

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.derived import Derivation, ReducedSlot, derivations, reduced_slots
-from layoutmap.adapters.keras.loose import find_held
 from layoutmap.adapters.keras.names import is_noted, stable_names
 from layoutmap.adapters.keras.paths import find_layers, find_variables, roots, slot_path, sublayers
 from layoutmap.adapters.keras.private import is_global_seed, is_seed_state, without_number
@@ -17,6 +16,7 @@ from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.roles import uses
 from layoutmap.adapters.keras.training import parents_by_name
+from layoutmap.adapters.keras.untracked import find_untracked
 from layoutmap.core.match import KERAS
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
@@ -176,7 +176,7 @@ def _held(
     others = described | {id(variable) for model in models for variable in model.metrics_variables}
     wanted = {id(variable) for variable in known if not is_global_seed(variable)} - others
     for model, prefix, root in _roots(layers) if wanted else ():
-        for found in find_held(root, wanted):
+        for found in find_untracked(root, wanted):
             wanted.discard(id(found.variable))
             kind = Kind.RNG if found.is_seed else kind_of(found.variable)
             yield _entry(found.variable, prefix + found.path, kind, model=model)

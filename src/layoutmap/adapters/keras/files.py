@@ -17,12 +17,7 @@ from layoutmap.adapters.keras.private import dataset_of
 
 
 class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array in a file, while the file is open; in memory from then on, if somebody keeps it.
-
-    Args:
-        dataset: The `h5py.Dataset`.
-        dtype: The type of its elements, which HDF5 may not know.
-    """
+    """An array in a file, while the file is open; in memory from then on, if somebody keeps it."""
 
     def __init__(self, dataset: Any, dtype: np.dtype[Any]):
         self._source = dataset
@@ -74,11 +69,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class FileStore:
-    """A store of Keras's that hands out arrays which are still in the file.
-
-    Args:
-        store: The `H5IOStore`, or one in several files.
-    """
+    """A store of Keras's that hands out arrays which are still in the file."""
 
     def __init__(self, store: object):
         self._store = store

@@ -66,11 +66,7 @@ def _converted(variable: Any, assignment: Assignment, value: object, dtype: obje
 
 
 def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
-    """Raise if a value on the host does not have the shape of a variable.
-
-    Raises:
-        LayoutError: It does not; the variable is as it was.
-    """
+    """Raise if a value on the host does not have the shape of a variable."""
     if tuple(variable.shape) != tuple(value.shape):
         raise LayoutError(
             f"{path}: the value has another shape",
@@ -108,12 +104,7 @@ def loading(thing: Any, session: KerasSession) -> Callable[..., object]:
 
 
 def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., object]:
-    """`load_weights` that looks at all shapes before it changes anything.
-
-    Args:
-        model: The model.
-        sessions: Returns the scopes that look after it and its layers.
-    """
+    """`load_weights` that looks at all shapes before it changes anything."""
     plain = model.load_weights
 
     @functools.wraps(plain)

@@ -61,11 +61,7 @@ class Materializer:
                 make_now(first)
 
     def draw_in_turn(self, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw one by one where Keras's own initializers, which draw seeds alone, are among others that draw.
-
-        Args:
-            make_now: Gives a variable its value at once.
-        """
+        """Draw one by one where Keras's own initializers, which draw seeds alone, are among others that draw."""
         waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
         if len({draws_a_seed(v._initializer) for v in waiting}) > 1:
             self.draw_before(None, make_now)

@@ -35,11 +35,7 @@ def is_noted(layer: object) -> bool:
 
 
 def stable_names(layers: Sequence[Any]) -> list[str]:  # why: decisions/0005
-    """The names of layers that stand beside each other, those that Keras numbered being numbered anew.
-
-    Args:
-        layers: The layers. Those that were given one name keep it.
-    """
+    """The names of layers that stand beside each other, those that Keras numbered being numbered anew."""
     names = {id(layer): layer.name for layer in layers}
     numbered = [(*found, layer) for layer in layers if (found := _numbered(layer)) is not None]
     taken = set(names.values()) - {layer.name for *_, layer in numbered}

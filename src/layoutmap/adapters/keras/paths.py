@@ -49,14 +49,7 @@ _BOOKKEEPING = frozenset(
 
 @dataclass(slots=True)
 class Found:
-    """One variable of a model.
-
-    Args:
-        variable: The `keras.Variable`.
-        path: Its path.
-        aliases: Its other paths.
-        is_seed: Whether it is the state of a seed generator.
-    """
+    """One variable of a model."""
 
     variable: keras.Variable
     path: str
@@ -65,11 +58,7 @@ class Found:
 
 
 def find_variables(root: object) -> list[Found]:
-    """All variables of a layer or model, in a fixed order, each once.
-
-    Args:
-        root: A layer or model; the paths start at it.
-    """
+    """All variables of a layer or model, in a fixed order, each once."""
     found: dict[int, Found] = {}
     for path, variable, is_seed in _Walk().paths(root):
         known = found.get(id(variable))

@@ -113,9 +113,6 @@ def check_names(more: Names = ()) -> None:
 
     Args:
         more: Classes or modules, and names that they are to have, beside those that every backend needs.
-
-    Raises:
-        ScopeError: It lacks some.
     """
     missing = [
         f"{owner.__name__}.{name}"
@@ -178,11 +175,7 @@ def _codes_in(module: str) -> dict[str, types.CodeType]:
 
 
 def check_keras(more: Names = ()) -> None:
-    """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises.
-
-    Raises:
-        ScopeError: Keras is not one this adapter works with.
-    """
+    """Refuse a Keras that this adapter does not know, and modes that cannot keep the promises."""
     check_names(more)
     warn_if_untested("keras")
     if keras.config.is_nnx_enabled():
@@ -206,12 +199,7 @@ def counts_of_names() -> dict[str, int]:
 
 
 def as_if_first(path: str, before: dict[str, int]) -> str:
-    """A path of Keras's as it would be in a process that had made nothing before.
-
-    Args:
-        path: The path, as in `dense_7/kernel`.
-        before: What `counts_of_names` was.
-    """
+    """A path of Keras's as it would be in a process that had made nothing before."""
     counts = counts_of_names()
 
     def renumbered(name: str) -> str:

@@ -7,6 +7,7 @@ backends know the few places where Keras treats them each in its own way.
 from __future__ import annotations
 
 import importlib
+import operator
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -37,7 +38,7 @@ class OnThread(threading.local):
     """The state of one scope's models on the present thread."""
 
     opened_at: int = 0
-    """How many frames the thread had where the scope was opened: see `reading.user_depth`."""
+    """How many frames the thread had where the scope was opened: see `reading.count_user_frames`."""
 
     call_depth: int = 0
     """In how many calls of layers, or steps, the thread is; 0: outside of any."""
@@ -67,7 +68,7 @@ class OnThread(threading.local):
     """Where a file is compared with a model before it is loaded: shapes that differ, by path."""
 
 
-class KerasSession(Protocol):
+class KerasSession(Protocol):  # a protocol, since the module of `Session` imports those that are given one
     """One scope's work in Keras, as wrapped methods and backends see it."""
 
     context: ScopeContext
@@ -141,6 +142,12 @@ class Backend(ABC):  # why: decisions/0171
     one_scope_in: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     """Steps of Keras that a model made outside cannot take with layers in layouts; `True`: if it trains others, too."""
 
+    value_of: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
+    """Returns the value of a variable in the element type that Keras says it has."""
+
+    as_plain: Callable[[Any], object] | None = None
+    """Makes a plain tensor of a numpy array, where Keras's quantizers cannot read weights in layouts."""
+
     unreadable_boards: ClassVar[Sequence[str]] = ()
     """Options of Keras's TensorBoard with which it computes with weights themselves, which fails in layouts."""
 
@@ -164,32 +171,12 @@ class Backend(ABC):  # why: decisions/0171
     def store(self, variable: object, held: object, assignment: Assignment, session: KerasSession) -> object:
         """Give a variable its value; later values keep the layout. Returns the tag that slots will carry."""
 
-    def read(self, variable: keras.Variable) -> Any:
-        """Return the global value of a variable, as a numpy array."""
-        return get_engine(self.engine_name).to_numpy(variable.value)
-
-    def value_of(self, variable: keras.Variable) -> object:
-        """Return the value of a variable in the element type that Keras says it has."""
-        return variable.value
-
     def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:
         """Return what a layer returns in a layout; gradients find their way back."""
         return session.engine.relayout(array, layout)
 
     def values_changed(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
         """Fix what optimizers and layers remember of variables that have got new values."""
-        return
-
-    def own_memory(self, variables: Sequence[object]) -> None:
-        """Make sure that no two variables share memory, where a step would give it away twice."""
-        return
-
-    def quantizing(self, layer: object, session: KerasSession) -> AbstractContextManager[object]:
-        """While open, Keras quantizes a layer."""
-        return nullcontext()
-
-    def check_call(self, layer: object, given: object, session: KerasSession) -> None:
-        """Raise where a layer cannot be called; it is called with this first argument."""
         return
 
     def layer_wraps(self, layer: object, session: KerasSession) -> Wraps:
@@ -257,6 +244,11 @@ def backend_of(name: str) -> Backend:
         )
     module, _, kind = _BACKENDS[name].partition(":")
     return getattr(importlib.import_module(module), kind)()
+
+
+def read_variable(variable: keras.Variable) -> Any:
+    """Return the global value of a variable, as a numpy array."""
+    return get_engine(backend_of(backend_name()).engine_name).to_numpy(variable.value)
 
 
 def backend_name() -> str:

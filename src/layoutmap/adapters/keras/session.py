@@ -24,28 +24,27 @@ import keras
 
 from layoutmap.adapters.current import entered, is_entered
 from layoutmap.adapters.keras import private
+from layoutmap.adapters.keras.call_stack import count_user_frames, describe_reader, find_makers, is_in_call
 from layoutmap.adapters.keras.copies import watch_loads
 from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, unsupported_of
-from layoutmap.adapters.keras.early import EarlyPaths
+from layoutmap.adapters.keras.existing_layers import find_existing_layers, make_existing_error
 from layoutmap.adapters.keras.hooks import installed
 from layoutmap.adapters.keras.initializers import why_global
 from layoutmap.adapters.keras.loading import check_shape
-from layoutmap.adapters.keras.loose import loose
 from layoutmap.adapters.keras.materialize import Materializer
 from layoutmap.adapters.keras.names import is_noted, note_given
-from layoutmap.adapters.keras.older import existed_before, existing_below
+from layoutmap.adapters.keras.path_lookup import PathLookup
 from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_pending
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, OnThread
-from layoutmap.adapters.keras.reading import is_in_a_call, makers, read_by, user_depth
 from layoutmap.adapters.keras.registry import Registry, Table
 from layoutmap.adapters.keras.training import adopt_for_training, complete
+from layoutmap.adapters.keras.untracked import find_loose_ids
 from layoutmap.adapters.keras.wraps import session_of, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.protocol import Engine
@@ -54,12 +53,7 @@ _MOST_ZEROS = 2**28  # elements: of the zeros that a plan returns to whoever rea
 
 
 class Session(KerasSession):
-    """One scope's work in Keras.
-
-    Args:
-        context: The scope, which knows rules, meshes and arrays.
-        backend: The Keras backend.
-    """
+    """One scope's work in Keras."""
 
     library = "keras"
 
@@ -76,7 +70,7 @@ class Session(KerasSession):
         self._materializer = Materializer(self)
         self._version_planned = 0
         self._specs = Table[VariableSpec](self.registry)
-        self._early_paths = EarlyPaths(self.registry)
+        self._path_lookup = PathLookup(self.registry)
         self._planned_ahead = Table[Assignment](self.registry)
         self._outputs = Table[tuple[str, Layout | None]](self.registry)
         self._kept: set[int] = set()  # what was loose when garbage was last collected
@@ -96,7 +90,7 @@ class Session(KerasSession):
         """While open, variables are made without values; the outermost one materializes them at its end."""
         inside = self._is_open
         if not inside:
-            self.on_thread.opened_at = user_depth()
+            self.on_thread.opened_at = count_user_frames()
         with installed(self.backend.quiet), entered(self):
             yield
         if not inside:
@@ -125,15 +119,17 @@ class Session(KerasSession):
         leave it as it is.
         """
         plan_only, outermost = self.context.plan_only, None
-        for maker in makers(self.on_thread.opened_at):
+        for maker in find_makers(self.on_thread.opened_at):
             is_layer = isinstance(maker, keras.layers.Layer)
             if is_layer and session_of(maker) is not None:
-                return existed_before(outermost, plan_only) if outermost is not None and plan_only else None
+                return (
+                    make_existing_error(outermost, plan_only) if outermost is not None and plan_only else None
+                )
             if is_layer:
                 outermost = maker
             elif plan_only and isinstance(maker, keras.Optimizer) and session_of(maker) is None:
-                return existed_before(maker, plan_only)
-        return None if outermost is None else existed_before(outermost, plan_only)
+                return make_existing_error(maker, plan_only)
+        return None if outermost is None else make_existing_error(outermost, plan_only)
 
     @contextmanager
     def drawing(self, generator: Any) -> Iterator[None]:
@@ -178,7 +174,7 @@ class Session(KerasSession):
             variable._layout = weakref.ref(variable)  # its tag until it has a value: see `Registry.weight_of`
         else:
             plain_init(variable, initializer, *args, **kwargs)
-        found = list(makers(self.on_thread.opened_at))
+        found = list(find_makers(self.on_thread.opened_at))
         if found:
             layer = next((maker for maker in found if isinstance(maker, keras.layers.Layer)), None)
             self.registry.add(variable, layer)
@@ -206,11 +202,7 @@ class Session(KerasSession):
         return nullcontext() if self.context.plan_only else self.backend.outside()
 
     def materialize(self) -> None:
-        """Give every variable of the scope its layout, and every pending one its value.
-
-        Raises:
-            PlanError: Something does not fit. Nothing has been made or moved then.
-        """
+        """Give every variable of the scope its layout, and every pending one its value."""
         with self.lock, self._outside():
             waiting = self.registry.variables()
             # Also of what an early read has made by itself.
@@ -232,9 +224,9 @@ class Session(KerasSession):
 
         Of several processes, what one has forgotten all have: they describe the same variables.
         """
-        if self.context.across or not loose(self.registry) <= self._kept:
+        if self.context.across or not find_loose_ids(self.registry) <= self._kept:
             gc.collect()
-            self._kept = loose(self.registry)
+            self._kept = find_loose_ids(self.registry)
 
     def _materialize(self, waiting: list[object]) -> None:
         entries = describe(self.registry)
@@ -264,7 +256,7 @@ class Session(KerasSession):
     def _take_existing(self) -> None:
         """Look after layers that existed before, where they are part of what was made here, and so are laid out too."""
         layers = self.registry.layers()
-        for layer in list(existing_below(layers, lambda layer: session_of(layer) is not None)):
+        for layer in list(find_existing_layers(layers, lambda layer: session_of(layer) is not None)):
             self._take_layer(layer)
 
     def _take_layer(self, layer: object) -> None:
@@ -357,11 +349,7 @@ class Session(KerasSession):
             self._materializer.assign(variable, self._assignment_of(entry), value)
 
     def plan_ahead(self) -> None:
-        """Find the layouts of what is pending, before values come one by one, as from a file.
-
-        Raises:
-            PlanError: Something does not fit. Nothing has been made then.
-        """
+        """Find the layouts of what is pending, before values come one by one, as from a file."""
         with self.lock, self._outside():
             if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
                 entries = describe(self.registry)
@@ -379,15 +367,11 @@ class Session(KerasSession):
         return self._planned_ahead.get(entry.variable) or self.context.assign_one(self._named(entry.spec))
 
     def refuse_in_a_plan(self, name: str) -> None:
-        """Raise if this is a dry run, in which nothing gets a value.
-
-        Raises:
-            PlanError: It is; names the variable or model whose value was wanted.
-        """
+        """Raise if this is a dry run, in which nothing gets a value."""
         if self.context.plan_only:
             raise PlanError(
                 f"{name}: this model is only a plan, it has no values",
-                facts={"read by": read_by()},
+                facts={"read by": describe_reader()},
                 why="plan() builds a model without allocating anything",
                 fix="leave calls with arrays, fit and predict out of the function that makes the model; to have its "
                 "weights made, call it with keras.Input(...), or pass inputs= to plan()"
@@ -397,12 +381,12 @@ class Session(KerasSession):
 
     def _check_read(self, variable: Any) -> None:
         """Raise if a plan does not answer the read of a weight with zeros of its shape."""
-        if not self._is_open or is_in_a_call():
+        if not self._is_open or is_in_call():
             self.refuse_in_a_plan(self.path_of(variable))
         elif math.prod(variable.shape) > _MOST_ZEROS:
             raise PlanError(
                 f"{self.path_of(variable)}: its value is read while the model is planned, and it is too large for that",
-                facts={"shape": tuple(variable.shape), "read by": read_by()},
+                facts={"shape": tuple(variable.shape), "read by": describe_reader()},
                 why="plan() answers such a read with zeros, but makes no arrays of more than "
                 f"{_MOST_ZEROS:,} elements",
                 fix="compute from the weight after the model is made, or plan the model with a smaller weight there",
@@ -410,7 +394,7 @@ class Session(KerasSession):
 
     def _entry_of(self, variable: object) -> Entry:
         layer = self.registry.layer_of(variable)
-        found = self._early_paths.entry(variable, layer) if layer is not None else None
+        found = self._path_lookup.find_entry(variable, layer) if layer is not None else None
         if found is not None:
             return found
         if not self._specs.is_current():  # slots, metrics, seeds: few are read before all is known
@@ -441,11 +425,3 @@ class Session(KerasSession):
     def complete(self, model: object, inputs: object) -> None:
         """Have a model make what it would make at its first call and training step; computes nothing."""
         complete(model, inputs)
-
-    def step(
-        self, model: object, inputs: object, optimizer: object, loss: Callable[..., object] | None
-    ) -> TrainingStep:
-        """Return a training step of a model that was made in a dry run; see `ScopeContext`."""
-        from layoutmap.adapters.keras.backends.jax_cost import training_step  # late: it imports JAX
-
-        return training_step(self, model, inputs, loss)

@@ -20,7 +20,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutMapError, ScopeError, brief
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
-from layoutmap.engines.patches import temporarily
+from layoutmap.engines.patches import temporarily, wrap_in_context
 
 
 def complete(model: Any, inputs: object) -> None:
@@ -42,11 +42,7 @@ def complete(model: Any, inputs: object) -> None:
 
 
 def _call(model: keras.Model, symbols: object) -> None:
-    """Call a model with symbols of its inputs.
-
-    Raises:
-        ScopeError: It cannot be called with them.
-    """
+    """Call a model with symbols of its inputs."""
     try:
         model(symbols)
     except LayoutMapError:
@@ -78,20 +74,18 @@ def _symbol(inputs: Any, leaf: Any) -> object:
     return keras.KerasTensor(leaf.shape, str(leaf.dtype))
 
 
-def adopt_for_training(model: keras.Model, session: KerasSession) -> list[object]:
-    """Have the scope know every variable that a step touches; returns them."""
+def adopt_for_training(model: keras.Model, session: KerasSession) -> None:
+    """Add every variable that a step touches to the scope."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         session.registry.add_optimizer(optimizer)
     slots = list(optimizer.variables) if optimizer is not None else []
     weights = list(model.trainable_variables)
-    variables = [*model.variables, *slots, *model.metrics_variables]
     for slot, parent in zip(slots, parents_by_name(slots, weights), strict=True):
         if parent is not None and not session.registry.knows(slot):
             session.registry.set_parent(slot, parent)
-    for variable in variables:
+    for variable in (*model.variables, *slots, *model.metrics_variables):
         session.registry.add(variable)
-    return variables
 
 
 def make_for_training(model: keras.Model, session: KerasSession | None, batch: object) -> None:
@@ -110,11 +104,10 @@ def make_for_training(model: keras.Model, session: KerasSession | None, batch: o
 
 
 def materialize_for_training(model: keras.Model, session: KerasSession) -> None:
-    """Place every variable that a step touches on the mesh, each with memory of its own."""
-    variables = adopt_for_training(model, session)
+    """Place every variable that a step touches on the mesh."""
+    adopt_for_training(model, session)
     session.refuse_in_a_plan(model.name)
     session.materialize()
-    session.backend.own_memory(variables)
 
 
 def step_wraps(
@@ -160,7 +153,7 @@ def step_wraps(
 
 
 def _epoch_wraps(
-    model: Any, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
+    model: keras.Model, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
 ) -> dict[str, Callable[..., object]]:
     """Return what to wrap on a model so that its schedule knows the first step of each epoch."""
     reset = model.reset_metrics
@@ -171,17 +164,10 @@ def _epoch_wraps(
         schedule.begins_epoch = schedule.is_in_epochs
         reset()
 
-    def looping(name: str) -> Callable[..., object]:
-        plain = wraps.get(name) or getattr(model, name)
-
-        @functools.wraps(plain)
-        def run(*args: object, **kwargs: object) -> object:
-            with temporarily(schedule, "is_in_epochs", True):
-                return plain(*args, **kwargs)
-
-        return run
-
-    return {"reset_metrics": begin_epoch, "fit": looping("fit"), "evaluate": looping("evaluate")}
+    in_epochs = functools.partial(temporarily, schedule, "is_in_epochs", True)
+    loops = {name: wraps.get(name) or getattr(model, name) for name in ("fit", "evaluate")}
+    loops = {name: wrap_in_context(plain, in_epochs) for name, plain in loops.items()}
+    return {"reset_metrics": begin_epoch, **loops}
 
 
 def build_for_step(model: keras.Model, session: KerasSession, batch: object) -> bool:
@@ -198,11 +184,16 @@ def build_for_step(model: keras.Model, session: KerasSession, batch: object) -> 
     return True
 
 
-def place_batch(batch: object, session: KerasSession) -> Any:
+def has_shape(value: object) -> bool:
+    """Return whether a part of a batch is an array."""
+    return value is not None and hasattr(value, "shape")
+
+
+def place_batch(batch: object, session: KerasSession, can_place: Callable[[object], bool] = has_shape) -> Any:
     """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide."""
 
     def place(array: Any) -> object:
-        if array is None or not hasattr(array, "shape"):
+        if not can_place(array):
             return array
         return session.engine.relayout(array, session.policy.batch_layout(tuple(array.shape)))
 
@@ -219,9 +210,6 @@ def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedul
 
     Returns:
         Whether the processes have compared it.
-
-    Raises:
-        ScopeError: It is another one; in all processes.
     """
     if not (session.context.across and session.context.options.check_batches):
         return False
@@ -236,6 +224,13 @@ def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedul
 def has_own_step(model: keras.Model) -> bool:
     """Whether a model's class has a `train_step` of its own, whose loss nobody else knows."""
     return type(model).train_step is not keras.Model.train_step
+
+
+def call_own_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
+    """Return the logs of a model's `train_step`, and the gradient that it passes on for each trainable variable."""
+    with recording(model) as found:
+        logs = model.train_step(batch)
+    return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
 
 @contextmanager

@@ -25,12 +25,13 @@ import keras
 from layoutmap.adapters.keras.activations import laying_out
 from layoutmap.adapters.keras.batches import checking_callbacks, sharding_batches
 from layoutmap.adapters.keras.copies import copy_wraps, marking, of_two_kinds, step_of, warn_of_plain_layers
+from layoutmap.adapters.keras.existing_layers import make_existing_error
 from layoutmap.adapters.keras.loading import loading, loading_weights
-from layoutmap.adapters.keras.older import existed_before
 from layoutmap.adapters.keras.paths import SESSION
 from layoutmap.adapters.keras.private import Functional, outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.undoing import all_or_nothing
+from layoutmap.adapters.keras.quantization import plain_weights, restored_on_error
+from layoutmap.engines.patches import wrap_in_context
 
 CALLS = ("call", "quantized_call")
 """The methods by which Keras computes what a layer returns: the second one once it is quantized."""
@@ -43,17 +44,21 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     """Make a layer open its scope again whenever it makes weights; another scope lets go of it."""
     if not _begin(layer, session):
         return
-    wraps = {"build": _reopening(session, layer.build)}
+    undo = functools.partial(restored_on_error, layer, session)
+    wraps = {"build": wrap_in_context(layer.build, session.defer)}
     if hasattr(layer, "enable_lora"):
-        wraps["enable_lora"] = _changing(layer, session, _reopening(session, layer.enable_lora))
+        wraps["enable_lora"] = wrap_in_context(wrap_in_context(layer.enable_lora, session.defer), undo)
     if hasattr(layer, "quantize"):
-        wraps["quantize"] = _quantizing(layer, session)
-    wraps["_maybe_build"] = _once(layer, session, _reopening(session, layer._maybe_build))
+        off_mesh = functools.partial(plain_weights, layer, session)
+        quantize = wrap_in_context(wrap_in_context(layer.quantize, session.defer), off_mesh)
+        wraps["quantize"] = wrap_in_context(quantize, undo)
+    wraps["_maybe_build"] = _once(layer, session, wrap_in_context(layer._maybe_build, session.defer))
     wraps["load_own_variables"] = loading(layer, session)
     wraps |= copy_wraps(layer, session)
     if session.policy.activations:
         _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
-    wraps |= session.backend.layer_wraps(layer, session)
+    _put(layer, wraps)
+    wraps = {**session.backend.layer_wraps(layer, session)}
     save = wraps.get("save_own_variables") or layer.save_own_variables
     wraps["save_own_variables"] = marking(save, session)
     if isinstance(layer, keras.Model):
@@ -76,10 +81,10 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     for each in (optimizer, inner) if session.context.plan_only else ():
         if hasattr(each, "built") and session_of(each) is not session:  # else its __init__ is only beginning
-            raise existed_before(each, plan_only=True)
+            raise make_existing_error(each, plan_only=True)
     if _begin(optimizer, session):
         wraps = {
-            "build": _reopening(session, optimizer.build),
+            "build": wrap_in_context(optimizer.build, session.defer),
             "load_own_variables": loading(optimizer, session),
         }
         _put(optimizer, {**wraps, **session.backend.optimizer_wraps(optimizer, session)})
@@ -156,38 +161,7 @@ def _put(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
     own.update(wraps)
 
 
-def _reopening(session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
-    @functools.wraps(method)
-    def reopening(*args: object, **kwargs: object) -> object:
-        with session.defer():
-            return method(*args, **kwargs)
-
-    return reopening
-
-
-def _quantizing(layer: keras.Layer, session: KerasSession) -> Callable[..., object]:
-    plain = _reopening(session, layer.quantize)
-
-    @functools.wraps(plain)
-    def quantize(*args: object, **kwargs: object) -> object:
-        with session.backend.quantizing(layer, session):
-            return plain(*args, **kwargs)
-
-    return _changing(layer, session, quantize)
-
-
-def _changing(layer: keras.Layer, session: KerasSession, method: Callable[..., Any]) -> Callable[..., object]:
-    """A method that replaces variables of a layer, and leaves it as it was if the new ones do not fit."""
-
-    @functools.wraps(method)
-    def changing(*args: object, **kwargs: object) -> object:
-        with all_or_nothing(layer, session):
-            return method(*args, **kwargs)
-
-    return changing
-
-
-def _once(layer: Any, session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
+def _once(layer: keras.Layer, session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
     """Build a layer if it is not, in one thread only: another one that calls it meanwhile waits."""
 
     @functools.wraps(method)
@@ -195,7 +169,6 @@ def _once(layer: Any, session: KerasSession, method: Callable[..., object]) -> C
         outer = outermost_layer()
         if outer is not None and session_of(outer) is None:
             _check_outer(outer, session)
-        session.backend.check_call(layer, call_spec.first_arg, session)
         if layer.built:
             return None
         with session.lock:

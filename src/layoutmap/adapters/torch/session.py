@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from layoutmap.adapters.current import current, entered, is_entered
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
-from layoutmap.adapters.torch.counted import Placed, training_step
 from layoutmap.adapters.torch.forward import Forward, forward_of
 from layoutmap.adapters.torch.from_pretrained import Reading
 from layoutmap.adapters.torch.fsdp_units import weights_to_gather
@@ -48,7 +47,6 @@ from layoutmap.core.checksums import checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
-from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_values
@@ -56,7 +54,6 @@ from layoutmap.engines.patches import Closing
 from layoutmap.engines.torch.deferred_init import FakeTensor, Tape
 from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.modules import members_of_module
-from layoutmap.engines.torch.operators import Function
 
 R = TypeVar("R")
 _ONLY_A_PLAN = "only a plan, it has no values"
@@ -117,7 +114,7 @@ class TorchSession:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
         self.reading = Reading()
-        self._planned: Sequence[Entry] = ()  # in a dry run
+        self.planned: Sequence[Entry] = ()  # in a dry run
 
     def _new_tape(self) -> Tape:
         return Tape(
@@ -222,7 +219,7 @@ class TorchSession:
                 layers,
             )
             if self.context.plan_only:
-                self._planned = entries
+                self.planned = entries
                 self._mark_valueless(roots, _ONLY_A_PLAN)
             else:
                 self._make(roots, entries, assignments)
@@ -266,7 +263,9 @@ class TorchSession:
             roots, [(e, array, a.layout) for (e, a), array in zip(pairs.values(), arrays, strict=True)]
         )
 
-    def install(self, roots: Sequence[torch.nn.Module], placed: Placed) -> None:
+    def install(
+        self, roots: Sequence[torch.nn.Module], placed: Sequence[tuple[Entry, DTensor, Layout]]
+    ) -> None:
         """Have models hold arrays in the places of their tensors, and compute in these layouts."""
         replaced = {id(e.found.tensor): self._held(e, array, layout) for e, array, layout in placed}
         for entry, _, _ in placed:
@@ -379,16 +378,6 @@ class TorchSession:
 
     def complete(self, model: torch.nn.Module, inputs: object) -> None:
         """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
-
-    def step(
-        self, model: torch.nn.Module, inputs: object, optimizer: object, loss: Function | None
-    ) -> TrainingStep:
-        """Return a training step of a module that was made in a dry run; see `Session`."""
-
-        def install(context: ScopeContext, placed: Sequence[tuple[Entry, DTensor, Layout]]) -> None:
-            TorchSession(context).install([model], placed)
-
-        return training_step(self._planned, model, inputs, loss, install)
 
 
 class _Recording(Closing):

@@ -88,12 +88,7 @@ def note(array: T, layout: Layout) -> T:
 
 
 def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
-    """DTensor's form of a layout that fits a shape.
-
-    Raises:
-        LayoutError: It does not fit.
-        EngineError: DTensor cannot hold it.
-    """
+    """DTensor's form of a layout that fits a shape."""
     layout.check_fits(shape, name)
     return native_of(layout)
 
@@ -105,11 +100,7 @@ def check_dtype(name: str, path: str) -> None:
 
 
 def canonical(values: NumpyArray) -> NumpyArray:
-    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are.
-
-    Raises:
-        EngineError: It does not.
-    """
+    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are."""
     if not _is_number(values.dtype):
         raise no_numbers("TensorFlow", values.dtype)
     return values

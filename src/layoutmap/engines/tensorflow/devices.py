@@ -106,9 +106,6 @@ def native_specs(layout: Layout) -> list[str]:
     """DTensor's sharding specs of a layout; no device is asked for.
 
     A mesh dim of size 1 shards nothing, and is left out: DTensor refuses such layouts where it wants replicated ones.
-
-    Raises:
-        EngineError: An axis is sharded over several mesh dims.
     """
     specs: list[str] = []
     for axis in range(layout.rank):

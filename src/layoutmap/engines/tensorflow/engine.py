@@ -50,8 +50,8 @@ from layoutmap.engines.tensorflow.arrays import (
     to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs, simulate
+from layoutmap.engines.tensorflow.pieces import PieceProgram
 from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
-from layoutmap.engines.tensorflow.programs import PieceProgram
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.variable import DVariable
 
@@ -81,11 +81,7 @@ class TensorFlowEngine:
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started.
-
-        Raises:
-            EngineError: An axis is sharded over several mesh dims.
-        """
+        """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started."""
         native_specs(layout)
 
     def check_dtype(self, name: str, path: str) -> None:
@@ -162,11 +158,7 @@ class TensorFlowEngine:
             return from_blocks(values.shape, layout, values.__getitem__)
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
-        """A `DVariable` that holds the tensor.
-
-        Raises:
-            EngineError: DTensor would train wrongly in this process.
-        """
+        """A `DVariable` that holds the tensor."""
         with tf.init_scope():
             return DVariable(array, name=name or "Variable", trainable=trainable)
 

@@ -18,14 +18,7 @@ dtensor = tf.experimental.dtensor
 
 
 def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
-    """Return the seed of each initializer that has a program; with several processes, those of process 0.
-
-    Args:
-        initializers: The initializers by key, in the same order in all processes.
-
-    Raises:
-        EngineError: The processes have different numbers of initializers.
-    """
+    """Return the seed of each initializer that has a program; with several processes, those of process 0."""
     seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if dtensor.num_clients() == 1:
         return seeds
@@ -44,9 +37,6 @@ def check_equal_everywhere(checksums: Sequence[tuple[str, int]]) -> None:
 
     Args:
         checksums: For each variable its path, and a checksum of what this process computed.
-
-    Raises:
-        EngineError: They differ; names the first path.
     """
     rows = _gathered_alike([zlib.crc32(path.encode()) ^ value for path, value in checksums])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
@@ -64,11 +54,7 @@ def gathered(values: NumpyArray) -> NumpyArray:
 
 
 def _gathered_alike(numbers: NumpyArray | list[int]) -> NumpyArray:
-    """Whole numbers of every device's process, one row for each device.
-
-    Raises:
-        EngineError: The processes have different numbers of them.
-    """
+    """Whole numbers of every device's process, one row for each device."""
     mesh = _all_devices()
     mine = np.asarray(numbers, np.int64)
     sizes = _gathered(mesh, np.array([mine.size], np.int64))[:, 0]

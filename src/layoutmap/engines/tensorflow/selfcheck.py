@@ -63,9 +63,6 @@ def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:  # why: 
 
     One small computation is made for each of its faults, once for each kind of device. On a mesh of one device there is
     nothing to send.
-
-    Raises:
-        EngineError: It does.
     """
     if native_mesh.size == 1:
         return

@@ -27,8 +27,8 @@ from layoutmap.inspecting.parity import (
     plain_beside,
     scale_rows,
 )
-from layoutmap.scope.group import Group
 from layoutmap.scope.plan import Plan
+from layoutmap.scope.process_group import Group
 from layoutmap.scope.scope import build
 from layoutmap.testing.models.cases import EPSILONS, QUANTIZED, Case
 from layoutmap.testing.models.choices import Choices

@@ -59,7 +59,9 @@ class JaxBackend(Backend):
         """Whether the code runs inside a compiled function's trace."""
         return isinstance(jax.numpy.add(0, 0), jax.core.Tracer)
 
-    def store(self, variable: Any, held: object, assignment: Assignment, session: KerasSession) -> object:
+    def store(
+        self, variable: keras.Variable, held: object, assignment: Assignment, session: KerasSession
+    ) -> object:
         """Give a variable its value and the sharding that later values keep."""
         native = session.engine.native(assignment.layout, assignment.layout.rank)
         # A sharding object of its own for each variable: Keras hands a variable's `_layout` to the optimizer's slots,
@@ -79,28 +81,16 @@ class JaxBackend(Backend):
         """Constrain an array in a trace; else redistribute it."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
-    def own_memory(self, variables: Sequence[keras.Variable]) -> None:
-        """A step gives its buffers away, and each can be given away only once."""
-        held: set[int] = set()
-        for variable in variables:
-            if id(variable._value) in held:
-                variable._value = variable._value.copy()
-            held.add(id(variable._value))
+    def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
+        """Return a `_maybe_build` that refuses arrays on another mesh than the weights', or on explicit axes."""
+        build = layer._maybe_build
 
-    def check_call(self, layer: keras.Layer, given: object, session: KerasSession) -> None:
-        """Refuse a call with arrays on another mesh than the weights', or on explicit axes."""
-        set_mesh = jax.sharding.get_abstract_mesh()
-        if set_mesh.empty or not isinstance(given, jax.Array) or in_stateless_scope():
-            return
-        is_auto = all(kind == jax.sharding.AxisType.Auto for kind in set_mesh.axis_types)
-        if is_auto and set_mesh.size == session.policy.mesh.size:
-            return
-        raise ScopeError(
-            f"{layer.name}: called while jax.set_mesh is set to another mesh than that of its weights",
-            facts={"set mesh": str(set_mesh.shape_tuple), "mesh": str(session.policy.mesh)},
-            why="JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto",
-            fix="with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves",
-        )
+        @functools.wraps(build)
+        def maybe_build(call_spec: Any) -> object:
+            _check_set_mesh(layer, call_spec.first_arg, session)
+            return build(call_spec)
+
+        return {"_maybe_build": maybe_build}
 
     @staticmethod
     def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
@@ -144,6 +134,21 @@ class JaxBackend(Backend):
                 batch = placed(batch, session)
             logs, gradients = jax.jit(step)(state_of(model), batch)
         return jax.tree.map(get_engine("jax").to_numpy, (logs, gradients))
+
+
+def _check_set_mesh(layer: keras.Layer, given: object, session: KerasSession) -> None:
+    set_mesh = jax.sharding.get_abstract_mesh()
+    if set_mesh.empty or not isinstance(given, jax.Array) or in_stateless_scope():
+        return
+    is_auto = all(kind == jax.sharding.AxisType.Auto for kind in set_mesh.axis_types)
+    if is_auto and set_mesh.size == session.policy.mesh.size:
+        return
+    raise ScopeError(
+        f"{layer.name}: called while jax.set_mesh is set to another mesh than that of its weights",
+        facts={"set mesh": str(set_mesh.shape_tuple), "mesh": str(session.policy.mesh)},
+        why="JAX computes with arrays of one mesh; those of a layout map are on axes of type Auto",
+        fix="with jax.set_mesh(None): model(x); fit, evaluate and predict do so themselves",
+    )
 
 
 def _assign(variable: keras.Variable, value: object) -> None:

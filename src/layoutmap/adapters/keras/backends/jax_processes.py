@@ -40,9 +40,6 @@ class Rows:  # why: decisions/0019
         session: The scope.
         name: The kind of step, for messages: `"train"`, `"test"` or `"predict"`.
         schedule: Decides of which batches the values are compared.
-
-    Raises:
-        ScopeError: Processes share some of their rows and not others.
     """
 
     def __init__(self, session: KerasSession, name: str, schedule: CallSchedule):
@@ -61,11 +58,7 @@ class Rows:  # why: decisions/0019
         self.placed: list[int] = []  # how many rows the batches of the present step have, of all processes
 
     def place(self, batches: Iterator[object]) -> Generator[object]:
-        """The batches on the mesh, of the parts that the processes bring.
-
-        Raises:
-            ScopeError: The parts do not fit together; in all processes.
-        """
+        """The batches on the mesh, of the parts that the processes bring."""
         for batch in batches:
             self._check(batch)
             yield keras.tree.map_structure(self._placed, batch, none_is_leaf=True)

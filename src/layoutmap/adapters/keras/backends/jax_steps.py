@@ -112,6 +112,7 @@ class _Lent:  # why: decisions/0007
 
         @functools.wraps(plain)
         def get(purge_model_variables: bool = False, **groups: bool) -> State:
+            _give_own_memory(variable for group in _groups(self._model, 4) for variable in group)
             state = plain(**groups)
             self._note(state)
             if purge_model_variables:
@@ -174,6 +175,15 @@ def _groups(model: keras.Model, number: int) -> list[list[keras.Variable]]:
     if number > 3:
         groups.append(getattr(getattr(model, "optimizer", None), "variables", []))
     return groups if number == 2 else [*groups, model.metrics_variables]
+
+
+def _give_own_memory(variables: Iterable[keras.Variable]) -> None:
+    """Copy a buffer that two variables share: a step gives its buffers away, each once."""
+    held: set[int] = set()
+    for variable in variables:
+        if id(variable._value) in held:
+            variable._value = variable._value.copy()
+        held.add(id(variable._value))
 
 
 def state_of(model: keras.Model) -> tuple[list[jax.Array], ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +24,6 @@ import tensorflow as tf
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
     as_read,
     calling,
-    exporting,
     is_read_by_a_build,
     on_mesh,
     placed,
@@ -42,13 +41,12 @@ from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
     unsupported_of,
 )
 from layoutmap.adapters.keras.private import BaseOptimizer
-from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
-from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import has_own_step, make_for_training, recording
+from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps, read_variable
+from layoutmap.adapters.keras.training import call_own_step, has_own_step, make_for_training
 from layoutmap.adapters.keras.wraps import CALLS, session_of
-from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
+from layoutmap.engines.patches import temporarily, wrap_in_context
 
 Found = tuple[dict[str, Any], list[Any]]
 
@@ -57,6 +55,7 @@ class TensorFlowBackend(Backend):
     """Keras on TensorFlow; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "tensorflow"
+    as_plain = staticmethod(tf.constant)
     one_scope_in = MappingProxyType(dict.fromkeys(("train_step", "test_step", "predict_step"), False))
     unreadable_boards = ("histogram_freq", "write_images")
     training_wraps = staticmethod(training_wraps)
@@ -92,10 +91,6 @@ class TensorFlowBackend(Backend):
         variable._value = held
         return tag
 
-    def read(self, variable: keras.Variable) -> NumpyArray:
-        """Return the global value of a variable."""
-        return variable.value.numpy()
-
     def values_changed(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
         """Optimizers know variables by their `tf.Variable`, which is another one now."""
         for optimizer in optimizers:
@@ -113,17 +108,14 @@ class TensorFlowBackend(Backend):
         as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
         return array if as_it_is else session.engine.relayout(array, layout)
 
-    def quantizing(self, layer: keras.Layer, session: KerasSession) -> AbstractContextManager[None]:
-        """Keras hands weights to numpy."""
-        return weights_off_mesh(layer, session, tf.constant)
-
     def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
         """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
         wraps = {name: calling(layer, session, name) for name in CALLS}
         # Of a kernel that is computed, as with LoRA.
         wraps["save_own_variables"] = on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
-            wraps["export"] = exporting(layer, session)
+            as_one_device = functools.partial(temporarily, session.on_thread, "is_exporting", True)
+            wraps["export"] = wrap_in_context(layer.export, as_one_device)
             if hasattr(layer, "make_generate_function"):  # a task of keras-hub
                 wraps["make_generate_function"] = generating(layer)
         return wraps
@@ -149,7 +141,9 @@ class TensorFlowBackend(Backend):
 
         def compute(batch: object) -> Found:
             held = [v.value for v in model.trainable_variables]
-            losses, found = (_of_own_step if has_own_step(model) else _of_loss)(model, held, batch)
+            losses, found = (
+                call_own_step(model, batch) if has_own_step(model) else _of_loss(model, held, batch)
+            )
             gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
             if session is not None:
                 pairs = zip(gradients, held, strict=True)
@@ -157,7 +151,7 @@ class TensorFlowBackend(Backend):
             return losses, gradients
 
         moved = [*model.non_trainable_variables, *model.metrics_variables]
-        values = [self.read(v) for v in moved]
+        values = list(map(read_variable, moved))
         compiled, what = (
             functools.partial(tf.function, compute, autograph=False),
             f"{model.name}: the gradient",
@@ -180,12 +174,6 @@ def _of_loss(model: keras.Model, held: list[tf.Variable], batch: Any) -> Found:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
         loss: Any = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     return {"loss": loss}, tape.gradient(loss, held, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-
-
-def _of_own_step(model: keras.Model, held: list[tf.Variable], batch: object) -> Found:
-    with recording(model) as found:
-        logs = model.train_step(batch)
-    return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
 
 def _numpy(tensor: object, session: KerasSession | None) -> object:

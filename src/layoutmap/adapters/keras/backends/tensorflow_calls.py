@@ -20,9 +20,9 @@ from layoutmap.adapters.keras.backends.tensorflow_gathering import (
     pinned,
 )
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained, reading_layout
+from layoutmap.adapters.keras.call_stack import is_in_build
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.reading import is_in_a_build
 from layoutmap.adapters.keras.training import check_same_batch, place_batch
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.errors import LayoutMapWarning
@@ -89,18 +89,6 @@ def on_mesh(session: KerasSession) -> Generator[None]:
         yield
 
 
-def exporting(model: keras.Model, session: KerasSession) -> Callable[..., object]:
-    """Return an `export` that is traced as a model of one device is: what runs it has no mesh."""
-    plain: Any = model.export
-
-    @functools.wraps(plain)
-    def export(*args: object, **kwargs: object) -> object:
-        with temporarily(session.on_thread, "is_exporting", True):
-            return plain(*args, **kwargs)
-
-    return export
-
-
 def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Callable[[], tf.Tensor]:
     """Return how a sharded weight is read: gathered, where the operations that use it cannot have it sharded.
 
@@ -129,7 +117,7 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
 
 def is_read_by_a_build() -> bool:
     """Whether a layer that is being built computes with its weights, off the mesh: DTensor lacks some operations."""
-    return tf.executing_eagerly() and is_in_a_build()
+    return tf.executing_eagerly() and is_in_build()
 
 
 def is_plain(value: object) -> bool:

@@ -47,11 +47,6 @@ class Regathered:
     """A function on the mesh that is compiled again, with more gathered, while DTensor refuses it.
 
     All that the scope's models compute later is gathered as far: they have the same layers.
-
-    Args:
-        compiled: Returns the function, to be traced anew.
-        session: The scope.
-        what: The function's name, for the warning.
     """
 
     def __init__(self, compiled: Callable[[], Any], session: KerasSession, what: str):

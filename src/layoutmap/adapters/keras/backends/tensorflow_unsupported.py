@@ -146,11 +146,7 @@ ERRORS = (error_interpolation, ("_ParseTag", "_TAG_REGEX", "parse_message"))
 
 @contextmanager
 def explained(what: str) -> Generator[None]:
-    """Say in words what DTensor's compiler says in its own.
-
-    Raises:
-        EngineError: DTensor cannot run it.
-    """
+    """Say in words what DTensor's compiler says in its own."""
     try:
         with _QUICKLY_READ.used():
             yield

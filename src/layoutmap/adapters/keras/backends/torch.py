@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -24,8 +24,7 @@ from layoutmap.adapters.keras.backends.torch_steps import applying, refusing_exp
 from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
-from layoutmap.adapters.keras.quantizing import weights_off_mesh
-from layoutmap.adapters.keras.training import has_own_step, make_for_training, recording
+from layoutmap.adapters.keras.training import call_own_step, has_own_step, make_for_training
 from layoutmap.adapters.keras.wraps import CALLS, session_of
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.unsupported import Unsupported
@@ -38,13 +37,15 @@ from layoutmap.engines.torch.gather import Gradients
 _to_numpy = get_engine("torch").to_numpy
 _UNSIGNED = {"uint16": torch.uint16, "uint32": torch.uint32}
 _num_draws: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-Found = tuple[dict[str, Any], list[Any]]
+Found = tuple[dict[str, Any], list[object]]
 
 
 class TorchBackend(Backend):  # why: decisions/0018
     """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
 
     engine_name = "torch"
+    as_plain = staticmethod(torch.as_tensor)
+    value_of = staticmethod(lambda variable: _value_of(variable))
     one_scope_in = MappingProxyType({"train_step": True})
     unreadable_boards = ("write_images",)
     training_wraps = staticmethod(training_wraps)
@@ -101,11 +102,6 @@ class TorchBackend(Backend):  # why: decisions/0018
         variable._value = held
         return tag
 
-    def value_of(self, variable: keras.Variable) -> object:
-        """Return the value of a variable; Keras holds unsigned integers as larger signed ones."""
-        dtype = _UNSIGNED.get(variable.dtype)
-        return variable.value if dtype is None else variable.value.to(dtype)
-
     def values_changed(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
         """Layers know their parameters by the tensor, which is another one now."""
         held: dict[int, torch.Tensor] = {}
@@ -128,10 +124,6 @@ class TorchBackend(Backend):  # why: decisions/0018
                 why="the module keeps its own parameters, which the layer's variables would no longer be",
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
-
-    def quantizing(self, layer: object, session: KerasSession) -> AbstractContextManager[object]:
-        """Keras hands weights to numpy."""
-        return weights_off_mesh(layer, session, torch.as_tensor)
 
     def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
         """A call with plain tensors runs on the mesh."""
@@ -183,7 +175,8 @@ def _gradients(model: keras.Model, x: object, y: object, sample_weight: object) 
     moved = [*model.non_trainable_variables, *model.metrics_variables]
     kept = [(variable, np.asarray(variable)) for variable in moved]
     model.zero_grad()
-    losses, gradients = (_of_own_step if has_own_step(model) else _of_loss)(model, x, y, sample_weight)
+    compute = call_own_step if has_own_step(model) else _of_loss
+    losses, gradients = compute(model, (x, y, sample_weight))
     model.zero_grad()
     for variable, value in kept:
         variable.assign(value)  # the call has moved statistics and seeds on
@@ -193,7 +186,8 @@ def _gradients(model: keras.Model, x: object, y: object, sample_weight: object) 
     return losses, [None if gradient is None else _to_numpy(gradient) for gradient in gradients]
 
 
-def _of_loss(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
+def _of_loss(model: keras.Model, batch: Any) -> Found:
+    x, y, sample_weight = batch
     y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
     loss: Any = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     loss.backward()
@@ -201,13 +195,13 @@ def _of_loss(model: keras.Model, x: object, y: object, sample_weight: object) ->
     return {"loss": loss}, [torch.zeros_like(each) if each.grad is None else each.grad for each in held]
 
 
-def _of_own_step(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
-    with recording(model) as found:
-        logs = model.train_step((x, y, sample_weight))
-    return logs, [found.get(id(variable)) for variable in model.trainable_variables]
-
-
 # -- variables
+
+
+def _value_of(variable: keras.Variable) -> object:
+    """Return the value of a variable; Keras holds unsigned integers as larger signed ones."""
+    dtype = _UNSIGNED.get(variable.dtype)
+    return variable.value if dtype is None else variable.value.to(dtype)
 
 
 def _is_plain(assignment: Assignment) -> bool:

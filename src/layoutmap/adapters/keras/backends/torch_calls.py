@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.keras.backends.torch_private import is_symbolic_device
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
+from layoutmap.adapters.keras.training import place_batch
 from layoutmap.adapters.keras.wraps import call_of
 from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import temporarily
@@ -31,13 +32,7 @@ from layoutmap.engines.torch.placing import full_tensor, reduced
 
 def placed(values: object, session: KerasSession) -> Any:
     """Return plain arrays on the mesh: each sharded along its first axis where the batch is and it divides."""
-
-    def place(value: Any) -> object:
-        if not _is_plain(value):
-            return value
-        return session.engine.relayout(value, session.policy.batch_layout(tuple(value.shape)))
-
-    return keras.tree.map_structure(place, values, none_is_leaf=True)
+    return place_batch(values, session, _is_plain)
 
 
 def plain(values: object) -> Any:
@@ -63,12 +58,7 @@ def on_mesh(session: KerasSession) -> Generator[None]:
 
 @contextmanager
 def running(session: KerasSession, values: object) -> Generator[None]:
-    """The same, for the outermost call on a thread, or a step: the layers called in it are not the outermost.
-
-    Args:
-        session: The scope.
-        values: What it is called with, on the mesh.
-    """
+    """The same, for the outermost call on a thread, or a step: the layers called in it are not the outermost."""
     here = session.on_thread
     here.sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
     sums = SummingUp() if here.sums_up else nullcontext()
@@ -174,13 +164,7 @@ def _by_rows(outputs: object, layer: object, session: KerasSession) -> object:
     """Return a model's output in a step, sharded along the batch only: losses look along the other axes."""
     if session.on_thread.model_in_step is not layer:
         return outputs
-
-    def by_rows(value: object) -> object:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return session.engine.relayout(value, session.policy.batch_layout(tuple(value.shape)))
-
-    return keras.tree.map_structure(by_rows, outputs, none_is_leaf=True)
+    return place_batch(outputs, session, lambda value: isinstance(value, torch.Tensor))
 
 
 # -- off the mesh

@@ -9,18 +9,11 @@ from typing import Any, cast
 from layoutmap.adapters import Keeping
 from layoutmap.adapters.data_states import restore_state, taker, undo_of
 from layoutmap.core.errors import CheckpointError, listed
-from layoutmap.scope.group import Group
+from layoutmap.scope.process_group import Group
 
 
 def check_data(data: object, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
     """Return the state that this process gives back to `data`.
-
-    Args:
-        data: See `load`.
-        states: Those of all processes that saved.
-        number: The number of this process.
-        count: How many processes load.
-        name: What it is, for messages.
 
     Raises:
         CheckpointError: There is none, or there is another number of processes and each had a state of its own.

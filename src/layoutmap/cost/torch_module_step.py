@@ -1,9 +1,9 @@
-"""A training step of a torch module, for the engine that counts what it does."""
+"""A training step of a torch module, for `torch_step`, which counts what it does."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
 from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import Entry, layer_paths
+from layoutmap.adapters.torch.session import TorchSession
 from layoutmap.adapters.torch.training import call, scalar_loss, training_of
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
@@ -23,8 +24,6 @@ from layoutmap.engines.torch.element_types import dtype_name
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
-Placed = Sequence[tuple[Entry, DTensor, Layout]]
-Install = Callable[[Any, Placed], object]
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
 _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there are no slots"
 
@@ -47,20 +46,20 @@ class _Context:
 
 
 def training_step(
-    entries: Sequence[Entry], model: torch.nn.Module, inputs: Any, loss: Function | None, install: Install
+    session: TorchSession, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
 ) -> TrainingStep:
     """Return the training step of a module without values, with the optimizer of `train_with`.
 
     Args:
-        entries: The session's entries of its tensors.
+        session: The session of the dry run.
         model: The module.
         inputs: What it is called with, or like: one tensor, several in a list, or by name in a mapping.
+        optimizer: Ignored: `train_with` names it.
         loss: Called with what the module returns, returns a number; `None`: the number that it returns, alone or as
             `loss`, or else the mean of its squared outputs.
-        install: Called with what a session needs and, for each entry, the array and the layout that the model is to
-            have; has it compute so.
     """
-    step = _CountedStep(entries, model, inputs, loss, install)
+    entries = session.planned
+    step = _CountedStep(entries, model, inputs, loss)
     batch = [Shape(name, tuple(each.shape), dtype_name(each.dtype)) for name, each in step.inputs.items()]
     return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, step.notes)
 
@@ -72,7 +71,6 @@ class _CountedStep:
         model: torch.nn.Module,
         inputs: Any,
         loss: Function | None,
-        install: Install,
     ):
         self._entries = entries
         self._model = model
@@ -81,7 +79,6 @@ class _CountedStep:
         numbered = {f"input {i}": each for i, each in enumerate(several)}
         self.inputs: dict[str, torch.Tensor] = dict(inputs) if is_mapping(inputs) else numbered
         self.optimizer = training_of(model).make_optimizer
-        self._install = install
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs
         self._loss = loss
 
@@ -93,7 +90,8 @@ class _CountedStep:
         for entry in self._entries:
             value = values[entry.spec.key]
             placed.append((entry, value, tracer.engine.layout_of(value)))
-        self._install(_Context(tracer.policy, tracer.engine), placed)
+        context: Any = _Context(tracer.policy, tracer.engine)  # what `install` asks of a scope
+        TorchSession(context).install([self._model], placed)
         paths = layer_paths(self._model)
         for module in self._model.modules():
             _tell(module, paths.get(id(module), ""), tracer)

@@ -11,7 +11,7 @@ import numpy as np
 from layoutmap.checkpoint.axes import Nth, Side, fill, shape_of, solve
 from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.renaming import Names, Piece
+from layoutmap.checkpoint.name_tables import Names, Piece
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, block_shape
 from layoutmap.core.errors import CheckpointError

@@ -1,21 +1,24 @@
-"""Agreement: what the processes of one program must do alike, and the errors where they do not.
+"""The processes of one program: what they gather from each other, and what they must do alike.
 
-A computation on a mesh of several processes is right only if each of them does its part of the
-same thing. Where they differ, a collective waits for ever or returns wrong numbers. So what decides
-what they do is compared before they do it.
-
-All processes must call the same check, each with its own values and a `gather` that gathers from all. Where they
-differ, it raises in all of them.
+A computation on a mesh of several processes is right only if each of them does its part of the same thing. Where they
+differ, a collective waits forever or returns wrong numbers. So what decides the computation is compared before it. Each
+check is called by all processes, with their own values, and raises in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from layoutmap.core.errors import CheckpointError, PlanError, ScopeError
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines import Engine
 from layoutmap.engines.agreement import (
     Gather,
     Part,
+    Result,
+    agreed,
     check_alike,
     check_equal,
     describe_difference,
@@ -26,6 +29,63 @@ from layoutmap.engines.agreement import (
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
+
+
+class Group:
+    """The processes that have devices of a mesh.
+
+    Args:
+        engine: What holds the arrays.
+        mesh: Their mesh; `None`: this process is alone.
+
+    Attributes:
+        number: The number of this process among them.
+        devices: The numbers of the mesh's devices that each of them has.
+    """
+
+    def __init__(self, engine: Engine, mesh: Mesh | None):
+        self._engine = engine
+        self._mesh = mesh
+        self.number = 0
+        self.devices: list[tuple[int, ...]] = [tuple(range(mesh.size)) if mesh is not None else ()]
+        bound = None if mesh is None else engine.bind(mesh)
+        if bound is not None and 0 < len(bound.local_device_ids) < bound.size:
+            own = json.dumps(bound.local_device_ids)
+            texts = gather_texts(own, self.gather)
+            self.devices = [tuple(json.loads(text)) for text in texts]
+            self.number = texts.index(own)
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.devices)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.count > 1
+
+    def gather(self, values: Any) -> Any:
+        """The numpy values of each process, one row each; they must all ask."""
+        assert self._mesh is not None
+        return self._engine.all_gather(values, self._mesh)
+
+    def texts(self, text: str) -> list[str]:
+        """The text of each process; they must all ask."""
+        return gather_texts(text, self.gather) if self.several else [text]
+
+    def different(self, text: str) -> Sequence[str]:
+        """The text of each process if they differ, else nothing; they must all ask."""
+        return check_alike(text, self.gather)[0] if self.several else []
+
+    def agreed(self, function: Callable[[], Result], verb: str = "load") -> Result:
+        """The result of a function that each process calls by itself; where it raises in one it raises in all."""
+        return agreed(function, self.gather, verb) if self.several else function()
+
+    def first(self, function: Callable[[], list[str]]) -> list[str]:
+        """The texts that a function returns in the first process as it saves; raises in all if it does there."""
+        texts = self.agreed(lambda: function() if self.number == 0 else [], "save")
+        return json.loads(self.texts(json.dumps(texts))[0])
 
 
 def check_options(options: str, gather: Gather) -> None:
@@ -48,15 +108,7 @@ def check_plans(
     rules: str = "",
     versions: Iterable[Part] = (),
 ) -> None:
-    """Raise a `PlanError` if the processes have other plans, or some would refuse theirs and others would not.
-
-    Args:
-        plan: The plan of this process; it may have problems.
-        gather: Gathers from all processes.
-        strict: Whether what is only worth a warning is an error.
-        rules: The rules that the plan follows from.
-        versions: The releases of the libraries that compute.
-    """
+    """Raise a `PlanError` if the processes have other plans, or some would refuse theirs and others would not."""
     refusal = ""
     try:
         plan.check(strict=strict)

@@ -12,29 +12,29 @@ import keras
 _METHODS = ("build", "call", "quantized_call")
 
 
-def is_in_a_call() -> bool:
+def is_in_call() -> bool:
     """Whether a layer is being called, and that not by one that is being built."""
     methods = {method for method, _ in _layers_running()}
     return bool(methods) and "build" not in methods
 
 
-def is_in_a_build() -> bool:
+def is_in_build() -> bool:
     """Whether a layer is being built."""
     return any(method == "build" for method, _ in _layers_running())
 
 
-def read_by() -> str:  # why: decisions/0027
+def describe_reader() -> str:  # why: decisions/0027
     """The layer whose `build` or `call` runs, for messages; empty if none does."""
     for method, layer in _layers_running():
         return f"{type(layer).__name__}.{method} of layer {layer.name!r}"
     return ""
 
 
-def makers(depth: int) -> Iterator[object]:
+def find_makers(depth: int) -> Iterator[object]:
     """The layers, optimizers, metrics and seed generators of which any method runs, from the innermost one outwards.
 
     Args:
-        depth: How many frames, the outermost ones, are left out: see `user_depth`.
+        depth: How many frames, the outermost ones, are left out: see `count_user_frames`.
     """
     kinds = (keras.layers.Layer, keras.Optimizer, keras.Metric, keras.random.SeedGenerator)
     start = sys._getframe(1)
@@ -46,7 +46,7 @@ def makers(depth: int) -> Iterator[object]:
                 yield thing
 
 
-def user_depth() -> int:
+def count_user_frames() -> int:
     """How many frames there are up to the one that uses this library now, with that one."""
     names = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in _outwards(sys._getframe(1))]
     return sum(1 for _ in itertools.dropwhile(("layoutmap", "contextlib").__contains__, names))

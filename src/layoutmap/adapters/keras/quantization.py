@@ -1,9 +1,10 @@
-"""Layers put back as they were, where the variables that they were to get instead do not fit the plan."""
+"""Layers whose variables Keras replaces, as `quantize` and `enable_lora` do."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import keras
 
@@ -14,14 +15,11 @@ _GONE = object()
 
 
 @contextmanager
-def all_or_nothing(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0056
+def restored_on_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0056
     """While open, a layer changes its variables, as `quantize` and `enable_lora` do.
 
     The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their
     old variables back, with their values: a kernel that was quantized is held until then.
-
-    Raises:
-        PlanError: The new variables do not fit.
     """
     before = [_State(each) for each in layer._flatten_layers()]
     try:
@@ -65,3 +63,27 @@ class _State:
         if layer.built:
             layer._tracker.lock()
         return new
+
+
+@contextmanager
+def plain_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
+    """While open, a layer's own weights are plain global arrays; what is made of them is laid out as it is assigned.
+
+    One layer's weights are gathered on the host then, which is what Keras's quantizers need.
+    """
+    as_plain = session.backend.as_plain
+    if session.context.plan_only or as_plain is None:
+        yield
+        return
+    before: list[tuple[Any, object, object]] = []
+    for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+        if session.registry.knows(variable) and variable.value is not None:
+            held = variable._value
+            variable._value = as_plain(session.engine.to_numpy(held))
+            before.append((variable, held, variable._value))
+    try:
+        yield
+    finally:
+        for variable, held, plain in before:
+            if variable._value is plain:
+                variable._value = held

@@ -31,7 +31,7 @@ _NOT_SEARCHED = (
 )
 
 
-def loose(registry: Registry) -> set[int]:  # why: decisions/0005
+def find_loose_ids(registry: Registry) -> set[int]:  # why: decisions/0005
     """The ids of all in a scope that is in no model, and of the models if there are several: some may be garbage."""
     layers = registry.layers()
     tops = roots(layers)
@@ -46,7 +46,7 @@ def loose(registry: Registry) -> set[int]:  # why: decisions/0005
     return found | ({id(top) for top in tops} if len(tops) > 1 else set())
 
 
-def find_held(root: object, wanted: Collection[int] | None = None) -> list[Found]:
+def find_untracked(root: object, wanted: Collection[int] | None = None) -> list[Found]:
     """Find variables in objects that are no layers, below a layer or model.
 
     Args:

@@ -11,13 +11,8 @@ from layoutmap.adapters.keras.paths import sublayers
 from layoutmap.core.errors import ScopeError
 
 
-def existed_before(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions/0027
-    """Return the error for a layer or an optimizer that would make variables in a scope and was not made in it.
-
-    Args:
-        thing: The layer or optimizer.
-        plan_only: Whether the scope is that of a plan.
-    """
+def make_existing_error(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions/0027
+    """Return the error for a layer or an optimizer that would make variables in a scope and was not made in it."""
     kinds = {keras.Optimizer: "optimizer", keras.Model: "model"}
     kind = next((name for each, name in kinds.items() if isinstance(thing, each)), "layer")
     where = "plan() was called" if plan_only else "the scope was opened"
@@ -33,13 +28,8 @@ def existed_before(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions
     )
 
 
-def existing_below(layers: Iterable[object], is_known: Callable[[object], bool]) -> Iterator[object]:
-    """The layers below some that are in no scope.
-
-    Args:
-        layers: The layers.
-        is_known: Whether a layer is in a scope.
-    """
+def find_existing_layers(layers: Iterable[object], is_known: Callable[[object], bool]) -> Iterator[object]:
+    """The layers below some that are in no scope."""
     todo, seen = list(layers), set[int]()
     while todo:
         for layer in sublayers(todo.pop()):

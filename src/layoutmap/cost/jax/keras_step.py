@@ -24,9 +24,9 @@ from layoutmap.adapters.keras.describing import Entry, describe, layer_paths
 from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_own_step
-from layoutmap.adapters.stacks import equal_blocks, plain_attributes
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind
+from layoutmap.cost.jax.equal_blocks import equal_blocks, plain_attributes
 from layoutmap.engines.patches import Attribute, Patches
 
 Loss = Callable[..., Any]
@@ -45,13 +45,16 @@ _RECOMPUTE = (
 )
 
 
-def training_step(session: KerasSession, model: Any, inputs: object, loss: Loss | None) -> TrainingStep:
+def training_step(
+    session: KerasSession, model: Any, inputs: object, optimizer: object, loss: Loss | None
+) -> TrainingStep:
     """Return the training step of a model that was made in a dry run.
 
     Args:
         session: Its scope.
         model: The model, with all its weights and slots.
         inputs: What it is called with, or like.
+        optimizer: Ignored: the model has its own.
         loss: Called with what the model returns, returns a number; `None`: the loss that it was compiled with.
     """
     entries = [entry for entry in describe(session.registry) if entry.spec.kind is not Kind.METRIC]

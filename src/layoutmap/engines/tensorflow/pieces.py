@@ -42,10 +42,6 @@ Known = dict[Hashable, tf.Tensor]
 class PieceProgram:  # why: decisions/0006
     """A traced initializer.
 
-    Args:
-        function: Computes the global value from the seed.
-        seed: A seed, or tensors nested like it.
-
     Attributes:
         outputs: The tensors that the function returns, symbolic.
         why_global: Why it cannot be computed in pieces; empty if it can.

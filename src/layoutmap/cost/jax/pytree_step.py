@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.slots import StateLeaf, slot_variables
 from layoutmap.adapters.jax.training import TrainState, arrays_of, called, model_in, with_targets
-from layoutmap.adapters.stacks import equal_blocks, plain_attributes
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import ScopeError, brief
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.cost.jax.equal_blocks import equal_blocks, plain_attributes
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
 _RECOMPUTE = "In flax.nnx: write @nnx.remat above the __call__ of their class."
@@ -25,18 +26,19 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 
 
 def training_step(
-    model: object, specs: Sequence[VariableSpec], inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
+    session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
     """Return a training step of a model whose arrays are shapes.
 
     Args:
+        session: The session of the dry run.
         model: The model, or what `train_with` returned for it.
-        specs: Its arrays, in the order of its parts.
         inputs: What the model is called with, or like: one array, several in a tuple, or by name in a mapping. With the
             loss of `train_with` a batch, as `check_parity` takes it.
         optimizer: An optimizer of optax; `None`: that of `train_with`, or none.
         loss: Called with what the model returns, returns a number; `None`: that of `train_with`, or the mean square.
     """
+    specs = session.specs
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
     step = _CountedStep(state, specs, inputs, optimizer or state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.renamed import Renamed
-from layoutmap.checkpoint.renaming import Names
+from layoutmap.checkpoint.name_tables import Names
+from layoutmap.checkpoint.renamed_source import Renamed
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError

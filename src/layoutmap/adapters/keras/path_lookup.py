@@ -17,7 +17,7 @@ from layoutmap.adapters.keras.paths import names_below
 from layoutmap.adapters.keras.registry import Registry
 
 
-class EarlyPaths:  # why: decisions/0005
+class PathLookup:  # why: decisions/0005
     """Finds the paths of single variables of a scope."""
 
     def __init__(self, registry: Registry):
@@ -28,7 +28,7 @@ class EarlyPaths:  # why: decisions/0005
         self._above: MutableMapping[object, ref[keras.Layer]] = WeakKeyDictionary()
         self._names: MutableMapping[object, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
 
-    def entry(self, variable: object, layer: object) -> Entry | None:
+    def find_entry(self, variable: object, layer: object) -> Entry | None:
         """Return a variable as the core will see it; `None` if the layer does not hold it."""
         prefix = ""
         top, seen = layer, {id(layer)}

@@ -1,0 +1,33 @@
+"""The training step of a model that was made in a dry run, for the counters of each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from layoutmap.core.steps import TrainingStep
+from layoutmap.scope.context import Scope
+
+_MODULES = {  # why: decisions/0196
+    "keras": "layoutmap.cost.jax.keras_step",
+    "jax": "layoutmap.cost.jax.pytree_step",
+    "torch": "layoutmap.cost.torch_module_step",
+}
+"""Model library -> the module whose `training_step` knows its models. Imported late: each imports a framework."""
+
+
+def make_training_step(
+    context: Scope, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
+) -> TrainingStep:
+    """Return a training step of a model that was made in a dry run.
+
+    Args:
+        context: The scope of the dry run.
+        model: The model.
+        inputs: What it is called with, or like.
+        optimizer: What updates its weights; `None`: the model's own, or nothing.
+        loss: Called with what it returns, returns a number; `None`: the model's own, or one that stands for it.
+    """
+    module = import_module(_MODULES[context.adapter.name])
+    return module.training_step(context.session, model, inputs, optimizer, loss)
