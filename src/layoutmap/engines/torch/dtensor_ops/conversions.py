@@ -202,12 +202,7 @@ def distribute_tensor(
 
 
 class _GradientLayout:  # why: decisions/0174
-    """The placements in which the gradient of a DTensor comes back, of which each device's tensor was taken.
-
-    Args:
-        placements: The placements of the DTensor.
-        named: Those of its gradient, as the program has named them; `None`: they follow from what is computed.
-    """
+    """The placements of a DTensor's gradient; without `named` ones, they follow from the DTensor's own."""
 
     def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:
         self._placements, self._named = tuple(placements), None if named is None else tuple(named)
@@ -228,11 +223,7 @@ class _GradientLayout:  # why: decisions/0174
 
 
 def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
-    """Note that devices use their own tensors as shards or summands.
-
-    A DTensor that all of them have, and from which these are computed, then gets a part of its gradient from each.
-    Torch takes it for the same on all devices, unless `grad_placements` says otherwise.
-    """
+    """Note that devices use their own tensors as shards or summands, so that gradients of their source are partial."""
     dims = {dim for dim, each in enumerate(placements) if not each.is_replicate()}
     nodes, seen = [local.grad_fn] if dims else [], set[object]()
     while nodes:
