@@ -1,5 +1,6 @@
 """Operators that are not torch's own: values and gradients are those of one device, in every layout."""
 
+import gc
 import warnings
 
 import pytest
@@ -26,7 +27,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import layoutmap as lm
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops import gathered
+from layoutmap.engines.torch.dtensor_ops import gathered, memories
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*computed on gathered tensors")
 
@@ -202,6 +203,23 @@ def test_models_train_with_every_kind_of_operator(kind, up, down, batch_dim):
     actual = trained(layout_map.build(model, library="torch", batch_dim=batch_dim), x)
 
     torch.testing.assert_close([whole(each) for each in actual], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_dim", [None, "batch"])
+def test_models_let_go_keep_no_copy(kind, batch_dim):
+    """A model that was trained and is deleted leaves no copy of a weight in memory, whatever its operator."""
+    rules = {r".*weight": ("model", "batch")}
+    gc.collect()
+    before = set(memories.copied)
+    for _ in range(2):
+        layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=2"), rules)
+        model = layout_map.build(lambda: HeadOfKind(KINDS[kind]), library="torch", batch_dim=batch_dim)
+        trained(model, X.double())
+        del model
+        gc.collect()
+
+        assert set() == set(memories.copied) - before
 
 
 @pytest.mark.parametrize("call", ["run_on", "alone"])

@@ -1,9 +1,12 @@
 """Random programs give on DTensors what they give on plain tensors, on any layouts; see `random_programs`."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 from engines.torch.random_programs import Program, shrunk, verdict
+
+from layoutmap.engines.torch.dtensor_ops import memories
 
 PROCESSES = ("torch",)
 # Of plain tensors: sizes that broadcast, views whose names are to go.
@@ -26,6 +29,18 @@ def assert_right(seeds, in_call, changed=lambda program: program):
 def test_some_programs(in_call):
     """They give the same values, types, changes in place and gradients."""
     assert_right(range(QUICK), in_call)
+
+
+@IN_CALL
+def test_programs_keep_no_copy(in_call):
+    """A program that has ended leaves no copy of a tensor in memory, also of a tensor that is outdated."""
+    for seed in range(QUICK):
+        program = Program.random(seed).unseen() if seed % 2 else Program.random(seed)
+        before = set(memories.copied)
+        verdict(program, in_call=in_call)
+        gc.collect()
+
+        assert set() == set(memories.copied) - before, program
 
 
 def test_programs_that_failed_outside_of_calls():

@@ -64,17 +64,9 @@ def test_a_slice_under_no_grad():
         assert [each[0].requires_grad for each in (plain, laid_out)] == [True, True]
 
 
-def forget_other_tests():
-    """Free what errors of other tests hold; torch keeps parts of a failed backward pass until the next one."""
-    torch.ones(1, requires_grad=True).sum().backward()
-    gc.collect()
-    memories.copied.clear()  # slices that tests of other files still hold are not those of this one
-    memories.outdated.clear()
-
-
 def test_slices_are_not_kept():
     """A slice that nobody uses takes no memory."""
-    forget_other_tests()
+    gc.collect()  # what errors of other tests hold
     with run_on():
         x = place(normal(8, 6), "batch", "model")
         part = x[1:]
@@ -232,7 +224,6 @@ def slice_of_call(x):
 @pytest.mark.parametrize("name", CHANGED)
 def test_an_outdated_slice_is_refused(name, use, in_call):
     """Its tensor was changed, or another slice of that; questions for its shape are answered, and others as before."""
-    forget_other_tests()
     x = outside()
     with run_on() if in_call else nullcontext():
         part = CHANGED[name](x)
@@ -294,7 +285,7 @@ def test_a_gradient_of_former_values_is_refused(in_call):
 
 def test_no_process_keeps_what_nobody_uses():
     """A slice that is outdated, and is let go, is forgotten."""
-    forget_other_tests()
+    gc.collect()  # what errors of other tests hold
     laid_out = outside()
     part = laid_out[0]
     laid_out.mul_(2)

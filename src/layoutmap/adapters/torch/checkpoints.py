@@ -270,11 +270,7 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
 def _parameters(
     named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer by path, in the order of the model.
-
-    Raises:
-        CheckpointError: It has others than the model.
-    """
+    """Return an optimizer's parameters by path, in the model's order; raise if the model lacks one."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {path: tensor for path, tensor in named if id(tensor) in own}
     if len(parameters) < len(own):

@@ -141,10 +141,7 @@ class Compiled:  # why: decisions/0105
 
 
 class _Graph:
-    """The graphs of calls with one key: one for each combination of layouts and shapes that are met.
-
-    Its code is an object of its own, since Dynamo counts graphs by their code, and gives up after eight.
-    """
+    """The graphs of calls with one key, whose code is their own: Dynamo counts graphs by code, up to eight."""
 
     def __init__(self, compiler: Compiler, kept: list[object]) -> None:
         self._kept, self._is_strict = [*kept, compiler.kept], compiler.is_strict

@@ -124,13 +124,7 @@ def _data_replaced(name: str) -> EngineError:
 
 
 class _Held:
-    """Weights as modules hold them, in groups that one collective gathers.
-
-    Args:
-        own: Says in which element types they compute.
-        held: Each weight, with what its module holds.
-        context: The scope.
-    """
+    """Weights as modules hold them, in groups that one collective gathers."""
 
     def __init__(self, own: Own, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext) -> None:
         self.held, self._own, self._context = held, own, context

@@ -103,11 +103,7 @@ def _with_gradient(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Para
 def _step_copy(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
 ) -> tuple[Slots, bool]:
-    """Step a copy of an optimizer with one meta tensor.
-
-    Returns:
-        The kinds of its slots, and whether the step failed.
-    """
+    """Step a copy of an optimizer with one meta tensor; return its slots' kinds, and whether the step failed."""
     failed = False
     own = torch.get_rng_state()
     try:

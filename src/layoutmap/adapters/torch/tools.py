@@ -67,11 +67,7 @@ def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same where one process has all shards.
-
-    Raises:
-        ScopeError: Each process has its own.
-    """
+    """Gather tensors where this process has all shards, or raise a ScopeError."""
     found = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
     if found is not None and not simulation.is_simulated():
         raise ScopeError(

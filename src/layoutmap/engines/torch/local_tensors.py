@@ -108,10 +108,7 @@ class SimulationMode(LocalTensorMode):
 
 
 class _Modes(threading.local):
-    """The simulations that are active on a thread; each begins with that of all threads.
-
-    Torch has one list for all threads: one that leaves its own simulation would end that of another thread.
-    """
+    """The simulations of a thread. Torch has one list for all threads, and one thread would end another's."""
 
     def __init__(self, first: object) -> None:
         self.value = [first]
@@ -164,10 +161,7 @@ def _either(local: Function, plain: Function) -> Function:
 
 
 def _for_ranks_of_arguments(for_ranks: Function) -> Function:
-    """The function that runs for each simulated rank, for those that its arguments have, if these are fewer.
-
-    That is so in a backward pass of tensors on a mesh of some of the ranks: it runs outside of their simulation.
-    """
+    """Run a function for the ranks of its arguments only, as backward passes run outside of a simulation of them."""
 
     @functools.wraps(for_ranks)
     def for_common_ranks(func: Function, ranks: Any, args: Args, kwargs: Kwargs, **options: object) -> object:
@@ -190,10 +184,7 @@ _READ: dict[object, Callable[[torch.Tensor], object]] = {
 
 
 def _read_off(dispatch: Any) -> object:
-    """How a `LocalTensor` computes outside of a simulation: a size that all ranks share is read off the first.
-
-    Torch asks for all three at each view, and would enter a simulation and run for every rank to answer.
-    """
+    """Read a size that all ranks share off the first, since entering a simulation for each view is slow."""
 
     def computed(
         cls: Any, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
@@ -235,10 +226,7 @@ def _remembered(find: Any) -> object:
 def _gathered_by_size(
     simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
-    """How strided shards are gathered: for those simulated ranks together that have the same sizes.
-
-    Torch makes a range of the size, which it cannot where another mesh dim has left some ranks more than others.
-    """
+    """Gather strided shards of ranks of equal sizes together, since torch makes one range for all ranks."""
 
     @functools.wraps(gather)
     def by_size(

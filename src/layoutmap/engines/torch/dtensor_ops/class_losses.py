@@ -104,14 +104,7 @@ def _of_labels(weights: torch.Tensor, labels: torch.Tensor, counted: torch.Tenso
 
 
 class _Classes:
-    """Classes of which each device has a shard.
-
-    Args:
-        axis: Their axis.
-        size: How many there are, on all devices.
-        mesh: The mesh.
-        along: The mesh dims over which they are sharded.
-    """
+    """Compute losses of `size` classes along an axis, which some mesh dims shard."""
 
     def __init__(self, axis: int, size: int, mesh: DeviceMesh, along: Collection[int]) -> None:
         self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
@@ -119,15 +112,7 @@ class _Classes:
     def by_labels(
         self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
-        """The part of each row's loss that comes from this device's classes, and which rows have their label here.
-
-        Args:
-            logs: Logarithms of probabilities.
-            labels: The class of each row.
-            counted: Whether a row counts.
-            weights: The weight of each class, of all devices; `None`: 1.
-            smoothing: What of a row's probability all classes share.
-        """
+        """Return the part of each row's loss from this device's classes, and which rows have their label here."""
         numbers, is_here = numbers_here(labels, self._size, self._mesh, self._along)
         is_here = is_here & counted
         losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)

@@ -7,6 +7,7 @@ may be simulated. `local_values` tracks what a program computes with local tenso
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,9 +82,13 @@ def redistribute(
     tensor: DTensor,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
-    **options: Any,
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """`tensor.redistribute()`: when it returns, the values are there, unless it is to be asynchronous."""
+    options = {"async_op": async_op, "forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
     mesh = tensor.device_mesh
     if mesh not in meshes:
         return own(tensor, device_mesh, placements, **options)
@@ -121,11 +126,18 @@ def from_local(
     local_tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
-    **options: Any,
+    *,
+    run_check: bool = False,
+    shape: torch.Size | None = None,
+    stride: tuple[int, ...] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """`DTensor.from_local()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
+    own = functools.partial(
+        own, run_check=run_check, shape=shape, stride=stride, grad_placements=grad_placements
+    )
     if device_mesh is None or device_mesh not in meshes or _is_composed(local_tensor):
-        return own(local_tensor, device_mesh, placements, **options)
+        return own(local_tensor, device_mesh, placements)
     local = local_tensor
     with simulation.on_mesh(device_mesh):
         placements = replicated(device_mesh) if placements is None else placements
@@ -140,9 +152,8 @@ def from_local(
                 )
             local = _ToLocal.of(local, _GradientLayout(local.placements))
         _note_parts(local, wanted)
-        if options.get("run_check") or options.get("grad_placements") is not None:
-            return own(local, device_mesh, wanted, **options)
-        shape, stride = options.get("shape"), options.get("stride")
+        if run_check or grad_placements is not None:
+            return own(local, device_mesh, wanted)
         if shape is None or stride is None:
             spec = spec_of_shards(device_mesh, wanted, local.shape, local.stride(), local.dtype)
         else:
@@ -168,16 +179,17 @@ def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
-    **options: Any,
+    *,
+    src_data_rank: int | None = 0,
 ) -> DTensor:
     """`distribute_tensor()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
     if device_mesh is None or device_mesh not in meshes:
-        return own(tensor, device_mesh, placements, **options)
+        return own(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     wanted = replicated(device_mesh) if placements is None else list(placements)
     with simulation.on_mesh(device_mesh), simulation.own_group():
         if isinstance(tensor, DTensor):
             if not (tensor.device_mesh == device_mesh and is_everywhere(tensor) and tensor.is_leaf):
-                return own(tensor, device_mesh, wanted, **options)
+                return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
             made: Any = _moved(tensor, wanted).detach()
             return made.requires_grad_(tensor.requires_grad)
         if simulation.is_simulated() and simulation.plain(tensor) is tensor:
@@ -186,16 +198,11 @@ def distribute_tensor(
         if type(simulation.plain(tensor)) not in (torch.Tensor, torch.nn.Parameter):
             # A graph is recorded: torch's own way would send what has no values.
             return _moved(everywhere(tensor.detach(), device_mesh), wanted)
-        return own(tensor, device_mesh, wanted, **options)
+        return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
 
 class _GradientLayout:  # why: decisions/0151
-    """The placements in which the gradient of a DTensor comes back, of which each device's tensor was taken.
-
-    Args:
-        placements: The placements of the DTensor.
-        named: Those of its gradient, as the program has named them; `None`: they follow from what is computed.
-    """
+    """The placements of a DTensor's gradient; without `named` ones, they follow from the DTensor's own."""
 
     def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:
         self._placements, self._named = tuple(placements), None if named is None else tuple(named)
@@ -216,11 +223,7 @@ class _GradientLayout:  # why: decisions/0151
 
 
 def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
-    """Note that devices use their own tensors as shards or summands.
-
-    A DTensor that all of them have, and from which these are computed, then gets a part of its gradient from each.
-    Torch takes it for the same on all devices, unless `grad_placements` says otherwise.
-    """
+    """Note that devices use their own tensors as shards or summands, so that gradients of their source are partial."""
     dims = {dim for dim, each in enumerate(placements) if not each.is_replicate()}
     nodes, seen = [local.grad_fn] if dims else [], set[object]()
     while nodes:

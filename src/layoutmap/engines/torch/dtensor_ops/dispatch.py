@@ -167,10 +167,9 @@ _Way = tuple[Any, ...]
 
 
 def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
-    """The layouts on the cheapest way to a layout; a search goes on from where the last one from this source ended.
+    """Return the layouts on the cheapest way to a layout, resuming the last search from this source.
 
-    `DTensor` searches a way from each tensor to each layout that an operator could take it in, and began anew for each:
-    the first step of a small model on three mesh dims took a minute.
+    Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
     """
     if not all(type(size) is int for size in planner.dtensor_meta.shape):  # while torch compiles for any size
         return _OWN_SEARCH(planner, source, target)
@@ -190,10 +189,7 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
 
 
 def _ways(planner: Any, source: Any, steps: dict[Any, dict[Any, float]]) -> Iterator[tuple[Any, _Way]]:
-    """Layouts and the cheapest ways to them, in the order of what these cost, as torch's own search finds them.
-
-    Steps from a layout are the same wherever a way began: all searches with the same `steps` fill and read them.
-    """
+    """Yield layouts and the cheapest ways to them, by cost; searches from all sources share `steps`."""
     numbers = itertools.count()
     begun: list[tuple[float, int, Any, _Way]] = [(0.0, next(numbers), source, (source,))]
     passed = set[object]()

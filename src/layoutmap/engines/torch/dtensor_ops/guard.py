@@ -119,15 +119,7 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
 @plainly
 @torch.no_grad()
 def _answer(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
-    """The way in which DTensor may compute an operator, or else the operator's result.
-
-    Args:
-        own: Returns what DTensor would do.
-        op: The operator.
-        args: Its arguments, of which some are DTensors.
-        kwargs: And by name.
-        mesh: Their mesh.
-    """
+    """Return what DTensor may do about an operator, or else the operator's result."""
     if mesh not in meshes:  # DTensors of the program itself
         return own()
     if is_shard((args, kwargs)):  # outside of modes, where nothing has looked at it

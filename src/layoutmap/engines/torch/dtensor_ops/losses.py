@@ -13,11 +13,7 @@ from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 
 def _by_element(names: str) -> Function:
-    """A loss whose mean and sum are those of its elements.
-
-    Args:
-        names: The parameters of the function, in order.
-    """
+    """Return the handler of a loss, of the named parameters, whose mean and sum are those of its elements."""
     parameters = names.split()
 
     def loss(function: Function, args: Args, kwargs: Kwargs) -> object:

@@ -129,11 +129,7 @@ def spread(op: OpOverload, changed: list[DTensor]) -> None:
 
 
 def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[torch.Tensor]) -> None:
-    """Refuse a copy that was changed, and cannot be written back.
-
-    Raises:
-        EngineError: It cannot.
-    """
+    """Raise an EngineError for a changed copy that cannot be written back."""
     *_, root = _up_to_the_root(memory_of(part))
     if 0 in origin.source.stride():  # as after expand
         why, fix = (

@@ -90,11 +90,11 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
 
 @plainly
 @torch.no_grad()
-def _swap(own: Callable[..., None], first: torch.Tensor, second: torch.Tensor) -> None:  # why: decisions/0151
-    """`torch.utils.swap_tensors(first, second)`: two tensors on meshes get each other's values, type and layout."""
-    both = [each for each in (first, second) if isinstance(each, DTensor) and is_guarded(each.device_mesh)]
+def _swap(own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:  # why: decisions/0151
+    """`torch.utils.swap_tensors(t1, t2)`: two tensors on meshes get each other's values, type and layout."""
+    both = [each for each in (t1, t2) if isinstance(each, DTensor) and is_guarded(each.device_mesh)]
     if len(both) < 2:
-        own(first, second)
+        own(t1, t2)
         return
     contents = [(local_of(each), spec_of(each)) for each in both]
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -131,10 +131,12 @@ def _on_plain(own: Function, tensor: DTensor, *args: object, **options: object) 
     return own(complete(tensor), *args, **options)
 
 
-def _formatted(own: Callable[..., str], tensor: DTensor, spec: str) -> str:
+def _formatted(own: Callable[..., str], tensor: DTensor, format_spec: str) -> str:
     """`f"{tensor:.3f}"` of a number, which torch knows of plain tensors; nothing is gathered that was not asked for."""
     is_number = tensor.ndim == 0 and is_guarded(tensor.device_mesh)
-    return format(tensor.item(), spec) if is_number and (spec or is_everywhere(tensor)) else own(tensor, spec)
+    if is_number and (format_spec or is_everywhere(tensor)):
+        return format(tensor.item(), format_spec)
+    return own(tensor, format_spec)
 
 
 def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
@@ -180,17 +182,22 @@ _SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
 
 @plainly
 def _counted(
-    own: Function, mode: object, op: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    own: Function,
+    mode: object,
+    func: OpOverload,
+    types: object,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
 ) -> object:
     """The result of an operator under `FlopCounterMode`, which counts what one device computes of it."""
     if asked.is_open:
-        return op(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
     leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
     each = next((each for each in leaves if is_guarded(each.device_mesh)), None)
     if each is None:
-        found = own(mode, op, types, args, kwargs)
+        found = own(mode, func, types, args, kwargs)
         # Of sizes and strides it knows nothing: simulated devices ask for them by operators, on plain tensors.
-        return op(*args, **(kwargs or {})) if found is NotImplemented and not types else found
+        return func(*args, **(kwargs or {})) if found is NotImplemented and not types else found
     if not hasattr(mode, _SAID):
         setattr(mode, _SAID, True)
         warning = LayoutMapWarning(

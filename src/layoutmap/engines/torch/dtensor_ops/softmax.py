@@ -44,12 +44,7 @@ def _below_the_largest(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Coll
 
 
 def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Function:
-    """How a function is computed.
-
-    Args:
-        of_shards: Computes it for a shard.
-        place: The place of the element type among its arguments.
-    """
+    """Return the handler of a function whose element type is argument number `place`."""
 
     def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
         x = args[0] if args else kwargs["input"]
