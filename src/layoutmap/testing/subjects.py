@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from layoutmap.engines.launchers import launcher
 
-QUICK_XLA = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+
+def _list_quick_flags() -> str:
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags += " --xla_cpu_parallel_codegen_split_count=1"
+    with suppress(PackageNotFoundError):
+        # XLA ends the process for a flag that it does not know, and that of jaxlib 0.11 does not know this one.
+        if version("jaxlib").startswith(("0.9.", "0.10.")):
+            flags += " --xla_cpu_use_fusion_emitters=false"
+    return flags
+
+
+QUICK_XLA = _list_quick_flags()
 """Flags with which XLA compiles in a fifth of the time, for programs that run once.
 
 It then has faults of its own: it divides 0 by 0 in the gradient of some maxima, on one device, too. A difference that

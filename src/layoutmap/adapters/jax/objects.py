@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 
+from layoutmap.adapters.jax.outputs import Input
 from layoutmap.adapters.jax.private import has_plain_value, put_value
 from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.core.errors import ScopeError, listed
 
 if TYPE_CHECKING:
     from flax import nnx
-
-    from layoutmap.adapters.jax.signatures import Variant
 
 
 def _is_of_nnx(value: object, kind: str) -> bool:
@@ -58,7 +57,7 @@ class StepObjects:  # why: decisions/0186
     Attributes:
         structure: All but the arrays; equal for objects that are alike.
         names: For each object the paths of its leaves.
-        variant: What a step was compiled for with them.
+        token: The number of the structure among those of a step.
     """
 
     def __init__(self, nodes: Sequence[object]):
@@ -78,7 +77,7 @@ class StepObjects:  # why: decisions/0186
         self._owners = [path[0].key for path in paths]
         self.names = self._by_owner(map(_name, paths))
         self.structure = graphdef, jax.tree.structure(state)
-        self.variant: Variant | None = None
+        self.token = -1
         self._seen: list[tuple[Callable[[], object], list[int], list[object]]] = []
         self._look(nodes)
 
@@ -175,20 +174,15 @@ def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
 
 
 def closed_objects(
-    structure: object,
-    nodes: Sequence[object],
-    before: Sequence[object],
-    kept: Sequence[bool],
-    names: Sequence[str],
+    structure: object, nodes: Sequence[object], before: Sequence[object], inputs: Sequence[Input]
 ) -> dict[int, object]:
-    """The arrays of objects that a step has changed, by the number of the leaf.
+    """Return the arrays of objects that a step has changed or that were donated, by the number of the leaf.
 
     Args:
-        structure: What the objects were like before.
+        structure: The structure of the objects before.
         nodes: The objects.
         before: Their arrays before.
-        kept: Which of them nobody has any more, so that they are to be written again if they are the same.
-        names: Their paths.
+        inputs: The leaves of the step's arguments that these are.
 
     Raises:
         ScopeError: The step has changed more than arrays.
@@ -198,27 +192,26 @@ def closed_objects(
     graphdef, state = nnx.split(tuple(nodes))
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     if (graphdef, tree) != structure:
-        found = [_name(path) for path, _ in leaves]
+        found, names = [_name(path) for path, _ in leaves], [each.name for each in inputs]
         added, gone = [n for n in found if n not in names], [n for n in names if n not in found]
+        has_other = (
+            "their set has changed" if added or gone else "an attribute that is not an array is another one"
+        )
         raise ScopeError(
             "the step changes the structure of an object that it is given",
             facts={"added": listed(added), "removed": listed(gone)} if added or gone else {},
             why="a compiled step can only return new arrays for the Variables that it was given; "
-            + (
-                "their set has changed"
-                if added or gone
-                else "an attribute that is not an array is another one"
-            ),
+            + has_other,
             fix="change modules outside of the step; remove sown values inside it: nnx.pop(model, ...)",
         )
     return {
         number: new
-        for number, (old, (_, new)) in enumerate(zip(before, leaves, strict=True))
-        if new is not old or kept[number]
+        for number, (old, (_, new), each) in enumerate(zip(before, leaves, inputs, strict=True))
+        if new is not old or each.is_donated
     }
 
 
 def _name(path: Sequence[object]) -> str:
-    """The path of a leaf in its object, without the number of the object and the Variable's own part."""
+    """Return the path of a leaf in its object, without the number of the object and the Variable's own part."""
     parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return ".".join(parts[1:-1] if parts[-1] == "value" else parts[1:])

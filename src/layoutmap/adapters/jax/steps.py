@@ -1,19 +1,17 @@
-"""Compiled training steps that leave everything where it was.
+"""Compiled training steps that keep the layouts of their arguments.
 
-`JitStep` finds the shardings of arguments and results, and `jax.jit` with these runs the step. The file is longer than
-others since it says of each argument that it refuses why.
+`JitStep` finds the shardings of a step's arguments and results, and `jax.jit` runs the step with them.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import jax
 import jax.core
@@ -23,22 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.fingerprints import hash_lowered, versions
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
-from layoutmap.adapters.jax.outputs import Argument, choose_shardings, format_path
-from layoutmap.adapters.jax.signatures import (
-    ARRAYS,
-    NUMBERS,
-    Arguments,
-    Constants,
-    Key,
-    Variant,
-    check_leaves,
-    clear_arguments,
-    find_constants,
-    list_arguments,
-    list_parameters,
-    replace_arguments,
-    select_arguments,
-)
+from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
 from layoutmap.core.arguments import kind_of
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, brief
 from layoutmap.core.idle_dims import idle_dims_warning
@@ -49,9 +32,11 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_NUMBERS = (int, float, complex)
 
-
-_VALUES = (*ARRAYS, *NUMBERS)
+Key = int | str
+"""An argument: its position, or its name if it is passed by name."""
 
 
 @overload
@@ -144,108 +129,69 @@ def jit_step(
     return functools.partial(JitStep, **options) if function is None else JitStep(function, **options)
 
 
-class _Retraced(Exception):
-    """A compiled step was called with arguments that it is not compiled for."""
+Constants = tuple[tuple[int, type, object], ...]
+"""Values that are compiled into a step: the number, type, and value of each."""
+
+
+class _Variant(NamedTuple):
+    """The part of a call that the traced function closes over: all but its leaves, which must not be kept alive."""
+
+    keys: tuple[Key, ...]  # by position, then by name in sorted order
+    static: Constants  # of each static argument the number, type, and value
+    nodes: tuple[int, ...]  # the numbers of the arguments that are objects of nnx
+    structure: int  # the number of the structure of these objects
+    tree: Tree  # of all arguments: static ones are `None` in it, and objects of nnx are lists of arrays
+    constants: Constants  # the leaves of the tree that are no arrays
+
+    @property
+    def num_positional(self) -> int:
+        """The number of positional arguments."""
+        return sum(isinstance(key, int) for key in self.keys)
+
+    def fill_tree(self, leaves: Iterable[object], *, with_constants: bool = True) -> list[Any]:
+        """Return the arguments of some leaves; constants can be `None`."""
+        return _fill(self.tree, {n: x if with_constants else None for n, _, x in self.constants}, leaves)
+
+    def format_path(self, path: tuple[Any, ...]) -> str:
+        """Format the path of a leaf as one would write it: `args[0]['kernel']`."""
+        key = self.keys[path[0].idx]
+        return f"{'args' if isinstance(key, int) else 'kwargs'}[{key!r}]{jax.tree_util.keystr(path[1:])}"
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """The arguments of one call, with lists of arrays for objects of nnx.
+    """The arguments of one call: the leaves that are arrays, and all else."""
 
-    Args:
-        given: The arguments.
-        keys: The positions and names of the objects.
-        objects: The objects.
-        ready: The arguments as the last program takes them; `None`: they are not for it.
-    """
-
-    given: Arguments
-    keys: tuple[Key, ...]
+    variant: _Variant
+    leaves: list[Any]
     objects: StepObjects | None
-    ready: Arguments | None
+    signature: Hashable
+
+    def list_names(self) -> tuple[list[str], list[int]]:
+        """Return the name of each leaf, and the number of its argument."""
+        names, owners = list[str](), list[int]()
+        values = self.variant.fill_tree(self.leaves, with_constants=False)
+        for path, _ in jax.tree_util.tree_flatten_with_path(values)[0]:
+            owner = path[0].idx
+            owners.append(owner)
+            if self.objects is not None and owner in self.variant.nodes:
+                names.append(self.objects.names[self.variant.nodes.index(owner)][path[1].idx])
+            else:
+                names.append(self.variant.format_path(path))
+        return names, owners
 
 
 @dataclass(slots=True, eq=False)
 class _Program:  # why: decisions/0186
-    """A step, compiled for arguments of certain shapes and layouts.
+    """A step, compiled for arguments of certain shapes and layouts, as a function of their leaves."""
 
-    Args:
-        name: The name of the step.
-        variant: The part of its arguments that it closes over.
-        static: The keys of static arguments.
-        names: The path of each leaf, without static arguments.
-        keys: The argument of each leaf.
-        donated: Whether each leaf is donated.
-        tree: The tree of the leaves.
-        shardings: The sharding of each leaf.
-        places: The leaves that are not on the mesh when they are passed, and whether each is a batch.
-        unplaced: Those of them that `jax.jit` places, which are no arrays of JAX. It can place positional arguments, in
-            a single process.
-        compiled: The compiled function, which raises `_Retraced` where JAX would trace it again.
-        results: The constants of its results; set when it is traced.
-        is_traced: Whether it has run.
-    """
-
-    name: str
-    variant: Variant
-    static: frozenset[Key]
-    names: list[str]
-    keys: list[Key]
-    donated: list[bool]
-    tree: Any
-    shardings: list[NamedSharding]
-    places: dict[int, bool]
-    unplaced: set[int]
-    compiled: Any = None
-    results: Constants = field(default_factory=lambda: Constants(None, {}))
-    is_traced: bool = False
-
-    def __call__(self, given: Arguments) -> tuple[Any, dict[int, jax.Array]]:
-        """Run it; returns the results, and the new arrays of objects by the numbers of their leaves.
-
-        Raises:
-            LayoutError: An array has no values, or is donated and passed twice.
-            _Retraced: It is not compiled for these arguments.
-        """
-        leaves, tree = jax.tree.flatten(clear_arguments(given, self.static))
-        if tree != self.tree:
-            raise _Retraced
-        moved = self._place(leaves)
-        arrays = [leaf for leaf in leaves if hasattr(leaf, "is_deleted")]
-        if any(map(_is_deleted, arrays)) or len({*map(id, arrays)}) < len(arrays):
-            check_leaves(self.name, self.names, leaves, self.donated)
-        if moved:
-            given = replace_arguments(tree.unflatten(leaves), select_arguments(given, self.static))
-        args, kwargs = given
-        out = self.compiled(*args, **kwargs)
-        self.is_traced = True
-        out, changed = out if self.variant.objects else (out, {})
-        return self.results.fill(jax.tree.leaves(out)) if self.results.values else out, changed
-
-    def list_leaves(self, key: Key) -> list[int]:
-        """List the leaves of an argument."""
-        return [number for number, each in enumerate(self.keys) if each == key]
-
-    def _place(self, leaves: list[Any]) -> bool:
-        """Place leaves that are off the mesh, in the list, unless `jax.jit` does; returns whether it did.
-
-        Raises:
-            _Retraced: A leaf is no array, or in another layout.
-        """
-        moved = False
-        for number, (leaf, sharding) in enumerate(zip(leaves, self.shardings, strict=True)):
-            own = getattr(leaf, "sharding", None)
-            if own is sharding or own == sharding:
-                if number in self.unplaced:  # JAX would trace it again for an array that is on a mesh
-                    raise _Retraced
-                continue
-            if number not in self.places or isinstance(own, NamedSharding) or not isinstance(leaf, _VALUES):
-                raise _Retraced
-            if isinstance(leaf, jax.core.Tracer):
-                raise _Retraced
-            if own is not None or number not in self.unplaced:
-                leaves[number], moved = _place_leaf(leaf, sharding, self.places[number]), True
-        return moved
+    shardings: Sequence[NamedSharding]  # of the leaves
+    donated: Sequence[bool]
+    of_objects: Sequence[int]  # the leaves that are arrays of objects of nnx
+    compiled: Any = None  # returns the leaves of the results, and the new arrays of objects
+    result_shardings: tuple[Sequence[object], object] = ((), None)
+    tree: Tree = None  # of the results, set when the function is traced
+    constants: dict[int, object] = field(default_factory=dict[int, object])  # the results that are no arrays
 
 
 class JitStep:
@@ -264,38 +210,33 @@ class JitStep:
         functools.update_wrapper(self, function)
         self._function = function
         self._name = getattr(function, "__name__", "step")
-        self._parameters = list_parameters(function)
+        self._parameters = _list_parameters(function)
         self._last_number = max(_as_tuple(donate_argnums) + _as_tuple(batch_argnums), default=-1)
-        self._donate = self._keys(donate_argnums)
-        self._static = self._keys(static_argnums, static_argnames)
+        self._donate = self._find_keys(donate_argnums)
+        self._static = self._find_keys(static_argnums, static_argnames)
         self._batch_dim = batch_dim
-        self._batches = None if batch_argnums is None else self._keys(batch_argnums)
-        self._variants: list[Variant] = []
+        self._batches = None if batch_argnums is None else self._find_keys(batch_argnums)
+        # For the signature of a call the program, and the leaves to place before it runs: whether each is a batch.
+        self._entries: dict[Hashable, tuple[_Program, dict[int, bool]]] = {}
+        self._last: tuple[Hashable, Any] = None, None
         self._programs: dict[Hashable, _Program] = {}
-        self._last: _Program | None = None
+        self._structures: list[object] = []
         self._objects: StepObjects | None = None
         self._has_stepped = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step; the first time for arguments of this kind, compile it."""
-        call, last = self._read((args, kwargs)), self._last
-        out = None
-        if last is not None and call.ready is not None:
-            with suppress(_Retraced):
-                out = last(call.ready)
-        if out is None:
-            program, given = self._prepare(call, ARRAYS)
+        call = self._read_call(args, kwargs)
+        # To compare signatures is faster than to hash one, since their parts are mostly the same objects.
+        if call.signature != self._last[0]:
             try:
-                out = program(given)
-            except _Retraced:  # a setting of JAX that its traces depend on has changed
-                self._programs.clear()
-                program, given = self._prepare(call, ARRAYS)
-                out = program(given)
-            self._last = program
-        results, changed = out
-        if call.objects is not None:
-            call.objects.write(changed)
-        return results
+                entry = self._entries.get(call.signature)
+            except TypeError:  # a static argument has no hash, which is refused below
+                entry = None
+            if entry is None:
+                entry = self._entries[call.signature] = self._find_program(call, _ARRAYS)
+            self._last = call.signature, entry
+        return self._run(call, *self._last[1])
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """Return the step lowered for arguments, as `jax.jit(..).lower` does; nothing is run.
@@ -306,182 +247,195 @@ class JitStep:
             args: The arguments of the step; shapes may stand for arrays: `jax.ShapeDtypeStruct`.
             kwargs: Those by name.
         """
-        program, given = self._prepare(self._read((args, kwargs)), (*ARRAYS, jax.ShapeDtypeStruct))
-        return program.compiled.lower(*given[0], **given[1])
+        call = self._read_call(args, kwargs)
+        program, _ = self._find_program(call, (*_ARRAYS, jax.ShapeDtypeStruct))
+        variant = call.variant
 
-    def _read(self, given: Any) -> _Call:
-        """Read the arrays of objects of nnx, and see whether the last program is for arguments like these."""
-        keys: tuple[Key, ...] = ()
-        objects, variant = None, None if self._last is None else self._last.variant
+        def fill_results(leaves: Sequence[object], changed: object) -> object:
+            out = _fill(program.tree, dict.fromkeys(program.constants), leaves)
+            return (out, changed) if variant.nodes else out
+
+        def run(*args: object, **kwargs: object) -> object:
+            return fill_results(*program.compiled.__wrapped__(*jax.tree.leaves((args, kwargs))))
+
+        run.__name__ = run.__qualname__ = self._name
+        shapes = map(_describe_shape, call.leaves, program.shardings)
+        values = zip(variant.keys, variant.fill_tree(shapes, with_constants=False), strict=True)
+        given = [(key, value) for key, value in values if key not in self._static]
+        positions = [key for key, _ in given if isinstance(key, int)]
+        named = {key: value for key, value in given if isinstance(key, str)}
+        return jax.jit(
+            run,
+            out_shardings=fill_results(*program.result_shardings),
+            donate_argnums=[n for n, key in enumerate(positions) if key in self._donate],
+            donate_argnames=[key for key in named if key in self._donate],
+        ).lower(*(value for _, value in given[: len(positions)]), **named)
+
+    def _read_call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> _Call:
+        keys: tuple[Key, ...] = (*range(len(args)), *sorted(kwargs))
+        values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        static: Constants = ()
+        if self._static:
+            static = tuple(
+                (n, type(values[n]), values[n]) for n, key in enumerate(keys) if key in self._static
+            )
+            for n, *_ in static:
+                values[n] = None
+        objects, nodes = None, ()
         if "flax.nnx" in sys.modules:
-            found = [(key, each) for key, each in list_arguments(given) if is_object(each)]
-            if found:
-                keys = tuple(key for key, _ in found)
-                objects, arrays = self._read_objects([each for _, each in found])
-                given = replace_arguments(given, zip(keys, arrays, strict=True))
-        ready = given
-        if variant is None or variant.objects != keys or (objects and objects.variant is not variant):
-            ready = None
-        elif variant.constants.values:
-            leaves, tree = jax.tree.flatten(clear_arguments(given, self._static))
-            is_same = variant.constants.match(leaves, tree)
-            ready = self._empty(variant.constants, leaves, given) if is_same else None
-        return _Call(given, keys, objects, ready)
+            nodes = tuple(n for n, value in enumerate(values) if is_object(value))
+        if nodes:
+            objects, arrays = self._read_objects([values[n] for n in nodes])
+            for n, each in zip(nodes, arrays, strict=True):
+                values[n] = each
+        leaves, tree = jax.tree.flatten(values)
+        avals = [getattr(leaf, "aval", None) for leaf in leaves]
+        others = {n: leaves[n] for n, aval in enumerate(avals) if aval is None}
+        found = find_constants(tree, others) if others else {}
+        if found:
+            leaves = [leaf for n, leaf in enumerate(leaves) if n not in found]
+        constants = tuple((n, type(value), value) for n, value in found.items())
+        types = [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in others.values()]
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        variant = _Variant(keys, static, nodes, objects.token if objects else -1, tree, constants)
+        return _Call(variant, leaves, objects, (variant, tuple(avals), tuple(types), tuple(shardings)))
 
     def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
+        """Return objects of nnx that were looked through, and their arrays."""
         objects = self._objects
         arrays = objects.read() if objects is not None and objects.are(nodes) else None
         if objects is None or arrays is None:
             self._objects = objects = StepObjects(nodes)
             arrays = objects.read() or []
+            if objects.structure not in self._structures:
+                self._structures.append(objects.structure)
+            objects.token = self._structures.index(objects.structure)
         return objects, arrays
 
-    def _empty(self, constants: Constants, leaves: Sequence[object], given: Arguments) -> Arguments:
-        return replace_arguments(constants.empty(leaves), select_arguments(given, self._static))
-
-    def _variant(self, call: _Call) -> tuple[Variant, Arguments]:
-        """Return the variant for a call, and its arguments with `None` for each constant."""
-        others = clear_arguments(call.given, self._static)
-        constants, leaves = find_constants(others), jax.tree.leaves(others)
-        structure = call.objects.structure if call.objects is not None else None
-        self._check_arguments(call.given, others, constants)
-        for known in self._variants:
-            same = known.objects == call.keys and known.structure == structure
-            # Without constants one variant is for every tree.
-            same = same and known.constants.values.keys() == constants.values.keys()
-            if same and (not constants.values or known.constants.match(leaves, constants.tree)):
-                break
-        else:
-            known = Variant(call.keys, structure, constants)
-            self._variants.append(known)
-        return known, self._empty(constants, leaves, call.given) if constants.values else call.given
-
-    def _check_arguments(self, given: Arguments, others: Arguments, constants: Constants) -> None:
-        if self._last_number >= max(len(given[0]), len(self._parameters)):
-            raise ScopeError(
-                f"{self._name}: there is no argument {self._last_number}",
-                why=f"it is called with {len(given[0])} positional arguments, and donate_argnums and batch_argnums "
-                "count these from 0",
-                fix="pass it by position, or leave its number out",
-            )
-        for key, value in select_arguments(given, self._static):
-            try:
-                hash(value)
-            except TypeError as error:
-                raise ScopeError(
-                    f"{self._name}: the static argument {key} cannot be hashed",
-                    facts={"value": brief(value)},
-                    why=f"a step is compiled once for each value of it: {error}",
-                    fix="pass a tuple in place of a list, or a frozen dataclass in place of a dict",
-                ) from error
-        found = jax.tree_util.tree_flatten_with_path((tuple(others[0]), others[1]), is_leaf=is_object)[0]
-        for path, leaf in found:
-            if is_object(leaf):
-                raise ScopeError(
-                    f"{self._name}: {format_path(path)} is an object of nnx inside of another argument",
-                    facts={"type": type(leaf).__name__},
-                    why="only objects that are arguments themselves are changed in place",
-                    fix="pass it as an argument of its own",
-                )
-        for number in constants.values:
-            if len(path := found[number][0]) == 2:
-                self._refuse(format_path(path), constants.values[number])
-
-    def _refuse(self, name: str, leaf: object) -> NoReturn:
-        raise LayoutError(
-            f"{self._name}: {name} is not an array",
-            why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
-            fix="make it a constant of the step: static_argnums=.., or functools.partial; or pass its arrays only",
-        )
-
-    def _keys(self, numbers: int | Sequence[int], names: str | Sequence[str] = ()) -> frozenset[Key]:
-        """Return arguments by position and by name, each by both where the function's signature has both."""
-        known = self._parameters
-        at = [n + len(known) if n < 0 else n for n in _as_tuple(numbers)]
-        named = {names} if isinstance(names, str) else {*names}
-        named |= {known[n] for n in at if n < len(known)}
-        return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
-
-    def _prepare(self, call: _Call, kinds: tuple[type, ...]) -> tuple[_Program, Arguments]:
-        """Return the program for a call, and its arguments with those off the mesh placed on it."""
-        variant, given = self._variant(call)
-        found, tree = jax.tree_util.tree_flatten_with_path(clear_arguments(given, self._static))
-        paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
-        keys: list[Key] = [path[1].idx if path[0].idx == 0 else path[1].key for path in paths]
-        names = [
-            call.objects.names[variant.objects.index(key)][path[2].idx]
-            if call.objects is not None and key in variant.objects
-            else format_path(path)
-            for key, path in zip(keys, paths, strict=True)
-        ]
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            raise ScopeError(
-                f"{self._name}: it is called inside of another traced function",
-                why="a compiled step places its arguments on devices, and traced arguments are on none",
-                fix=f"call the function itself there: {self._name}.__wrapped__(...)",
-            )
-        check_leaves(self._name, names, leaves, [])
-        mesh, native = self._find_mesh(names, leaves)
-        places: dict[int, bool] = {}
-        can_place, unplaced = not given[1] and not native.is_multi_process, set[int]()
-        shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in leaves]
-        for number, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
-            sharding = shardings[number]
-            if not isinstance(leaf, kinds + NUMBERS):
-                self._refuse(names[number], leaf)
-            if sharding is None or 1 == len(sharding.device_set) < mesh.size:
-                is_batch = key not in variant.objects and self._is_batch(key, leaf, names[number])
-                if is_batch:
-                    self._check_rows(mesh, native, np.shape(leaf), names[number])
-                specs = [self._batch_dim] if is_batch and np.ndim(leaf) else []
-                target = NamedSharding(native, PartitionSpec(*specs, *[None] * (np.ndim(leaf) - len(specs))))
-                places[number], shardings[number] = is_batch, target
-                if can_place and not isinstance(leaf, jax.Array) and key not in variant.objects:
-                    unplaced.add(number)
-                else:
-                    leaves[number] = _place_leaf(leaf, target, is_batch)
-        given = replace_arguments(tree.unflatten(leaves), select_arguments(given, self._static))
-        static = tuple((k, type(value), value) for k, value in select_arguments(given, self._static))
-        avals = tuple(map(jax.typeof, leaves))
-        signature = variant, static, tree, tuple(shardings), avals, frozenset(unplaced)
-        if signature not in self._programs:
-            donated = [key in self._donate for key in keys]
-            program = _Program(
-                self._name, variant, self._static, names, keys, donated, tree, shardings, places, unplaced
-            )
-            self._compile(program, given)
-            if any(_may_be_batch(np.shape(leaves[n]), is_batch) for n, is_batch in places.items()):
-                self._warn_of_idle_dims(mesh, shardings, program.compiled, given)
-            if native.is_multi_process:
-                self._compare(mesh, program.compiled, given)
-            self._programs[signature] = program
-        program = self._programs[signature]
-        program.places.update(places)
+    def _run(self, call: _Call, program: _Program, places: Mapping[int, bool]) -> object:
+        """Run a program and return the results of the step."""
+        leaves = call.leaves
+        arrays = [leaf for leaf in leaves if hasattr(leaf, "is_deleted")]
+        if True in [array.is_deleted() for array in arrays]:
+            self._check_leaves(call, leaves)
+        if places:
+            leaves = [*leaves]
+            for n, is_batch in places.items():
+                leaves[n] = _place_leaf(leaves[n], program.shardings[n], is_batch)
+            if call.objects is not None:  # their arrays are on the mesh from now on
+                call.objects.write({at: leaves[n] for at, n in enumerate(program.of_objects) if n in places})
+        if len({*map(id, arrays)}) < len(arrays):
+            self._check_leaves(call, leaves, program.donated)
+        out, changed = program.compiled(*leaves)
         if call.objects is not None:
-            call.objects.variant = variant
-            # Those that were off the mesh are on it from now on.
-            of_objects = [n for key in variant.objects for n in program.list_leaves(key)]
-            call.objects.write({at: leaves[n] for at, n in enumerate(of_objects) if n in places})
-        return program, given
+            call.objects.write(changed)
+        return _fill(program.tree, program.constants, out)
 
-    def _warn_of_idle_dims(
-        self, mesh: Mesh, shardings: Sequence[NamedSharding], compiled: jax.stages.Wrapped, arguments: Any
-    ) -> None:
-        """Warn at the first step about mesh dims that shard no argument, and that the function itself does not use."""
-        if self._has_stepped:
-            return
-        self._has_stepped = True
-        used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))} | {self._batch_dim}
-        idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
-        if idle:  # lowering takes time, so it is done for such meshes alone
-            args, kwargs = arguments
-            lines = compiled.lower(*args, **kwargs).as_text().splitlines()
-            # Shardy names a dim wherever it is used. Another partitioner numbers devices, so nothing is known then.
-            uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
-            idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
-        if idle:
-            warning = idle_dims_warning(self._name, mesh, idle, self._batch_dim, "jit_step")
-            warnings.warn(warning, stacklevel=level_of_user())
+    def _find_program(self, call: _Call, kinds: tuple[type, ...]) -> tuple[_Program, dict[int, bool]]:
+        """Return the program for a call, and the leaves to place before it runs: whether each is a batch."""
+        self._check_arguments(call)
+        self._check_leaves(call, call.leaves)
+        names, owners = call.list_names()
+        mesh, native = self._find_mesh(names, call.leaves)
+        off_mesh, places, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
+        shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
+        for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
+            if not isinstance(leaf, kinds + _NUMBERS):
+                self._refuse(names[n], leaf)
+            if sharding is None or 1 == len(sharding.device_set) < mesh.size:
+                is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
+                is_batch = not is_of_object and self._is_batch(call.variant.keys[owners[n]], leaf, names[n])
+                if is_batch:
+                    self._check_rows(mesh, native, np.shape(leaf), names[n])
+                dims = [self._batch_dim if is_batch else None] * min(rank, 1) + [None] * (rank - 1)
+                shardings[n], off_mesh[n] = NamedSharding(native, PartitionSpec(*dims)), is_batch
+                if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object:
+                    places[n] = is_batch
+            # Leaves that jax.jit places are not on the mesh when it traces them.
+            is_placed_by_jit = n in off_mesh and n not in places
+            shapes.append(_describe_shape(leaf, None if is_placed_by_jit else shardings[n]))
+        avals, by_jit = tuple(map(jax.typeof, shapes)), frozenset(off_mesh.keys() - places)
+        signature = call.variant, avals, tuple(shardings), by_jit
+        if signature not in self._programs:
+            with_layouts = {owner for n, owner in enumerate(owners) if n not in off_mesh}
+            inputs = list[Input]()
+            for name, owner, shape, sharding in zip(names, owners, shapes, shardings, strict=True):
+                is_donated = call.variant.keys[owner] in self._donate
+                kept = sharding if is_donated or owner in with_layouts else None
+                inputs.append(Input(name, shape.shape, kept, is_donated))
+            program = self._compile(call, inputs, owners, shardings, shapes)
+            if any(
+                s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _SMALL))
+                for n, s in enumerate(shapes)
+            ):
+                self._warn_of_idle_dims(mesh, shardings, program.compiled, shapes)
+            if native.is_multi_process:
+                # On CPUs, the step before and what is gathered could block each other.
+                jax.block_until_ready(call.leaves)
+                gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
+                lowered = hash_lowered(self._name, program.compiled.lower(*shapes))
+                check_program(self._name, [*versions("jax", "jaxlib"), lowered], gather)
+            self._programs[signature] = program
+        return self._programs[signature], places
+
+    def _compile(
+        self,
+        call: _Call,
+        inputs: Sequence[Input],
+        owners: Sequence[int],
+        shardings: Sequence[NamedSharding],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+    ) -> _Program:
+        """Trace the step for leaves of some shapes and shardings, and choose the shardings of its results."""
+        variant, structure = call.variant, call.objects.structure if call.objects is not None else None
+        of_objects = [n for n, owner in enumerate(owners) if owner in variant.nodes]
+        program = _Program(shardings, [each.is_donated for each in inputs], of_objects)
+
+        def run(*leaves: Any) -> tuple[list[Any], dict[int, object]]:
+            values, before = variant.fill_tree(leaves), [leaves[n] for n in of_objects]
+            opened = open_objects(structure, before) if variant.nodes else ()
+            for n, value in (
+                *zip(variant.nodes, opened, strict=True),
+                *((n, x) for n, _, x in variant.static),
+            ):
+                values[n] = value
+            count = variant.num_positional
+            named = dict(zip(map(str, variant.keys[count:]), values[count:], strict=True))
+            out = self._function(*values[:count], **named)
+            self._check_results(out)
+            found, program.tree = jax.tree.flatten(out)
+            program.constants = find_constants(program.tree, dict(enumerate(found)))
+            arrays = [leaf for n, leaf in enumerate(found) if n not in program.constants]
+            changed_from = [inputs[n] for n in of_objects]
+            return arrays, closed_objects(structure, opened, before, changed_from) if variant.nodes else {}
+
+        run.__name__ = run.__qualname__ = self._name
+        donate = [n for n, each in enumerate(inputs) if each.is_donated]
+        # JAX traces a function once for both.
+        traced = jax.jit(run, donate_argnums=donate).trace(*shapes)
+        arrays, changed = traced.out_info
+        results = _fill(program.tree, dict.fromkeys(program.constants), arrays)
+        program.result_shardings = (
+            choose_shardings(results, traced.jaxpr.jaxpr, inputs, self._list_arguments(variant)),
+            {n: shardings[of_objects[n]] for n in changed},
+        )
+        program.compiled = jax.jit(
+            run, in_shardings=tuple(shardings), out_shardings=program.result_shardings, donate_argnums=donate
+        )
+        return program
+
+    def _list_arguments(self, variant: _Variant) -> list[Place]:
+        """List the arguments that results can replace, in the order of the function's own."""
+        leaves = range(variant.tree.num_leaves - len(variant.constants))
+        values = variant.fill_tree(leaves, with_constants=False)
+        start, found = 0, list[tuple[int, Place]]()
+        for number, (key, value) in enumerate(zip(variant.keys, values, strict=True)):
+            tree = jax.tree.structure(value)
+            if number not in variant.nodes and key not in self._static:
+                known = [*self._parameters, key]
+                found.append((key if isinstance(key, int) else known.index(key), (tree, start)))
+            start += tree.num_leaves
+        return [place for _, place in sorted(found, key=lambda each: each[0])]
 
     def _find_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
@@ -538,49 +492,66 @@ class JitStep:
                 fix=f"take a batch of {rows} rows, pad it to {rows + size}, or leave batch_dim out",
             )
 
-    def _compile(self, program: _Program, given: Arguments) -> None:
-        """Compile the step for arguments that are on the mesh, with the shardings of arguments and results."""
-        (args, kwargs), objects = given, program.variant.objects
-        names = [program.names[n] for key in objects for n in program.list_leaves(key)]
-        options = _options("donate", self._donate & {*range(len(args)), *kwargs})
-        options |= _options("static", (key for key, _ in select_arguments(given, self._static)))
+    def _warn_of_idle_dims(
+        self,
+        mesh: Mesh,
+        shardings: Sequence[NamedSharding],
+        compiled: jax.stages.Wrapped,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+    ) -> None:
+        """Warn at the first step about mesh dims that shard no argument, and that the function itself does not use."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))} | {self._batch_dim}
+        idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
+        if idle:  # lowering takes time, so it is done for such meshes alone
+            lines = compiled.lower(*shapes).as_text().splitlines()
+            # Shardy names a dim wherever it is used. Another partitioner numbers devices, so nothing is known then.
+            uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
+            idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
+        if idle:
+            warning = idle_dims_warning(self._name, mesh, idle, self._batch_dim, "jit_step")
+            warnings.warn(warning, stacklevel=level_of_user())
 
-        def run(*args: Any, **kwargs: Any) -> object:
-            if program.is_traced and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-                raise _Retraced
-            traced = list(args), kwargs
-            before = [leaf for _, arrays in select_arguments(traced, objects) for leaf in arrays]
-            nodes = open_objects(program.variant.structure, before) if objects else ()
-            out = self._call(program.variant, traced, nodes)
-            program.results.tree, program.results.values = (found := find_constants(out)).tree, found.values
-            out = found.empty(jax.tree.leaves(out))
-            if not objects:
-                return out
-            kept = [key in self._donate for key, arrays in select_arguments(traced, objects) for _ in arrays]
-            return out, closed_objects(program.variant.structure, nodes, before, kept, names)
-
-        run.__name__ = run.__qualname__ = self._name
-        # JAX traces a function once for both.
-        traced = jax.jit(run, **options).trace(*args, **kwargs)
-        out, changed = traced.out_info if objects else (traced.out_info, {})
-        shardings = choose_shardings(out, traced.jaxpr.jaxpr, self._arguments(program, given))
-        if objects:
-            of_objects = [program.shardings[n] for key in objects for n in program.list_leaves(key)]
-            shardings = shardings, {n: of_objects[n] for n in changed}
-        if not kwargs:  # of which jax.jit takes no shardings
-            placed = program.tree.unflatten(program.shardings)[0]
-            options["in_shardings"] = tuple(
-                each for key, each in enumerate(placed) if key not in self._static
+    def _check_arguments(self, call: _Call) -> None:
+        variant = call.variant
+        if self._last_number >= max(variant.num_positional, len(self._parameters)):
+            raise ScopeError(
+                f"{self._name}: there is no argument {self._last_number}",
+                why=f"it is called with {variant.num_positional} positional arguments, and donate_argnums and "
+                "batch_argnums count these from 0",
+                fix="pass it by position, or leave its number out",
             )
-        program.compiled = jax.jit(run, out_shardings=shardings, **options)
+        for number, _, value in variant.static:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise ScopeError(
+                    f"{self._name}: the static argument {variant.keys[number]} cannot be hashed",
+                    facts={"value": brief(value)},
+                    why=f"a step is compiled once for each value of it: {error}",
+                    fix="pass a tuple in place of a list, or a frozen dataclass in place of a dict",
+                ) from error
+        values, constants = variant.fill_tree(call.leaves), [id(value) for *_, value in variant.constants]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(values, is_leaf=is_object)[0]:
+            if is_object(leaf):
+                raise ScopeError(
+                    f"{self._name}: {variant.format_path(path)} is an object of nnx inside of another argument",
+                    facts={"type": type(leaf).__name__},
+                    why="only objects that are arguments themselves are changed in place",
+                    fix="pass it as an argument of its own",
+                )
+            if isinstance(leaf, jax.core.Tracer):
+                raise ScopeError(
+                    f"{self._name}: it is called inside of another traced function",
+                    why="a compiled step places its arguments on devices, and traced arguments are on none",
+                    fix=f"call the function itself there: {self._name}.__wrapped__(...)",
+                )
+            if len(path) == 1 and id(leaf) in constants:
+                self._refuse(variant.format_path(path), leaf)
 
-    def _call(self, variant: Variant, given: Arguments, nodes: Sequence[object]) -> object:
-        """Call the function itself, with constants and objects for the arguments of the compiled one."""
-        static = select_arguments(given, self._static)
-        if variant.constants.values:
-            given = variant.constants.fill(jax.tree.leaves(clear_arguments(given, self._static)))
-        args, kwargs = replace_arguments(given, [*static, *zip(variant.objects, nodes, strict=True)])
-        out = self._function(*args, **kwargs)
+    def _check_results(self, out: object) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)[0]:
             if is_object(leaf):
                 raise ScopeError(
@@ -589,64 +560,95 @@ class JitStep:
                     why="objects of nnx are changed in place, and what is returned would be a copy",
                     fix="return the loss and metrics only",
                 )
-        return out
 
-    def _arguments(self, program: _Program, given: Arguments) -> list[Argument]:
-        """List the arguments that results can replace, in the order of the function's own."""
-        found: list[tuple[int, Argument]] = []
-        start = 0
-        for key, each in list_arguments(clear_arguments(given, self._static)):
-            leaves, tree = jax.tree.flatten(each)
-            numbers = range(start, start + len(leaves))
-            start = numbers.stop
-            if key in self._static or key in program.variant.objects:
-                continue
-            is_donated = key in self._donate
-            has_layouts = is_donated or any(n not in program.places for n in numbers)
-            of = slice(numbers.start, numbers.stop)
-            shardings = program.shardings[of] if has_layouts else []
-            names, shapes = program.names[of], [np.shape(leaf) for leaf in leaves]
-            argument = Argument(tree, numbers.start, names, shapes, shardings, is_donated)
-            place = len(self._parameters) if key not in self._parameters else self._parameters.index(str(key))
-            found.append((key if isinstance(key, int) else place, argument))
-        return [argument for _, argument in sorted(found, key=lambda each: each[0])]
+    def _check_leaves(self, call: _Call, leaves: Sequence[object], donated: Sequence[bool] = ()) -> None:
+        """Check that arrays have values, and that no donated one is passed twice; XLA would end the process."""
+        seen: dict[int, int] = {}
+        for number, leaf in enumerate(leaves):
+            first = seen.setdefault(id(leaf), number)
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise LayoutError(
+                    f"{self._name}: {call.list_names()[0][number]} was donated, and has no values any more",
+                    why="an earlier step, or another compiled function, has reused the memory of this array for its "
+                    "results",
+                    fix="pass on what the step returned: state = step(state, batch); or donate less: donate_argnums",
+                )
+            if first != number and donated and (donated[first] or donated[number]):
+                names, _ = call.list_names()
+                raise LayoutError(
+                    f"{self._name}: {names[first]} and {names[number]} are the same array, which is donated",
+                    why="the memory of a donated array is reused for results, so it can be passed only once",
+                    fix="pass a copy of one of them: jax.tree.map(jnp.copy, ..); or donate less: donate_argnums",
+                )
 
-    def _compare(self, mesh: Mesh, compiled: jax.stages.Wrapped, given: Arguments) -> None:
-        """Refuse a step that is another one in another process of a mesh."""
-        args, kwargs = given
-        # On CPUs, the step before and what is gathered could block each other.
-        jax.block_until_ready(clear_arguments(given, self._static))
-        gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
-        lowered = hash_lowered(self._name, compiled.lower(*args, **kwargs))
-        check_program(self._name, [*versions("jax", "jaxlib"), lowered], gather)
+    def _refuse(self, name: str, leaf: object) -> NoReturn:
+        raise LayoutError(
+            f"{self._name}: {name} is not an array",
+            why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
+            fix="make it a constant of the step: static_argnums=.., or functools.partial; or pass its arrays only",
+        )
+
+    def _find_keys(self, numbers: int | Sequence[int], names: str | Sequence[str] = ()) -> frozenset[Key]:
+        """Return arguments by position and by name, each by both where the function's signature has both."""
+        known = self._parameters
+        at = [n + len(known) if n < 0 else n for n in _as_tuple(numbers)]
+        named = {names} if isinstance(names, str) else {*names}
+        named |= {known[n] for n in at if n < len(known)}
+        return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
 
 
-def _may_be_batch(shape: tuple[int, ...], is_batch: bool) -> bool:
-    """Whether an argument off the mesh has rows: what was taken as a batch, or is too large for a number or a key."""
-    return bool(shape) and (is_batch or math.prod(shape) > _SMALL)
+# why: decisions/0186
+def find_constants(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object]:
+    """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
+
+    A leaf with arrays of its own, as JAX or numpy would read them, is none, and neither is one that has no hash.
+    """
+    plain = {n: x for n, x in leaves.items() if not (hasattr(x, "shape") or hasattr(x, "__array__"))}
+    in_modules = _find_modules(tree) if plain and "equinox" in sys.modules else ()
+    return {
+        n: leaf
+        for n, leaf in plain.items()
+        if (n in in_modules if isinstance(leaf, _NUMBERS) else isinstance(leaf, Hashable))
+    }
 
 
-def _is_deleted(array: jax.Array) -> bool:
-    return array.is_deleted()
+@functools.lru_cache
+def _find_modules(tree: Tree) -> frozenset[int]:
+    """Return the leaves of a tree that are in modules of Equinox, by their numbers."""
+    module = sys.modules["equinox"].Module
+    numbers = tree.unflatten(range(tree.num_leaves))
+    tops = jax.tree.leaves(numbers, is_leaf=lambda value: isinstance(value, module))
+    return frozenset(n for top in tops if isinstance(top, module) for n in jax.tree.leaves(top))
+
+
+def _fill(tree: Tree, constants: Mapping[int, object], others: Iterable[object]) -> Tree:
+    """Return a tree of constants and its other leaves."""
+    if not constants:
+        return tree.unflatten(others)
+    rest = iter(others)
+    return tree.unflatten([constants[n] if n in constants else next(rest) for n in range(tree.num_leaves)])
+
+
+def _describe_shape(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+
+def _list_parameters(function: Callable[..., object]) -> list[str]:
+    """List the names of a function's arguments that can be passed by position, if its signature is known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _as_tuple(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
 
 
-def _options(what: str, keys: Iterable[Key]) -> dict[str, Any]:
-    """Return the options of `jax.jit` that name arguments, by position and by name."""
-    every = [*keys]
-    return {
-        f"{what}_argnums": [key for key in every if isinstance(key, int)],
-        f"{what}_argnames": [key for key in every if isinstance(key, str)],
-    }
-
-
-def _place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array | jax.ShapeDtypeStruct:
+def _place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
     """Place a leaf on the mesh. A number becomes an array of a weak type, as where JAX traces it."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(sharding=sharding)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)
