@@ -97,7 +97,7 @@ def drawn_child(seed: int) -> None:
 
     from layoutmap.testing import models
 
-    case = models.draw(seed).with_sgd
+    case = models.draw(seed).to_sgd()
     keras.utils.set_random_seed(0)
     plain = case.make_model()
     keras.utils.set_random_seed(0)

@@ -15,8 +15,8 @@ from typing import Any
 
 from layoutmap.core.text_table import text_table
 from layoutmap.testing.laws import LAWS
-from layoutmap.testing.schedule import Tried
-from layoutmap.testing.subjects import SUBJECTS, subject_named
+from layoutmap.testing.schedule import LawResult
+from layoutmap.testing.subjects import SUBJECTS, get_subject
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, KEPT = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence.json"
@@ -24,7 +24,7 @@ OUTCOMES = ("held", "wrong", "failed", "not tried")
 Counts = dict[str, dict[str, Any]]
 
 
-def counted(tried: Iterable[Tried]) -> Counts:
+def counted(tried: Iterable[LawResult]) -> Counts:
     """Return the counts by subject: cases, those that the plan refused, seeds, and the outcomes of each law."""
     counts: Counts = {}
     cases: dict[str, dict[int, list[str]]] = {}
@@ -47,7 +47,7 @@ def summary(counts: Counts) -> str:
     rows: list[list[str]] = []
     for subject, of_subject in counts.items():
         cases = f"{of_subject['cases']} cases, {of_subject['refused']} refused by the plan"
-        rows.append([subject_named(subject).title, cases, "", "", "", ""])
+        rows.append([get_subject(subject).title, cases, "", "", "", ""])
         for law, outcomes in of_subject["laws"].items():
             rows.append(["", law, *(str(outcomes[each] or "") for each in OUTCOMES)])
     return "\n".join(text_table(["", "law", *OUTCOMES], rows, OUTCOMES))
