@@ -364,7 +364,7 @@ class ScopeContract(AdapterContract):
             make_model()
             raise ZeroDivisionError
 
-    def test_another_thread_is_left_alone(self):
+    def test_a_scope_does_not_affect_other_threads(self):
         """During a scope, a model that another thread builds is unsharded."""
         name, make_model = self.get_first_model()
         models: list[Any] = []

@@ -47,10 +47,10 @@ def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterat
     """
     dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
     law = "a save that is killed leaves the steps before it, for any mesh"
-    yield run_law(law, lambda: _load_steps(engine, dims, random.Random(seed))), ""
+    yield run_law(law, lambda: _check_saved_steps(engine, dims, random.Random(seed))), ""
 
 
-def _load_steps(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
+def _check_saved_steps(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
     """Yield each step that has other values on the mesh than when it was saved."""
     constant = ConstantModel(engine, dims)
     with tempfile.TemporaryDirectory() as own_folder:

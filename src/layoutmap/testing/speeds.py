@@ -43,7 +43,7 @@ def try_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
     dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
     for law, measure in _MEASUREMENTS.items():
         figures: list[dict[str, Any]] = []
-        yield run_law(law, partial(_collect, figures, measure(engine, dims)), figures), ""
+        yield run_law(law, partial(_collect_figures, figures, measure(engine, dims)), figures), ""
 
 
 def load_speeds(engine: str) -> Any:
@@ -64,7 +64,7 @@ def load_speeds(engine: str) -> Any:
     return importlib.import_module(_SPEEDS[engine])
 
 
-def _collect(figures: list[dict[str, Any]], measurement: Iterator[dict[str, Any]]) -> Iterable[str]:
+def _collect_figures(figures: list[dict[str, Any]], measurement: Iterator[dict[str, Any]]) -> Iterable[str]:
     """Append measurements to `figures`. Returns no differences."""
     try:
         figures.extend(measurement)

@@ -130,7 +130,7 @@ def _predict_step(speeds: Speeds, on: str | None) -> dict[str, float]:
 
     Returns an empty mapping if the prediction fails, since the report is useful without it.
     """
-    if not (speeds.step and (on or speeds.is_enough)):
+    if not (speeds.step and (on or speeds.has_enough_figures)):
         return {}
     with (
         tempfile.NamedTemporaryFile("w", suffix=".yaml") as file,

@@ -149,7 +149,7 @@ class Report:
             LayoutMapError: No engine was measured.
         """
         for speeds in self.speeds:
-            if speeds.is_enough:
+            if speeds.has_enough_figures:
                 devices, topology = (
                     self.facts[f"{speeds.engine} {name}"] for name in ("devices", "topology")
                 )

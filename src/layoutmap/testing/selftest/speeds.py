@@ -57,7 +57,7 @@ class Speeds:
     predicted: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
-    def is_enough(self) -> bool:
+    def has_enough_figures(self) -> bool:
         """Whether there are enough figures for a machine file."""
         return bool(self._collectives) and "memory" in self._best
 

@@ -110,14 +110,14 @@ class JaxBuilder(ModelBuilder):
         }
         if not usable.get(wrapper) or kind in self._library.unsupported.get(wrapper, ()):
             kind, code = self._draw_layer(shape) if axis else (kind, code)
-            return self._put(kind, "", code, value)
+            return self._append_layer(kind, "", code, value)
         if wrapper != "experts":
             number = self.choices.pick(2, 3) if wrapper == "scan" else 0
             after = (shape[axis - 1], *after) if axis else after
-            return self._put(kind, wrapper, (call, contents, after), value, number=number, axis=axis)
+            return self._append_layer(kind, wrapper, (call, contents, after), value, number=number, axis=axis)
         number = self.choices.pick(4, 2, 3)
         gate = self.add_linear(value, number)
-        experts = self._put(kind, wrapper, code, value, number=number)
+        experts = self._append_layer(kind, wrapper, code, value, number=number)
         return self._add_line(f'jnp.einsum("e...w,...e->...w", {experts}, jax.nn.softmax({gate}))', after)
 
     def _draw_layer(self, shape: Shape) -> tuple[str, LayerCode]:
@@ -130,7 +130,7 @@ class JaxBuilder(ModelBuilder):
 
         return self.draw_kind(weights, draw)
 
-    def _put(
+    def _append_layer(
         self, kind: str, wrapper: str, code: LayerCode, value: str, *, number: int = 0, axis: int = 0
     ) -> str:
         """Add a layer and its call.
@@ -239,7 +239,7 @@ class JaxBuilder(ModelBuilder):
         *places, features = self.shapes[value]
         contents, call = self._library.linear
         code = call, _resize(contents, features, width), (*places, width)
-        return self._put("linear", "", code, value)
+        return self._append_layer("linear", "", code, value)
 
     def _merge_places(self, value: str) -> str:
         """Flatten or reduce all axes to one axis of features."""

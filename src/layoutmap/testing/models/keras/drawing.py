@@ -53,8 +53,8 @@ class _KerasBuilder(ModelBuilder):
             return value
         options = {"input_dim": vocabulary, "output_dim": shape[-1]}
         if self.is_chain or self.choices.is_one_in(2):
-            return self._put("Embedding", options, shape, value)
-        value = self._put("ReversibleEmbedding", options, shape, value)
+            return self._append_layer("Embedding", options, shape, value)
+        value = self._append_layer("ReversibleEmbedding", options, shape, value)
         self._reversible = self._reversible or (self.calls[-1].layer, vocabulary, shape[-1])
         return value
 
@@ -65,11 +65,13 @@ class _KerasBuilder(ModelBuilder):
             for _ in range(2):
                 kind, options, shape = self._draw_layer(shape, allow_attention=False)
                 inner.append(Layer(kind, tuple(options.items())))
-            return self._put("Sequential", {"layers": tuple(inner)}, shape, value)
+            return self._append_layer("Sequential", {"layers": tuple(inner)}, shape, value)
         kind, options, shape = self._draw_layer(shape, allow_attention=not self.is_chain)
         if kind not in ATTENTION:
-            return self._put(kind, options, shape, value)
-        return self._put(kind, options, shape, value, value, use_causal_mask=self.choices.is_one_in(2))
+            return self._append_layer(kind, options, shape, value)
+        return self._append_layer(
+            kind, options, shape, value, value, use_causal_mask=self.choices.is_one_in(2)
+        )
 
     def _draw_layer(self, shape: Shape, *, allow_attention: bool) -> tuple[str, Options, Shape]:
         """Draw a layer that accepts a shape: its kind, its options, and its output shape."""
@@ -88,15 +90,17 @@ class _KerasBuilder(ModelBuilder):
         kind, (options, after) = self.draw_kind(weights, draw)
         return kind.replace("*", str(len(shape) - 1)), options, after
 
-    def _put(self, kind: str, options: Options, shape: Shape, *inputs: str, **call_options: Any) -> str:
+    def _append_layer(
+        self, kind: str, options: Options, shape: Shape, *inputs: str, **call_options: Any
+    ) -> str:
         """Add a layer and its call. A few layers are frozen."""
         name = f"l{len(self.layers)}"
         if self.choices.is_one_in(16):
             options = {**options, "trainable": False}
         self.layers[name] = Layer(kind, tuple(options.items()), name)
-        return self._call(name, shape, *inputs, **call_options)
+        return self._append_call(name, shape, *inputs, **call_options)
 
-    def _call(self, layer: str, shape: Shape, *inputs: str, **options: Any) -> str:
+    def _append_call(self, layer: str, shape: Shape, *inputs: str, **options: Any) -> str:
         """Add a call of a layer."""
         value = self.name_value(shape)
         self.calls.append(Call(value, layer, inputs, shape, tuple(options.items())))
@@ -107,7 +111,7 @@ class _KerasBuilder(ModelBuilder):
         if self._reversible and len(shape) == 2 and not choices.is_one_in(3):
             embedding, vocabulary, width = self._reversible
             value = value if shape[-1] == width else self.add_linear(value, width)
-            value = self._call(embedding, (shape[0], vocabulary), value, reverse=True)
+            value = self._append_call(embedding, (shape[0], vocabulary), value, reverse=True)
             self.outputs.append(Value(value, shape[:1], vocabulary))
             return
         if len(shape) > 1 and not choices.is_one_in(3):
@@ -117,7 +121,7 @@ class _KerasBuilder(ModelBuilder):
         self.layers[name] = Layer(
             "Dense", (("units", width),), name
         )  # not frozen, so that the model has a gradient
-        value, loss = self._call(name, shape, value), choices.pick_weighted(_LOSSES)
+        value, loss = self._append_call(name, shape, value), choices.pick_weighted(_LOSSES)
         has_classes = loss == "classes"
         self.outputs.append(
             Value(value, tuple(places), width) if has_classes else Value(value, shape, loss=loss)
@@ -127,24 +131,26 @@ class _KerasBuilder(ModelBuilder):
         """Flatten or pool all axes to one axis of features."""
         shape = self.shapes[value]
         if math.prod(shape) <= 512 and self.choices.is_one_in(2):
-            return self._put("Flatten", {}, (math.prod(shape),), value)
+            return self._append_layer("Flatten", {}, (math.prod(shape),), value)
         kind = self.choices.pick("Average", "Max")
-        return self._put(f"Global{kind}Pooling{len(shape) - 1}D", {}, shape[-1:], value)
+        return self._append_layer(f"Global{kind}Pooling{len(shape) - 1}D", {}, shape[-1:], value)
 
     def add_linear(self, value: str, width: int, **options: Any) -> str:
-        return self._put("Dense", {"units": width, **options}, (*self.shapes[value][:-1], width), value)
+        return self._append_layer(
+            "Dense", {"units": width, **options}, (*self.shapes[value][:-1], width), value
+        )
 
     def add_sum(self, value: str, other: str) -> str:
-        return self._put("Add", {}, self.shapes[value], value, other)
+        return self._append_layer("Add", {}, self.shapes[value], value, other)
 
     def add_gate(self, value: str) -> str:
         gate = self.add_linear(value, self.shapes[value][-1], activation="sigmoid")
-        return self._put("Multiply", {}, self.shapes[value], value, gate)
+        return self._append_layer("Multiply", {}, self.shapes[value], value, gate)
 
     def add_shared(self, value: str) -> str:
         value = self.add_linear(value, self.shapes[value][-1], activation="tanh")
         layer, shape = self.calls[-1].layer, self.shapes[value]
-        return self._call(layer, shape, self._put("LayerNormalization", {}, shape, value))
+        return self._append_call(layer, shape, self._append_layer("LayerNormalization", {}, shape, value))
 
     def join_input(self, value: str, other: str) -> str:
         shape = self.shapes[value]
@@ -152,13 +158,13 @@ class _KerasBuilder(ModelBuilder):
             kind = self.choices.pick(*ATTENTION)
             if shape[-1] != self.shapes[other][-1]:  # GroupQueryAttention requires equal widths
                 other = self.add_linear(other, shape[-1])
-            return self._put(kind, KINDS[kind][2](self.choices, shape)[0], shape, value, other)
+            return self._append_layer(kind, KINDS[kind][2](self.choices, shape)[0], shape, value, other)
         if len(self.shapes[other]) > 1:
             other = self._merge_places(other)
         other = self.add_linear(other, shape[-1])
         if len(shape) == 1 and self.choices.is_one_in(2):
-            return self._put("Concatenate", {}, (2 * shape[-1],), value, other)
+            return self._append_layer("Concatenate", {}, (2 * shape[-1],), value, other)
         if len(shape) > 1:
             broadcast = (*(1 for _ in shape[:-1]), shape[-1])
-            other = self._put("Reshape", {"target_shape": broadcast}, broadcast, other)
-        return self._put(self.choices.pick("Add", "Multiply"), {}, shape, value, other)
+            other = self._append_layer("Reshape", {"target_shape": broadcast}, broadcast, other)
+        return self._append_layer(self.choices.pick("Add", "Multiply"), {}, shape, value, other)

@@ -103,7 +103,7 @@ class _TorchBuilder(ModelBuilder):
         # (name, number of tokens, width) of an embedding that can share its weight with an output
         self._embedding: tuple[str, int, int] | None = None
 
-    def _put(self, kinds: str, drawing: Drawing, value: str, *setup: str) -> str:
+    def _append_layer(self, kinds: str, drawing: Drawing, value: str, *setup: str) -> str:
         """Add a part and return the variable of its result. A blank separates several kinds."""
         module, use, shape = drawing
         name, result = f"l{len(self.parts)}", self.name_value(shape)
@@ -116,15 +116,15 @@ class _TorchBuilder(ModelBuilder):
         self.parts.append(part)
         return result
 
-    def _compute(self, kind: str, value: str, shape: Shape, *expressions: str) -> str:
+    def _append_expression(self, kind: str, value: str, shape: Shape, *expressions: str) -> str:
         """Add a part that computes one of the expressions and has no module."""
-        return self._put(kind, ("", self.choices.pick(*expressions), shape), value)
+        return self._append_layer(kind, ("", self.choices.pick(*expressions), shape), value)
 
-    def _wrap(self, kind: str, drawing: Drawing, value: str) -> str:
+    def _append_varied_layer(self, kind: str, drawing: Drawing, value: str) -> str:
         """Add a part. A quarter of modules get a hook, a parametrization, or another variation."""
         module, use, shape = drawing
         if not module or not self.choices.is_one_in(4):
-            return self._put(kind, drawing, value)
+            return self._append_layer(kind, drawing, value)
         has_weight, is_called = module.startswith(("nn.Linear(", "nn.Conv")), use == CALL
         usable = {
             # An output that shares the weight of an embedding must be trained, so embeddings are not frozen.
@@ -144,11 +144,11 @@ class _TorchBuilder(ModelBuilder):
         elif wrapper.endswith("_norm"):
             module = f"parametrizations.{wrapper}({module})"
         setup = [_WRAPPERS[wrapper]] if wrapper in _WRAPPERS_WITH_SETUP else []
-        return self._put(f"{kind} {wrapper}", (module, use, shape), value, *setup)
+        return self._append_layer(f"{kind} {wrapper}", (module, use, shape), value, *setup)
 
     def add_linear(self, value: str, width: int) -> str:
         *places, before = self.shapes[value]
-        return self._put("Linear", (f"nn.Linear({before}, {width})", CALL, (*places, width)), value)
+        return self._append_layer("Linear", (f"nn.Linear({before}, {width})", CALL, (*places, width)), value)
 
     # -- inputs and outputs
 
@@ -166,15 +166,15 @@ class _TorchBuilder(ModelBuilder):
         self.inputs.append(Value(value, places, vocabulary))
         if kind == "bag":
             module = f"nn.EmbeddingBag({vocabulary}, {width}, mode='{choices.pick('mean', 'sum', 'max')}')"
-            return self._wrap("EmbeddingBag", (module, CALL, (width,)), value)
+            return self._append_varied_layer("EmbeddingBag", (module, CALL, (width,)), value)
         options = choices.pick("", "", ", padding_idx=0", ", scale_grad_by_freq=True")
         module = f"nn.Embedding({vocabulary}, {width}{options})"
-        result = self._wrap("Embedding", (module, CALL, shape), value)
+        result = self._append_varied_layer("Embedding", (module, CALL, shape), value)
         self._embedding = self.parts[-1].name, vocabulary, width
         if self.is_chain or not choices.is_one_in(3):
             return result
         positions = f"nn.Parameter(torch.randn({places[0] + 4}, {width}) * 0.1)"
-        return self._put("positions", (positions, f"{{x}} + {{m}}[:{places[0]}]", shape), result)
+        return self._append_layer("positions", (positions, f"{{x}} + {{m}}[:{places[0]}]", shape), result)
 
     def add_output(self, value: str) -> None:
         choices, places = self.choices, self.shapes[value][:-1]
@@ -199,9 +199,11 @@ class _TorchBuilder(ModelBuilder):
         value = value if self.shapes[value][-1] == width else self.add_linear(value, width)
         shape = (*self.shapes[value][:-1], vocabulary)
         if self.choices.is_one_in(2):
-            return self._compute("tied", value, shape, f"{{x}} @ {{{embedding}}}.weight.T")
+            return self._append_expression("tied", value, shape, f"{{x}} @ {{{embedding}}}.weight.T")
         module = f"nn.Linear({width}, {vocabulary}, bias=False)"
-        return self._put("tied", (module, CALL, shape), value, f"{{m}}.weight = {{{embedding}}}.weight")
+        return self._append_layer(
+            "tied", (module, CALL, shape), value, f"{{m}}.weight = {{{embedding}}}.weight"
+        )
 
     def _merge_places(self, value: str) -> str:
         """Flatten or reduce all axes to one axis of features."""
@@ -210,12 +212,14 @@ class _TorchBuilder(ModelBuilder):
             axes, left = tuple(range(1, len(shape))), shape[-1:]
             if self.choices.is_one_in(2):
                 axes, left = tuple(range(2, len(shape) + 1)), shape[:1]
-            return self._compute("reduction", value, left, f"{{x}}.mean({axes})", f"{{x}}.amax({axes})")
+            return self._append_expression(
+                "reduction", value, left, f"{{x}}.mean({axes})", f"{{x}}.amax({axes})"
+            )
         if math.prod(shape) > 256:
             pool = f"nn.AdaptiveAvgPool{len(shape) - 1}d(1)"
             shape = (shape[0], *(1 for _ in shape[1:]))
-            value = self._put("AdaptivePooling", (pool, CALL, shape), value)
-        return self._put("Flatten", ("nn.Flatten()", CALL, (math.prod(shape),)), value)
+            value = self._append_layer("AdaptivePooling", (pool, CALL, shape), value)
+        return self._append_layer("Flatten", ("nn.Flatten()", CALL, (math.prod(shape),)), value)
 
     # -- parts
 
@@ -230,12 +234,12 @@ class _TorchBuilder(ModelBuilder):
     def add_layer(self, value: str) -> str:
         shape = self.shapes[value]
         if self.is_chain or not self.choices.is_one_in(10):
-            return self._wrap(*self._draw_layer(shape, only_modules=self.is_chain), value)
+            return self._append_varied_layer(*self._draw_layer(shape, only_modules=self.is_chain), value)
         kinds, modules = "Sequential", list[str]()
         for _ in range(2):
             kind, (module, _, shape) = self._draw_layer(shape, only_modules=True)
             kinds, modules = f"{kinds} {kind}", [*modules, module]
-        return self._put(kinds, (f"nn.Sequential({', '.join(modules)})", CALL, shape), value)
+        return self._append_layer(kinds, (f"nn.Sequential({', '.join(modules)})", CALL, shape), value)
 
     def _draw_layer(self, shape: Shape, *, only_modules: bool) -> tuple[str, Drawing]:
         """Draw a layer that accepts a shape.
@@ -260,7 +264,7 @@ class _TorchBuilder(ModelBuilder):
 
     def add_sum(self, value: str, other: str) -> str:
         expressions = f"{{x}} + {other}", f"torch.add({other}, {{x}}, alpha=0.5)"
-        return self._compute("residual", value, self.shapes[value], *expressions)
+        return self._append_expression("residual", value, self.shapes[value], *expressions)
 
     def add_gate(self, value: str) -> str:
         shape = self.shapes[value]
@@ -270,33 +274,37 @@ class _TorchBuilder(ModelBuilder):
             f"torch.lerp({{x}}, {gate}, {gate}.sigmoid())",
             f"{{x}} * F.hardsigmoid({gate})",
         )
-        return self._compute("gate", value, shape, *expressions)
+        return self._append_expression("gate", value, shape, *expressions)
 
     def add_shared(self, value: str) -> str:
         shape = self.shapes[value]
         value = self.add_linear(value, shape[-1])
         layer = f"{{{self.parts[-1].name}}}"
-        value = self._compute("norm", value, shape, f"F.layer_norm({{x}}, ({shape[-1]},), eps=1e-3)")
+        value = self._append_expression(
+            "norm", value, shape, f"F.layer_norm({{x}}, ({shape[-1]},), eps=1e-3)"
+        )
         expressions = (
             f"{layer}({{x}})",
             f"F.linear({{x}}, {layer}.weight.T, {layer}.bias)",
             f"{{x}} @ {layer}.weight",
         )
-        return self._compute("shared", value, shape, *expressions)
+        return self._append_expression("shared", value, shape, *expressions)
 
     def join_input(self, value: str, other: str) -> str:
         choices, shape = self.choices, self.shapes[value]
         if len(shape) == len(self.shapes[other]) == 2 and choices.is_one_in(2):
-            return self._put("attended", draw_attention(choices, shape, other, self.shapes[other]), value)
+            return self._append_layer(
+                "attended", draw_attention(choices, shape, other, self.shapes[other]), value
+            )
         other = self._merge_places(other) if len(self.shapes[other]) > 1 else other
         (width,) = self.shapes[other]
         if len(shape) == 1 and choices.is_one_in(2):
             joined = "", f"torch.cat([{{x}}, {other}], -1)", (shape[0] + width,)
             product = f"nn.Bilinear({shape[0]}, {width}, 8)", f"{{m}}({{x}}, {other}.sigmoid())", (8,)
-            return self._put("joined", choices.pick(joined, product), value)
+            return self._append_layer("joined", choices.pick(joined, product), value)
         other = self.add_linear(other, shape[-1])
         other = f"{other}[:, {', '.join('None' for _ in shape[1:])}]" if len(shape) > 1 else other
-        return self._compute("joined", value, shape, f"{{x}} + {other}", f"{{x}} * {other}")
+        return self._append_expression("joined", value, shape, f"{{x}} + {other}", f"{{x}} * {other}")
 
     def _add_blocks(self, value: str) -> str:
         """Add one or two instances of a custom class. A few recompute their activations in the backward pass."""
@@ -308,12 +316,14 @@ class _TorchBuilder(ModelBuilder):
             result = block.add_part(result)
         keeps_shape = block.shapes[result] == shape
         if keeps_shape and self.choices.is_one_in(2):
-            result = block._compute("residual", argument, shape, f"{{x}} + {result}")
+            result = block._append_expression("residual", argument, shape, f"{{x}} + {result}")
         style = self.choices.pick_weighted(_STYLES)
         self.blocks.append(Class("Block", style, (argument,), tuple(block.parts), (result,)))
         call = self.choices.pick(CALL, CALL, CALL, _CHECKPOINT)
         if not keeps_shape or self.choices.is_one_in(2):
-            return self._put("blocks", ("Block()", call, block.shapes[result]), value)
+            return self._append_layer("blocks", ("Block()", call, block.shapes[result]), value)
         line = call.replace("{m}", "block").replace("{x}", "{y}")
         module = "nn.ModuleList(Block() for _ in range(2))"
-        return self._put("blocks", (module, f"{{x}}\nfor block in {{m}}: {{y}} = {line}", shape), value)
+        return self._append_layer(
+            "blocks", (module, f"{{x}}\nfor block in {{m}}: {{y}} = {line}", shape), value
+        )
