@@ -53,7 +53,10 @@ LAWS: Mapping[str, Law] = {
     "a failing step changes no variable": training.run_failing_step,
     "a failing evaluation changes no weight": training.run_failing_evaluation,
 } | {law: partial(training.compare_precision, precision) for law, precision in PRECISIONS.items()}
-"""Functions by law, in the order of a model's life. Each function yields the differences that it finds."""
+"""Functions by law, in the order of a model's life. Each function yields the differences that it finds.
+
+Users read the laws in reports, so that a renamed function must not change them (why: decisions/0200).
+"""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def draw_model(choices: Choices) -> Model:
     classes, returns_loss = (*builder.blocks, net), choices.is_one_in(2)
     model = Model(is_sequential, tuple(builder.inputs), classes, tuple(builder.outputs), returns_loss)
     # Hooks use choices seeded by the model, so that each seed keeps the model that it had before there were hooks.
-    # The field `module` was named `made` then.
+    # The field `module` was named `made` then (why: decisions/0200).
     own_choices = Choices.from_seed(zlib.crc32(repr(model).replace(" module=", " made=").encode()))
     if not own_choices.is_one_in(3):
         return model
