@@ -95,7 +95,7 @@ def measure_drawn_model(seed: int) -> None:
 
     from layoutmap.testing import models
 
-    case = models.draw(seed).with_sgd
+    case = models.draw(seed).to_sgd()
     keras.utils.set_random_seed(0)
     unsharded = case.make_model()
     keras.utils.set_random_seed(0)

@@ -15,7 +15,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import call_with_layout, copy_to_mesh, fetch_layout, pack, relayout, run_on, unpack
 from layoutmap.engines import get_engine
-from layoutmap.testing.engine_contract import all_specs, assert_same_bits, random_values
+from layoutmap.testing.engine_contract import assert_same_bits, generate_values, list_all_specs
 
 PROCESSES = ("jax", "tensorflow", "torch")
 pytestmark = pytest.mark.every_case
@@ -35,7 +35,7 @@ def held_specs(mesh, rank):
     """The specs of all layouts that the engine can hold: TensorFlow shards an axis over one dim only."""
     return [
         specs
-        for specs in all_specs(mesh, rank)
+        for specs in list_all_specs(mesh, rank)
         if ENGINE != "tensorflow" or not any(isinstance(spec, tuple) for spec in specs)
     ]
 
@@ -66,7 +66,7 @@ def test_pack_undoes_unpack(data):
     layout = Layout(data.draw(st.sampled_from(held_specs(mesh, rank))), mesh)
     times = data.draw(st.tuples(*[st.integers(0, 2)] * rank))
     shape = tuple(n * count for n, count in zip(times, layout.shard_counts, strict=True))
-    values = random_values(shape, data.draw(st.sampled_from(["float32", "bfloat16", "bool"])), seed=1)
+    values = generate_values(shape, data.draw(st.sampled_from(["float32", "bfloat16", "bool"])), seed=1)
     tensor = relayout(values, layout, engine=ENGINE)
     parts = unpack(tensor)
     again = pack(parts, layout)

@@ -10,7 +10,7 @@ from layoutmap.core.layout import Layout, as_layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import call_with_layout, copy_to_mesh, fetch_layout, pack, relayout, run_on, unpack
 from layoutmap.engines.tensorflow.engine import engine
-from layoutmap.testing.engine_contract import assert_same_bits, random_values
+from layoutmap.testing.engine_contract import assert_same_bits, generate_values
 
 dtensor = tf.experimental.dtensor
 
@@ -51,7 +51,7 @@ def test_layouts_and_meshes_may_be_tensorflows_own():
 
 def test_components_are_those_of_tensorflow():
     """`unpack` gives what TensorFlow's gives, and `pack` makes the tensor that TensorFlow's makes."""
-    values = random_values((6, 4), "float32", seed=3)
+    values = generate_values((6, 4), "float32", seed=3)
     tensor = relayout(values, X_Y, engine="tensorflow")
     parts = [part.numpy() for part in dtensor.unpack(tensor)]
     packed = dtensor.pack(parts, engine().native(X_Y, 2))
@@ -124,8 +124,8 @@ def test_a_function_with_a_state_draws_once():
 
 def test_a_product_of_tensors_in_layouts_is_called_with_a_layout():
     """A function of tensors in layouts is computed by DTensor, and its result is put in the layout."""
-    a = random_values((6, 6), "int8", 3).astype(np.float32)
-    b = random_values((6, 4), "int8", 4).astype(np.float32)
+    a = generate_values((6, 6), "int8", 3).astype(np.float32)
+    b = generate_values((6, 4), "int8", 4).astype(np.float32)
     left = relayout(a, Layout(["x", "y"], GRID), engine="tensorflow")
     right = relayout(b, Layout(["y", None], GRID), engine="tensorflow")
     tensor = call_with_layout(tf.matmul, X_Y, left, right)
@@ -145,7 +145,7 @@ def test_a_tensor_is_relaid_out_inside_a_compiled_function(autograph):
     def step(x):
         return relayout(x * 2, Layout(["y", None], GRID))
 
-    values = random_values((6, 4), "int8", 5).astype(np.float32)
+    values = generate_values((6, 4), "int8", 5).astype(np.float32)
     tensor = step(relayout(values, X_Y, engine="tensorflow"))
 
     assert_like(Layout(["y", None], GRID), tensor)
@@ -193,7 +193,7 @@ def compiled(function, *args, **settings):
 @pytest.mark.parametrize("autograph", [False, True])
 def test_what_is_made_while_a_function_is_traced_is_a_constant_of_it(autograph):
     """Inside a `tf.function`, numpy values and drawn numbers are put in the layout, as outside."""
-    values = random_values((6, 4), "int8", 6).astype(np.float32)
+    values = generate_values((6, 4), "int8", 6).astype(np.float32)
 
     def of_numpy():
         return relayout(values, X_Y, engine="tensorflow") * 1.0
@@ -214,7 +214,7 @@ def test_what_is_made_while_a_function_is_traced_is_a_constant_of_it(autograph):
 @pytest.mark.parametrize("shape", [(None, 4), (6, None), None])
 def test_sizes_may_be_unknown_inside_a_compiled_function(shape):
     """Inside a `tf.function` a tensor whose shape is not known yet is relaid out."""
-    values = random_values((6, 4), "int8", 7).astype(np.float32)
+    values = generate_values((6, 4), "int8", 7).astype(np.float32)
     made = compiled(
         lambda x: relayout(x * 1.0, Layout(["y", None], GRID)),
         relayout(values, X_Y, engine="tensorflow"),

@@ -16,8 +16,8 @@ from typing import Any
 
 from layoutmap.core.text_table import text_table
 from layoutmap.testing.laws import LAWS
-from layoutmap.testing.schedule import Tried
-from layoutmap.testing.subjects import SUBJECTS, subject_named
+from layoutmap.testing.schedule import LawResult
+from layoutmap.testing.subjects import SUBJECTS, get_subject
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, KEPT = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence.json"
@@ -25,7 +25,7 @@ OUTCOMES = ("held", "wrong", "failed", "not tried")
 Counts = dict[str, dict[str, Any]]
 
 
-def count_outcomes(tried: Iterable[Tried]) -> Counts:
+def count_outcomes(tried: Iterable[LawResult]) -> Counts:
     """Count, for each subject, the cases, the refused plans, and the outcomes of each law."""
     counts: Counts = {}
     cases: dict[str, dict[int, list[str]]] = {}
@@ -50,7 +50,7 @@ def format_summary(counts: Counts) -> str:
     rows: list[list[str]] = []
     for subject, subject_counts in counts.items():
         cases = f"{subject_counts['cases']} cases, {subject_counts['refused']} refused by the plan"
-        rows.append([subject_named(subject).title, cases, "", "", "", ""])
+        rows.append([get_subject(subject).title, cases, "", "", "", ""])
         for law, outcomes in subject_counts["laws"].items():
             rows.append(["", law, *(str(outcomes[each] or "") for each in OUTCOMES)])
     return "\n".join(text_table(["", "law", *OUTCOMES], rows, OUTCOMES))

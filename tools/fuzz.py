@@ -23,7 +23,7 @@ from pathlib import Path
 import evidence
 
 from layoutmap.testing.laws import LAWS
-from layoutmap.testing.schedule import Schedule, Tried
+from layoutmap.testing.schedule import LawResult, Schedule
 from layoutmap.testing.subjects import SUBJECTS, WITHOUT_MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     )
     programs = asked.results / "fuzz"
     programs.mkdir(parents=True, exist_ok=True)
-    tried: list[Tried] = []
+    tried: list[LawResult] = []
     started = reported = time.monotonic()
     interrupted = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, as Ctrl-C does
@@ -102,14 +102,14 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_failure(tried: Tried, programs: Path) -> None:
+def _print_failure(tried: LawResult, programs: Path) -> None:
     outcome, name = tried.outcome, f"{tried.subject}-{tried.seed}"
     print(f"\n{outcome.what}: {name}: {outcome.law}\n{outcome.why}", flush=True)
     if tried.program:
         (programs / f"{name}.py").write_text(tried.program, encoding="utf-8")
 
 
-def _print_progress(tried: list[Tried], seconds: float) -> None:
+def _print_progress(tried: list[LawResult], seconds: float) -> None:
     cases = Counter(subject for subject, _ in {(each.subject, each.seed) for each in tried})
     counts = Counter(each.outcome.what for each in tried)
     told = ", ".join(f"{number} {what}" for what, number in counts.items())

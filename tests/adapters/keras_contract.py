@@ -17,8 +17,8 @@ class KerasContract(ScopeContract):
     def batch(self, name):
         return batch(name)
 
-    def array_of(self, variable):
+    def get_array(self, variable):
         return variable.value
 
-    def hooked(self):
+    def snapshot_hooks(self):
         return hooked()

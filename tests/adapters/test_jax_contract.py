@@ -18,7 +18,7 @@ class OnJax(AdapterContract):
     def batch(self, name):
         return batch(name)
 
-    def array_of(self, variable):
+    def get_array(self, variable):
         return variable.array
 
     def num_arrays(self):

@@ -35,7 +35,7 @@ class TestEquinox(AdapterContract):
     def batch(self, name):
         return None
 
-    def array_of(self, variable):
+    def get_array(self, variable):
         return variable.array
 
     def num_arrays(self):

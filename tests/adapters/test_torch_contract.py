@@ -21,11 +21,11 @@ class TestTorch(ScopeContract):
     def batch(self, name):
         return batch(name)
 
-    def array_of(self, variable):
+    def get_array(self, variable):
         return variable.tensor
 
     def num_arrays(self):
         return num_tensors()
 
-    def hooked(self):
+    def snapshot_hooks(self):
         return hooked()

@@ -16,7 +16,7 @@ import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.adapters.torch import optimizer_hooks
 from layoutmap.engines import get_engine
-from layoutmap.testing.engine_contract import all_specs
+from layoutmap.testing.engine_contract import list_all_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 torch.set_num_threads(1)
@@ -153,7 +153,7 @@ INITIALIZERS = {
 @settings(max_examples=12, deadline=None)
 @given(
     sizes=st.tuples(st.sampled_from([8, 24, 64, 200]), st.sampled_from([8, 40, 64, 512])),
-    specs=st.sampled_from(all_specs(lm.Mesh(None, "a=2,b=4"), 2)),
+    specs=st.sampled_from(list_all_specs(lm.Mesh(None, "a=2,b=4"), 2)),
     names=st.lists(st.sampled_from(list(INITIALIZERS)), min_size=1, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )

@@ -28,7 +28,7 @@ from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.testing.engine_contract import random_values
+from layoutmap.testing.engine_contract import generate_values
 
 engine = get_engine(ENGINE)
 
@@ -76,7 +76,7 @@ def hop(command):
     values, layouts, assignments = {}, {}, {}
     for number, (shape, dtype, specs) in enumerate(command["variables"]):
         path = f"x{number}"
-        values[path] = random_values(tuple(shape), dtype, number)
+        values[path] = generate_values(tuple(shape), dtype, number)
         layouts[path] = lm.Layout(specs, mesh)
         assignments[path] = Assignment(VariableSpec(path, tuple(shape), dtype), layouts[path])
     arrays = load(command["read"], assignments, values)

@@ -15,7 +15,7 @@ import layoutmap as lm
 from layoutmap.checkpoint.lineage import History
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
-from layoutmap.testing.killed_saves import started
+from layoutmap.testing.killed_saves import start_saving
 
 WORKER = Path(__file__).with_name("killed_run_process.py")
 
@@ -56,7 +56,7 @@ def kill_runs(directory: Path, seeds: Iterable[int], count: int = 1) -> Counter[
     for seed in seeds:
         rng = random.Random(seed)
         command = [sys.executable, str(WORKER), os.environ["KERAS_BACKEND"], str(directory), str(seed)]
-        running = started(command, directory, count)
+        running = start_saving(command, directory, count)
         time.sleep(rng.random() * 0.4)
         number = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
         told = rng.choice(([*range(count)], [rng.randrange(count)]))

@@ -23,7 +23,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine
-from layoutmap.testing.engine_contract import assert_same_bits, random_values
+from layoutmap.testing.engine_contract import assert_same_bits, generate_values
 
 SHAPE = (16, 8)
 
@@ -131,7 +131,7 @@ def work(
         values,
     )
     for dtype in framework.dtypes:
-        bits = random_values(SHAPE, dtype, seed=1)
+        bits = generate_values(SHAPE, dtype, seed=1)
         cut, crossed = Layout(["x", "y"], mesh), Layout([None, "x"], mesh)
         add(f"numpy {dtype}", engine.relayout(bits, cut), cut, bits)
         add(f"moved {dtype}", engine.relayout(arrays[f"numpy {dtype}"], crossed), crossed, bits)

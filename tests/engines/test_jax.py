@@ -44,13 +44,13 @@ class TestJaxEngine(EngineContract):
     def make_array(self, values):
         return jnp.asarray(values)
 
-    def device_values(self, array):
+    def get_device_values(self, array):
         return {
             f"{shard.device.platform.upper()}:{shard.device.id}": np.asarray(shard.data)
             for shard in array.addressable_shards
         }
 
-    def random_initializer(self, shape, dtype, seed):
+    def make_random_initializer(self, shape, dtype, seed):
         return random_draw(shape, dtype, seed)
 
     def num_live_arrays(self):

@@ -55,7 +55,7 @@ class TestTensorFlowEngine(EngineContract):
     def make_array(self, values):
         return tf.constant(values)
 
-    def device_values(self, array):
+    def get_device_values(self, array):
         return {
             device.removeprefix(DEVICE): component.numpy()
             for device, component in zip(
@@ -63,7 +63,7 @@ class TestTensorFlowEngine(EngineContract):
             )
         }
 
-    def random_initializer(self, shape, dtype, seed):
+    def make_random_initializer(self, shape, dtype, seed):
         return random_draw(shape, dtype, seed)
 
     def num_live_arrays(self):

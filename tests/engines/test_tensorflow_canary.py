@@ -72,7 +72,7 @@ def outputs():
 @pytest.mark.parametrize("fault", KNOWN["tensorflow"](), ids=lambda fault: fault.title)
 def test_tensorflow_computes_wrongly_unless_it_is_set_right(fault):
     """In TensorFlow 2.21 a step leaves a variable at 0 that must become 8, and a relayout mixes up blocks."""
-    running = [forked.start(program, environment=UNSET) for program in (fault.alone, fault.corrected)]
+    running = [forked.start(program, environment=UNSET) for program in (fault.uncorrected, fault.corrected)]
     said = [each.stdout for each in forked.wait_for_all(running)]
 
     assert ["right: 0.0\n", "right: 1.0\n"] == said

@@ -38,11 +38,11 @@ class TestTorchEngine(EngineContract):
     def _bfloat16(self, values):
         return torch.from_numpy(values.view(np.uint16).copy()).view(torch.bfloat16)
 
-    def device_values(self, array):
+    def get_device_values(self, array):
         pieces = simulation.pieces_of(array.to_local())
         return {f"CPU:{rank}": to_numpy(piece) for rank, piece in pieces.items()}
 
-    def random_initializer(self, shape, dtype, seed):
+    def make_random_initializer(self, shape, dtype, seed):
         return random_draw(shape, dtype, seed)
 
     def num_live_arrays(self):

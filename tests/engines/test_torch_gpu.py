@@ -33,9 +33,9 @@ PEAK = """
 import torch
 from layoutmap.testing import torch_speeds as speeds
 
-kind = speeds.facts()["kind"]
+kind = speeds.describe_devices()["kind"]
 torch.empty(2**26, device="cuda" if kind != "CPU" else "cpu")
-peak = speeds.watched_peak()
+peak = speeds.watch_peak_bytes()
 torch.empty(2**24, device="cuda" if kind != "CPU" else "cpu")
 print(kind, peak(), sep=",")
 """
@@ -91,7 +91,7 @@ class TestOneGPU(test_torch.TestTorchEngine):
     __test__ = HAS_GPU
     one_device: ClassVar[str | None] = "GPU:0"
 
-    def device_values(self, array):
+    def get_device_values(self, array):
         pieces = simulation.pieces_of(array.to_local())
 
         assert {"cuda"} == {piece.device.type for piece in pieces.values()}

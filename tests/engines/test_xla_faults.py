@@ -29,7 +29,7 @@ def test_all_sections_are_tried():
 @pytest.mark.parametrize("title", few(OF_XLA, SMALL))
 def test_xla_is_wrong(title):
     """The page says what happens without this package."""
-    ended = forked.run(OF_XLA[title].alone)
+    ended = forked.run(OF_XLA[title].uncorrected)
 
     assert not RIGHT.fullmatch(ended.stdout), f"no longer needed: {title}"
     assert ended.returncode == 0 if PRINTED[title] else ended.returncode < 0, ended.stderr
@@ -47,6 +47,6 @@ def test_it_is_right_here(title):
 @pytest.mark.long
 def test_operands_that_one_mesh_dim_shards_along_different_axes():
     """The case of this seed, whose gradient of a kernel is such a product, trains as on one device."""
-    tried = Schedule(["keras-jax"], 20261125501, count=1, laws=["it trains as on one device"]).run()
+    tried = Schedule(["keras-jax"], 20261125501, count=1, laws=["training agrees with one device"]).run()
 
     assert ["held"] == [each.outcome.what for each in tried]

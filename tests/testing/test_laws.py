@@ -9,10 +9,10 @@ from datetime import date
 import pytest
 
 from layoutmap.testing.arrays import try_arrays
-from layoutmap.testing.laws import LAWS
-from layoutmap.testing.schedule import Schedule, Tried
+from layoutmap.testing.laws import LAWS, PRECISIONS
+from layoutmap.testing.schedule import LawResult, Schedule
 from layoutmap.testing.subjects import SUBJECTS
-from layoutmap.testing.trying import try_seed
+from layoutmap.testing.worker import try_seed
 
 PROCESSES = ("jax", "tensorflow", "torch")
 DAY = int(os.environ.get("LAYOUTMAP_DRAWN", date.today().strftime("%Y%m%d")))
@@ -21,7 +21,7 @@ HERE = [
 ]
 TOGETHER = [name for name in HERE if SUBJECTS[name].num_processes > 1]
 # `make fuzz`, `make test-all` and tests/testing/test_precisions.py try those in other precisions.
-IN_FLOAT32 = [law for law in LAWS if not law.startswith("it trains in ")]
+IN_FLOAT32 = [law for law in LAWS if law not in PRECISIONS]
 PARTS, OF_PART = 8, 15
 FOUND = {
     # A strided shard of which simulated ranks have different sizes: torch made one range for all of them. A gradient of
@@ -70,7 +70,9 @@ def test_the_laws_hold_on_a_case_of_this_day_in_processes():
 def test_training_is_right_where_it_once_was_not(subject):
     """Each of these trains as on one device."""
     found = [
-        each for seed in FOUND[subject] for each in tried(subject, seed, 1, ["it trains as on one device"])
+        each
+        for seed in FOUND[subject]
+        for each in tried(subject, seed, 1, ["training agrees with one device"])
     ]
 
     assert ["held"] * len(FOUND[subject]) == [each.outcome.what for each in found]
@@ -101,7 +103,9 @@ def tried(subject, first, number, laws):
     if SUBJECTS[subject].num_processes > 1:
         return list(Schedule([subject], first, count=number, laws=laws, num_workers=1).run())
     seeds = range(first, first + number)
-    return [Tried(subject, seed, outcome) for seed in seeds for outcome, _ in try_seed(subject, seed, laws)]
+    return [
+        LawResult(subject, seed, outcome) for seed in seeds for outcome, _ in try_seed(subject, seed, laws)
+    ]
 
 
 @pytest.mark.parametrize("engine", [os.environ.get("LAYOUTMAP_TEST_PROCESS", "jax")])

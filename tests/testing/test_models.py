@@ -27,7 +27,7 @@ DRAWN = """
 import sys
 from layoutmap.testing import models
 for library in {}:
-    models.draw_model(3, library).source("sgd")
+    models.draw_model(3, library).write_source("sgd")
 print(sorted({{"keras", "jax", "torch"}} & set(sys.modules)))
 """
 

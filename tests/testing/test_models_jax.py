@@ -10,8 +10,8 @@ from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 
 from layoutmap.adapters.jax.training import called, inputs_of
 from layoutmap.testing import models
+from layoutmap.testing.models.jax.drawing import WRAPPERS
 from layoutmap.testing.models.jax.functions import FUNCTIONS
-from layoutmap.testing.models.jax.growing import WRAPPERS
 
 PROCESSES = ("jax",)
 LIBRARIES = ("nnx", "pytree")
@@ -26,7 +26,9 @@ def test_every_kind_and_every_pair_of_kinds_is_drawn(library):
 
     assert {*FUNCTIONS, *WRAPPERS} - {""} < {*kinds}
     assert [] == pairs_not_drawn(kinds, pairs)
-    assert min(Counter(kind for model in drawn for kind in kinds_of_containers(model.held)).values()) > 400
+    assert (
+        min(Counter(kind for model in drawn for kind in kinds_of_containers(model.contents)).values()) > 400
+    )
 
 
 def kinds_of_containers(held):

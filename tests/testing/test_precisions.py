@@ -14,11 +14,11 @@ from testing.faulty import with_fault
 from layoutmap.inspecting.parity import ParityRow
 from layoutmap.testing import models
 from layoutmap.testing.laws import trial
-from layoutmap.testing.laws.training import it_trains_as_on_one_device, it_trains_in
-from layoutmap.testing.laws.trial import NotTried, Trial, quiet
+from layoutmap.testing.laws.training import compare_precision, compare_training
+from layoutmap.testing.laws.trial import NotApplicable, Trial, ignore_warnings
 from layoutmap.testing.products import ALLOW_TF32
 from layoutmap.testing.subjects import SUBJECTS
-from layoutmap.testing.trying import case_of
+from layoutmap.testing.worker import draw_case
 
 PROCESSES = ("jax", "tensorflow", "torch")
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
@@ -38,25 +38,25 @@ TWICE = ParityRow("gradient", "of a weight", 1.0, 1e-5)
 TRAINS = """
 import layoutmap as lm
 from layoutmap.testing import models
-from layoutmap.testing.laws.training import it_trains_as_on_one_device
-from layoutmap.testing.laws.trial import Trial, quiet
+from layoutmap.testing.laws.training import compare_training
+from layoutmap.testing.laws.trial import Trial, ignore_warnings
 
 lm.simulate_devices(8, "torch")
-with quiet():
-    print(list(it_trains_as_on_one_device(Trial(models.draw(122, "torch").in_precision("bfloat16")))))
+with ignore_warnings():
+    print(list(compare_training(Trial(models.draw(122, "torch").to_precision("bfloat16")))))
 """
 
 
 @pytest.fixture(autouse=True)
 def without_warnings():
-    with quiet():
+    with ignore_warnings():
         yield
 
 
 @functools.cache
 def trial_in(library, precision):
     """A small model, and comparisons of it, made once for the tests below."""
-    return Trial(models.draw(SMALL[library], library).in_precision(precision))
+    return Trial(models.draw(SMALL[library], library).to_precision(precision))
 
 
 @pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
@@ -66,13 +66,13 @@ def test_a_factor_of_two_is_found(library, precision):
     rows = [row for row in trial.rows if row.stage != "weights"]
 
     assert any(not row.agrees for row in rows)
-    assert [TWICE] == trial.beyond_rounding([*rows, TWICE])
+    assert [TWICE] == trial.exclude_rounding([*rows, TWICE])
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))
 def test_a_plain_model_that_rounds_otherwise_is_a_reference(library):
     """The plain model differs from itself in float64, or without a compiler, by rounding, in all that is compared."""
-    rows = list(Trial(models.draw(SMALL[library], library))._otherwise())
+    rows = list(Trial(models.draw(SMALL[library], library))._compare_other_rounding())
 
     assert {"forward", "loss", "gradient", "step 3"} <= {row.stage for row in rows}
     assert max(row.error for row in rows) < 1e-5
@@ -84,7 +84,7 @@ def test_rounding_is_allowed_for_after_steps_that_it_changes(monkeypatch):
     library = sorted(LIBRARIES)[0]
     case = Trial(models.draw(SMALL[library], library))
 
-    assert {"step 3", "fewer rows"} <= {row.stage for row in case._rounded() if not row.agrees}
+    assert {"step 3", "fewer rows"} <= {row.stage for row in case._compare_perturbed() if not row.agrees}
 
 
 @pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)
@@ -109,7 +109,7 @@ def test_a_quantized_model_has_kernels_of_int8():
     trial = trial_in("keras", QUANTIZED)
 
     assert "int8" in {a.variable.dtype for a in trial.plan.assignments}
-    assert [TWICE] == trial.beyond_rounding([*trial.rows, TWICE])
+    assert [TWICE] == trial.exclude_rounding([*trial.rows, TWICE])
 
 
 @pytest.mark.long
@@ -119,10 +119,10 @@ def test_a_model_that_diverges_is_no_fault():
 
     Compared with itself it leaves out the elements that the pair does: by its own gradients all would be only rounding.
     """
-    trial = Trial(case_of("nnx", 20261402021).in_precision("bfloat16"))
+    trial = Trial(draw_case("nnx", 20261402021).to_precision("bfloat16"))
 
     assert any(not row.agrees for row in trial.rows)
-    assert [] == list(it_trains_as_on_one_device(trial))
+    assert [] == list(compare_training(trial))
 
 
 @pytest.mark.long
@@ -144,8 +144,8 @@ def test_what_is_not_tried():
     library = sorted(LIBRARIES)[0]
     said = Counter()
     for seed in range(12):
-        with pytest.raises(NotTried) as caught:
-            list(it_trains_in("TF32", Trial(models.draw(seed, library))))
+        with pytest.raises(NotApplicable) as caught:
+            list(compare_precision("TF32", Trial(models.draw(seed, library))))
         said[str(caught.value)] += 1
 
     assert {"another precision is tried on this case", "no TF32 on these devices"} == said.keys()
@@ -156,6 +156,6 @@ def test_a_program_says_its_precision():
     library = sorted(LIBRARIES)[0]
     case = models.draw(SMALL[library], library)
 
-    assert f"\n{ALLOW_TF32[HERE].format(True)}\n" in str(case.in_precision("TF32"))
-    assert str(case.in_precision("bfloat16")).count("bfloat16")
+    assert f"\n{ALLOW_TF32[HERE].format(True)}\n" in str(case.to_precision("TF32"))
+    assert str(case.to_precision("bfloat16")).count("bfloat16")
     assert not str(case).count("float16")

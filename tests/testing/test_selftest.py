@@ -17,7 +17,7 @@ from testing.faulty import with_fault
 from layoutmap.cost.machines import machine_named
 from layoutmap.testing.selftest.report import Report
 from layoutmap.testing.speeds import KINDS
-from layoutmap.testing.subjects import SUBJECTS, subject_named
+from layoutmap.testing.subjects import SUBJECTS, get_subject
 
 PROCESSES = ("jax", "tensorflow", "torch")
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
@@ -88,7 +88,7 @@ def test_all_is_well(whole):
     ("options", "words"),
     [
         (("--mesh", "batch=3,model=3", "--only", f"arrays-{HERE}"), "the mesh batch=3,model=3 has 9"),
-        (("--only", "nothing"), "of what is installed, these can be tried: speeds-"),
+        (("--only", "nothing"), "with the installed packages, these can be tried: speeds-"),
         (("--minutes", "0"), "nothing could be tried within 0 minutes"),
     ],
 )
@@ -127,7 +127,7 @@ def test_each_kind_has_a_turn(run):
     code, said, found = run("--minutes", "1", *(word for kind in kinds for word in ("--only", kind)))
 
     assert 0 == code, said
-    assert {subject_named(kind).title for kind in kinds} <= {row["tried on"] for row in found["laws"]}
+    assert {get_subject(kind).title for kind in kinds} <= {row["tried on"] for row in found["laws"]}
 
 
 @pytest.mark.skipif(HERE != "jax", reason="optax, which is hidden, is a package of JAX")
@@ -161,7 +161,7 @@ def test_a_missing_package_is_no_fault(run, tmp_path, is_alone):
 
 def test_only_a_package_that_is_not_there_is_missing():
     """A module that an installed package lacks is a fault; so is any other error."""
-    from layoutmap.testing.laws import missing_package, tried
+    from layoutmap.testing.laws import find_missing_package, run_law
 
     def wrapped():
         try:
@@ -172,9 +172,9 @@ def test_only_a_package_that_is_not_there_is_missing():
     def of_an_installed_one():
         import layoutmap.no_such_module  # noqa: F401
 
-    assert ("not tried", "no_such_package") == ((outcome := tried("a law", wrapped)).what, outcome.missing)
-    assert ("failed", "") == ((outcome := tried("a law", of_an_installed_one)).what, outcome.missing)
-    assert "" == missing_package(ValueError())
+    assert ("not tried", "no_such_package") == ((outcome := run_law("a law", wrapped)).what, outcome.missing)
+    assert ("failed", "") == ((outcome := run_law("a law", of_an_installed_one)).what, outcome.missing)
+    assert "" == find_missing_package(ValueError())
 
 
 SWAPPED = {
@@ -329,7 +329,7 @@ def test_a_full_disk_is_named(run):
     code, said, _ = run("--only", A_LIBRARY, "--count", "1", kept=(), preexec_fn=limit)
 
     assert 1 == code, said
-    assert f"{A_LIBRARY}: it is loaded on another mesh" in said
+    assert f"{A_LIBRARY}: a checkpoint loads on another mesh" in said
     assert "File too large" in said
 
 
@@ -417,7 +417,7 @@ def test_processes_try_one_model_together(run_together):
     assert 2 == said.count("well: ")  # at the top and the end of one report
     assert f"{ {'torch': 2, 'jax': 8}[HERE] } CPU" == found["ran on"][f"{HERE} devices"]
     assert "process 0 of 2" in found["ran on"]["started"]
-    assert 1.0 == next(row["held"] for row in found["laws"] if row["law"] == "replicas have the same bits")
+    assert 1.0 == next(row["held"] for row in found["laws"] if row["law"] == "replicas have equal bits")
 
 
 @pytest.mark.long
@@ -440,7 +440,7 @@ def test_a_replica_that_one_process_has_changed_is_found(run_together, tmp_path)
     wrong = f"{right}        [{change} for p in model.parameters() if hasattr(p, 'to_local')]\n"
     source = with_fault(tmp_path, "adapters/torch/__init__.py", right, wrong)
     code, said, found = run_together("--only", "torch", "--count", "1", source=source)
-    whys = [each["why"] for each in found["failures"] if each["law"] == "replicas have the same bits"]
+    whys = [each["why"] for each in found["failures"] if each["law"] == "replicas have equal bits"]
 
     assert 1 == code, said
     assert any("checksum" in why and "CPU:1" in why for why in whys)
@@ -485,11 +485,11 @@ def test_names_are_left_out(tmp_path):
     import socket
 
     from layoutmap.testing.laws import Outcome
-    from layoutmap.testing.schedule import Tried
+    from layoutmap.testing.schedule import LawResult
 
     why = f'File "{tmp_path}/net.py", line 3, of {getpass.getuser()} on {socket.gethostname()}'
     report = Report(
-        {"host": socket.gethostname()}, [Tried("torch", 1, Outcome("a law", "failed", why, 0.0), "x = 1")]
+        {"host": socket.gethostname()}, [LawResult("torch", 1, Outcome("a law", "failed", why, 0.0), "x = 1")]
     )
     for text in (report.to_json(), report.to_html()):
         assert "net.py" in text
@@ -509,7 +509,7 @@ def test_devices_that_others_use_are_refused(tmp_path):
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
     asked = [sys.executable, "-m", "layoutmap", "selftest", "--engine", HERE, "--minutes", "0"]
     tried, busy = "nothing could be tried within 0 minutes", "4711, 70000 MiB"
-    wait = [sys.executable, "-c", "input()", "layoutmap.testing.trying"]
+    wait = [sys.executable, "-c", "input()", "layoutmap.testing.worker"]
     with subprocess.Popen(wait, stdin=subprocess.PIPE) as ours:
         together = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
         for options, more, used, words in (

@@ -10,9 +10,9 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import devices_of_text, known_devices, machine_for, machine_named
 from layoutmap.testing.laws import Outcome
-from layoutmap.testing.products import type_of_products
-from layoutmap.testing.schedule import Tried
-from layoutmap.testing.selftest.measured import Speeds
+from layoutmap.testing.products import describe_products
+from layoutmap.testing.schedule import LawResult
+from layoutmap.testing.selftest.speeds import Speeds
 from layoutmap.testing.speeds import KINDS
 
 SWITCHED = [name for name, device in known_devices().items() if not device.fast.ring_from]
@@ -38,7 +38,7 @@ def measured(machine, dims, slower=None):
     figures += [{"dtype": dtype, "flops": number} for dtype, number in device.flops.items()]
     figures += [{"memory_bandwidth": device.memory_bandwidth}, {"memory": device.memory_bytes}]
     outcome = Outcome("speeds are measured", "held", "", 1.0, figures)
-    return [Tried("speeds-jax", 1, outcome)]
+    return [LawResult("speeds-jax", 1, outcome)]
 
 
 @given(st.sampled_from(SWITCHED), st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4, 8]))
@@ -79,26 +79,26 @@ def test_a_collective_below_the_machine_file_is_named(slower):
     """One that takes four times as long as the file says fails the law, by name, with both figures."""
     machine = machine_named("h100:16")
     speeds = Speeds("jax", 8, measured(machine, "data=2,model=8", slower), machine.device)
-    outcome = speeds.judged().outcome
+    outcome = speeds.judge_collectives().outcome
 
     assert ("held" if slower is None else "wrong") == outcome.what
     if slower is not None:
         kind = slower[0].replace("_", "-")
         assert f"{kind} over model of data=2,model=8: 112 GB/s, and h100 has 450 GB/s" in outcome.why
     assert ["jax", "all-gather of 256.0 MiB", "data of data=2,model=8, 2 hosts", "50 GB/s", "50 GB/s"] in (
-        speeds.rows()
+        speeds.make_rows()
     )
 
 
 def test_nothing_to_compare_with():
     """Of one dim, without a machine file, the law has nothing to say; nor of an engine that was not measured."""
     alone = Speeds("jax", 8, measured(machine_named("h100:8"), "model=8"))
-    none = [Tried("speeds-tensorflow", 1, Outcome("speeds are measured", "not tried", "a compiler", 0.0))]
+    none = [LawResult("speeds-tensorflow", 1, Outcome("speeds are measured", "not tried", "a compiler", 0.0))]
 
     assert ["not tried"] * 2 == [
-        each.judged().outcome.what for each in (alone, Speeds("tensorflow", 8, none))
+        each.judge_collectives().outcome.what for each in (alone, Speeds("tensorflow", 8, none))
     ]
-    assert [["tensorflow", "not measured", "", "", ""]] == Speeds("tensorflow", 8, none).rows()
+    assert [["tensorflow", "not measured", "", "", ""]] == Speeds("tensorflow", 8, none).make_rows()
 
 
 def test_devices_that_share_cores_are_not_judged():
@@ -106,8 +106,8 @@ def test_devices_that_share_cores_are_not_judged():
     slow = measured(machine_named("h100:8"), "x=2,model=4", ("all_gather", "model"))
     machine = machine_named("h100:8").device
 
-    assert "wrong" == Speeds("jax", 8, slow, machine).judged().outcome.what
-    assert "not tried" == Speeds("jax", 8, slow, machine, share_cores=True).judged().outcome.what
+    assert "wrong" == Speeds("jax", 8, slow, machine).judge_collectives().outcome.what
+    assert "not tried" == Speeds("jax", 8, slow, machine, share_cores=True).judge_collectives().outcome.what
 
 
 def rounded(values, bits):
@@ -119,4 +119,4 @@ def rounded(values, bits):
 @pytest.mark.parametrize(("bits", "said"), [(23, "in float32"), (10, "in TF32"), (7, "in TF32 or bfloat16")])
 def test_products_in_fewer_bits_are_noticed(bits, said):
     """The report says whether products of float32 are computed in float32, by comparing one with the exact one."""
-    assert type_of_products(lambda a, b: rounded(a, bits) @ rounded(b, bits)).startswith(said)
+    assert describe_products(lambda a, b: rounded(a, bits) @ rounded(b, bits)).startswith(said)

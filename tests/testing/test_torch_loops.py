@@ -10,8 +10,8 @@ from testing import torch_loops
 from testing.test_laws import DAY
 from testing.torch_loops import LOOPS, differences
 
-from layoutmap.testing.laws import quiet
-from layoutmap.testing.subjects import alone_on_cpus, started_together
+from layoutmap.testing.laws import ignore_warnings
+from layoutmap.testing.subjects import make_cpu_environment, make_launcher_environments
 
 PROCESSES = ("torch",)
 OF_A_DAY = 3
@@ -20,7 +20,7 @@ OF_A_DAY = 3
 def test_loops_of_this_day():
     """Three of them, others each day."""
     chosen = [LOOPS[(DAY * OF_A_DAY + number) % len(LOOPS)] for number in range(OF_A_DAY)]
-    with quiet():
+    with ignore_warnings():
         assert [] == list(differences(DAY * 1000, chosen))
 
 
@@ -29,7 +29,7 @@ def test_loops_of_this_day():
 @pytest.mark.parametrize("number", range(4))
 def test_all_loops(number):
     """On each of four models."""
-    with quiet():
+    with ignore_warnings():
         assert [] == list(differences(DAY * 1000 + 200 + number))
 
 
@@ -40,7 +40,7 @@ def test_all_loops_in_processes(num_processes):
     """In real ones, where fully_shard gathers; what that cannot do is refused by name."""
     seeds = map(str, range(DAY * 1000, DAY * 1000 + 4))
     command = [sys.executable, torch_loops.__file__, *seeds]
-    environment = alone_on_cpus() | {
+    environment = make_cpu_environment() | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OMP_NUM_THREADS": "1",
     }
@@ -48,7 +48,7 @@ def test_all_loops_in_processes(num_processes):
         subprocess.Popen(
             command, env=environment | each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for each in started_together(num_processes)
+        for each in make_launcher_environments(num_processes)
     ]
     for process in started:
         out, err = process.communicate()

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from layoutmap.adapters.torch.training import loss_of
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
-from layoutmap.testing.laws.trial import ROUNDINGS, TOLERANCE, Trial, first_rows
+from layoutmap.testing.laws.trial import ROUNDINGS, TOLERANCE, Trial, take_rows
 from layoutmap.testing.models import Devices
 from layoutmap.testing.models.cases import EPSILONS
-from layoutmap.testing.trying import case_of
+from layoutmap.testing.worker import draw_case
 
 RATE = 0.05
 REFUSED = "fully_shard"  # its own error: it has no gradients by weights, nor of gradients
@@ -64,7 +64,7 @@ def accumulated(model, batch):
     optimizer, found = sgd(model, momentum=0.9), []
     for seed in range(2):
         optimizer.zero_grad(set_to_none=False)
-        for part in (first_rows(batch, 1), batch):
+        for part in (take_rows(batch, 1), batch):
             value = loss(model, part, seed) / 2
             value.backward()
             found.append(value.item())
@@ -321,10 +321,10 @@ def largest_difference(expected, actual):
 def differences(seed, loops=LOOPS, there=None):
     """Which loops on the model of a seed differ from the plain model by more than rounding, or fail."""
     devices = there or Devices(8, simulated=True, mesh="")
-    trial = Trial(case_of("torch", seed, devices))
+    trial = Trial(draw_case("torch", seed, devices))
     signs = np.random.default_rng(0)
     for loop in loops:
-        plain, sharded = trial.new_pair()
+        plain, sharded = trial.make_pair()
         try:
             expected = numbers(loop, plain, trial.case.batch)
         except RuntimeError:  # torch has no second derivative of some operators
@@ -338,8 +338,10 @@ def differences(seed, loops=LOOPS, there=None):
                 yield f"{seed}: {loop.__name__}: {error}"
             continue
         if found > TOLERANCE:
-            moved = trial._with_weights(
-                trial.plain(), lambda value: 1 + EPSILONS["float32"] * signs.choice([-1, 1], value.shape)
+            moved = trial._copy_weights(
+                trial.make_unsharded(),
+                trial.make_unsharded(),
+                lambda value: 1 + EPSILONS["float32"] * signs.choice([-1, 1], value.shape),
             )
             rounding = largest_difference(expected, numbers(loop, moved, trial.case.batch))
             if not found <= ROUNDINGS * rounding:

@@ -43,7 +43,7 @@ def run_selftest_command(options: Any) -> int:
     if find_spec("hypothesis") is None:
         raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
     with interrupts.interruptible():  # imported by its name, since `testing` is above this package
-        report = import_module("layoutmap.testing.selftest").selftest(options)
+        report = import_module("layoutmap.testing.selftest").run_selftest(options)
     if report is None:  # another process of the program reports
         return output.WELL
     texts = {"--report": report.to_html, "--json": report.to_json}

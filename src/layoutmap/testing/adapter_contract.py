@@ -7,8 +7,8 @@
         def rules(self, name): return {r".*\\.kernel": (None, "model"), ...}
         ...
 
-The laws use `scope`, `build`, `plan`, `apply`, the adapter protocol, numpy and pytest, and no model library. They want
-8 devices.
+The laws use `scope`, `build`, `plan`, `apply`, the adapter protocol, numpy, and pytest, and no model library. They
+need 8 devices.
 """
 
 # ruff: noqa: SIM300
@@ -29,16 +29,17 @@ import layoutmap as lm
 from layoutmap.adapters import Capable, get_adapter
 from layoutmap.adapters.protocol import Building, Inspecting, Keeping, Training
 from layoutmap.engines import get_engine
+from layoutmap.testing.old_names import OldMethodNames
 
 __all__ = ["AdapterContract", "ScopeContract"]
 
 
-class AdapterContract:
-    """The laws of adapters. Inherit it and say what is below.
+class AdapterContract(OldMethodNames):
+    """The laws of adapters. Inherit it and define the methods below.
 
     Attributes:
         library: The model library's name.
-        meshes: The grids to try, 8 devices each; all have a dim `model`, and rules lose the dims that a grid has not.
+        meshes: The meshes to try, with 8 devices each. All have a dim `model`. Rules skip dims that a mesh lacks.
     """
 
     library: ClassVar[str]
@@ -49,76 +50,94 @@ class AdapterContract:
         "batch=2,model=2,more=2",
         "batch=1,model=8",
     )
+    old_names: ClassVar[Mapping[str, str]] = {
+        "array_of": "get_array",
+        "hooked": "snapshot_hooks",
+        "one_model": "get_first_model",
+        "layout_map": "make_layout_map",
+        "plain": "read_unsharded",
+        "made": "make_unsharded",
+        "built": "build_sharded",
+        "values": "read_values",
+        "needed": "require",
+    }
 
-    # -- what a subclass says
+    # -- methods that a subclass defines
 
     def models(self) -> Mapping[str, Callable[[], Any]]:
-        """Functions that each make a small model, with its weights, by name."""
+        """Return functions that create small models with weights, by name."""
         raise NotImplementedError
 
     def rules(self, name: str) -> Mapping[str, tuple[str | None, ...]]:
-        """Rules that fit a model on every mesh; sizes divide by 8."""
+        """Return rules that fit a model on every mesh. Each sharded axis must divide by 8."""
         raise NotImplementedError
 
     def batch(self, name: str) -> tuple[Any, Any]:
-        """Inputs and targets for one training step of a model."""
+        """Return inputs and targets for a training step of a model."""
         raise NotImplementedError
 
-    def array_of(self, variable: Any) -> Any:
-        """The engine's array in a variable."""
+    def get_array(self, variable: Any) -> Any:
+        """Return the engine's array of a variable."""
         raise NotImplementedError
 
     def num_arrays(self) -> int:
-        """How many arrays of the engine are alive in this process."""
+        """Return the number of the engine's live arrays in this process."""
         raise NotImplementedError
 
-    # -- words of the laws
+    # -- helpers of the laws
 
     @property
     def adapter(self) -> Building:
         """The adapter under test."""
         return get_adapter(self.library)
 
-    def one_model(self) -> tuple[str, Callable[[], Any]]:
-        """The model of laws that are about one, and its name: the first."""
+    def get_first_model(self) -> tuple[str, Callable[[], Any]]:
+        """Return the name and the function of the first model, for laws that need one model."""
         return next(iter(self.models().items()))
 
-    def layout_map(self, name: str, mesh: str = "batch=2,model=4") -> lm.LayoutMap:
-        """The rules of a model on a mesh."""
+    def make_layout_map(self, name: str, mesh: str = "batch=2,model=4") -> lm.LayoutMap:
+        """Return the rules of a model on a mesh."""
         on = lm.create_mesh(mesh)
         rules = {
             p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in self.rules(name).items()
         }
         return lm.LayoutMap(on, rules)
 
-    def plain(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """The values of a model that is built plainly, by path."""
-        return self.values(self.made(name))
-
-    def made(self, name: str) -> Any:
-        """A model that is built plainly, with all that training makes."""
+    def make_unsharded(self, name: str) -> Any:
+        """Return an unsharded model with all variables that training creates."""
         self.adapter.set_seed(7)
         model = self.models()[name]()
         self.adapter.complete(model, self.batch(name))
         return model
 
-    def built(self, name: str, mesh: str = "batch=2,model=4") -> Any:
-        """A model that is built in layouts, from the same seed."""
-        self.adapter.set_seed(7)
-        return self.layout_map(name, mesh).build(self.models()[name], library=self.library)
+    def read_unsharded(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the values of an unsharded model, by path."""
+        return self.read_values(self.make_unsharded(name))
 
-    def values(self, model: Any) -> dict[str, npt.NDArray[Any]]:
-        """The values of a model's variables, by path."""
+    def build_sharded(self, name: str, mesh: str = "batch=2,model=4") -> Any:
+        """Return a sharded model of the same seed."""
+        self.adapter.set_seed(7)
+        return self.make_layout_map(name, mesh).build(self.models()[name], library=self.library)
+
+    def read_values(self, model: Any) -> dict[str, npt.NDArray[Any]]:
+        """Return the values of a model's variables, by path."""
         return {path: self.adapter.read(v) for path, v in self.adapter.variables(model).items()}
 
-    def needed(self, capability: type[Capable]) -> Capable:
-        """The adapter as one that a law needs; a law of what it does not know does not apply to it."""
+    def require(self, capability: type[Capable]) -> Capable:
+        """Return the adapter, or skip the law if the adapter lacks the capability."""
         if not isinstance(self.adapter, capability):
             pytest.skip(f"the adapter of {self.library} is no {capability.__name__} adapter")
         return self.adapter
 
+    def assert_shard_shape(self, path: str, variable: Any) -> None:
+        """Assert that each device has a shard of the shape of the variable's layout."""
+        array = self.get_array(variable)
+        shards = get_engine(self.adapter.engine_name).to_shards(array)
+        shapes = {tuple(part.stop - part.start for part in index) for index, _ in shards}
+        assert {variable.layout.shard_shape(array.shape)} == shapes, path
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test of its own for each model, and for each mesh, that a law is about."""
+        """Parametrize laws over models and meshes."""
         for argument, values in (("mesh", self.meshes), ("name", self.models())):
             if argument in metafunc.fixturenames:
                 metafunc.parametrize(argument, list(values))
@@ -126,9 +145,9 @@ class AdapterContract:
     # -- the laws
 
     def test_values_do_not_depend_on_the_mesh(self, name: str, mesh: str):
-        """Same seed, same first values, bit for bit, on every mesh: those of the plain model."""
-        expected = self.plain(name)
-        actual = self.values(self.built(name, mesh))
+        """For one seed, initial values on every mesh have the bits of the unsharded model."""
+        expected = self.read_unsharded(name)
+        actual = self.read_values(self.build_sharded(name, mesh))
 
         assert list(expected) == list(actual)
         for path, value in expected.items():
@@ -136,43 +155,40 @@ class AdapterContract:
             assert np.array_equal(value, actual[path]), path
 
     def test_each_variable_lies_in_the_layout_of_its_rule(self, name: str, mesh: str):
-        """An array is in the layout of the rule that matches its path, and each device holds just its shard."""
-        engine = get_engine(self.adapter.engine_name)
-        layout_map = self.layout_map(name, mesh)
-        model = self.built(name, mesh)
+        """An array has the layout of the rule that matches its path, and each device stores only its shard."""
+        layout_map = self.make_layout_map(name, mesh)
+        model = self.build_sharded(name, mesh)
         for path, variable in self.adapter.variables(model).items():
-            array = self.array_of(variable)
-            expected = layout_map[path] or lm.Layout.replicated(lm.create_mesh(mesh), len(array.shape))
+            rank = len(self.get_array(variable).shape)
+            expected = layout_map[path] or lm.Layout.replicated(lm.create_mesh(mesh), rank)
 
             if not path.startswith("optimizer."):
                 assert expected == variable.layout, path
-            shard = variable.layout.shard_shape(array.shape)
-            held = {tuple(part.stop - part.start for part in index) for index, _ in engine.to_shards(array)}
-            assert {shard} == held, path
+            self.assert_shard_shape(path, variable)
 
     def test_a_plan_changes_no_number(self):
-        """A model that is built after it was planned has the values of one that was not planned."""
-        name, make_model = self.one_model()
-        expected = self.plain(name)
+        """A plan does not change the values of a model that is built later."""
+        name, make_model = self.get_first_model()
+        expected = self.read_unsharded(name)
         self.adapter.set_seed(7)
-        lm.plan(make_model, self.layout_map(name), library=self.library)
+        lm.plan(make_model, self.make_layout_map(name), library=self.library)
         model = make_model()
         self.adapter.complete(model, self.batch(name))
 
-        actual = self.values(model)
+        actual = self.read_values(model)
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
 
     def test_paths_are_stable(self):
-        """Building a model again in one process, after other models and in layouts, gives the same paths."""
-        first = {name: list(self.adapter.variables(self.made(name))) for name in self.models()}
-        for name in (*self.models(), self.one_model()[0]):
-            assert first[name] == list(self.adapter.variables(self.built(name)))
+        """Paths are the same when a process builds a model again, after other models or sharded."""
+        first = {name: list(self.adapter.variables(self.make_unsharded(name))) for name in self.models()}
+        for name in (*self.models(), self.get_first_model()[0]):
+            assert first[name] == list(self.adapter.variables(self.build_sharded(name)))
 
-    def test_an_existing_model_is_laid_out(self, name: str):
+    def test_apply_keeps_the_values_of_an_existing_model(self, name: str):
         """`apply` keeps every value and gives every variable its layout."""
-        model = self.made(name)
-        expected = self.values(model)
-        layout_map = self.layout_map(name)
+        model = self.make_unsharded(name)
+        expected = self.read_values(model)
+        layout_map = self.make_layout_map(name)
         layout_map.apply(model)
 
         for path, variable in self.adapter.variables(model).items():
@@ -181,33 +197,35 @@ class AdapterContract:
                 assert layout_map[path] == variable.layout
 
     def test_a_model_that_existed_is_refused(self):
-        """`plan`, `build` and `check_parity` refuse a model that existed before, name `apply`, and change nothing."""
-        name, make_model = self.one_model()
-        trained = self.needed(Training)
+        """`plan`, `build`, and `check_parity` refuse an existing model, name `apply`, and change nothing."""
+        name, make_model = self.get_first_model()
+        training = self.require(Training)
         self.adapter.set_seed(7)
-        model, layout_map = make_model(), self.layout_map(name)
-        expected = self.values(model)
-        refused = pytest.raises(lm.ScopeError, match=r"(?s)existed before.*fix .*layout_map\.apply\(model\)")
-        with refused:
+        model, layout_map = make_model(), self.make_layout_map(name)
+        expected = self.read_values(model)
+        raises_scope_error = pytest.raises(
+            lm.ScopeError, match=r"(?s)existed before.*fix .*layout_map\.apply\(model\)"
+        )
+        with raises_scope_error:
             lm.plan(lambda: model, layout_map, library=self.library)
-        with refused:
+        with raises_scope_error:
             layout_map.build(lambda: model, library=self.library)
-        with refused:
+        with raises_scope_error:
             lm.check_parity(lambda: model, layout_map, self.batch(name), library=self.library)
 
-        actual = self.values(model)
+        actual = self.read_values(model)
         assert list(expected) == list(actual)
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
-        trained.complete(model, self.batch(name))
-        assert np.isfinite([*trained.train_step(model, self.batch(name)).values()]).all()
+        training.complete(model, self.batch(name))
+        assert np.isfinite([*training.train_step(model, self.batch(name)).values()]).all()
 
     def test_it_trains_like_one_device(self, name: str):
-        """Forward pass, gradients and optimizer steps agree with the plain model."""
-        self.needed(Training)
+        """Forward pass, gradients, and optimizer steps agree with the unsharded model."""
+        self.require(Training)
         make_model = self.models()[name]
         report = lm.check_parity(
             make_model,
-            self.layout_map(name),
+            self.make_layout_map(name),
             self.batch(name),
             steps=2,
             batch_dim="batch",
@@ -218,18 +236,18 @@ class AdapterContract:
         assert 0.0 == report.worst("weights")
 
     def test_a_checkpoint_is_loaded_on_any_mesh(self, tmp_path: Path):
-        """What is saved on one mesh is loaded on another, and into a plain model, bit for bit; it is laid out anew."""
-        self.needed(Keeping)
-        name, make_model = self.one_model()
-        model = self.built(name)
+        """A checkpoint of one mesh loads bit for bit on another mesh and into an unsharded model."""
+        self.require(Keeping)
+        name, make_model = self.get_first_model()
+        model = self.build_sharded(name)
         self.adapter.complete(model, self.batch(name))
-        for path, value in self.values(model).items():
-            if value.dtype.kind == "f":  # other values than those of any initializer
+        for path, value in self.read_values(model).items():
+            if value.dtype.kind == "f":  # no initializer returns these values
                 self.adapter.write(self.adapter.variables(model)[path], value + 1)
         lm.save(model, tmp_path)
-        kept = lm.describe(tmp_path)  # all but what the library itself keeps out of files
-        expected = {path: value for path, value in self.values(model).items() if path in kept}
-        other = self.layout_map(name, "batch=4,model=2")
+        saved = lm.describe(tmp_path)  # libraries leave some variables out of files
+        expected = {path: value for path, value in self.read_values(model).items() if path in saved}
+        other = self.make_layout_map(name, "batch=4,model=2")
         loaded = lm.load(make_model, tmp_path, layout_map=other, library=self.library)
 
         assert expected
@@ -238,12 +256,12 @@ class AdapterContract:
                 assert np.array_equal(expected[path], self.adapter.read(variable)), path
             if other[path] is not None:
                 assert other[path] == variable.layout
-        plain = self.values(lm.load(self.made(name), tmp_path))
-        assert list(self.values(loaded)) == list(plain)
-        assert all(np.array_equal(expected[path], value) for path, value in plain.items() if path in expected)
+        unsharded = self.read_values(lm.load(self.make_unsharded(name), tmp_path))
+        assert list(self.read_values(loaded)) == list(unsharded)
+        assert all(np.array_equal(expected[p], value) for p, value in unsharded.items() if p in expected)
 
-    def test_all_problems_are_told_and_nothing_is_made(self, name: str):
-        """A rule that does not fit raises once with every variable concerned, before any value is made."""
+    def test_all_problems_are_raised_before_anything_is_created(self, name: str):
+        """A rule that does not fit raises one error with all its variables, before any value is created."""
         make_model = self.models()[name]
         mesh = lm.create_mesh("batch=2,model=4")
         layout_map = lm.LayoutMap(mesh, {".*": ("model", None, None, None, None, None)})
@@ -254,10 +272,10 @@ class AdapterContract:
         matched = {a.variable.path for a in planned.assignments if a.match is not None}
         assert matched == {problem.subject for problem in caught.value.problems}
 
-    def test_a_plan_makes_no_array(self, name: str):
-        """A dry run allocates nothing, on devices that need not exist."""
+    def test_a_plan_creates_no_array(self, name: str):
+        """A plan allocates no memory."""
         make_model = self.models()[name]
-        layout_map = self.layout_map(name)
+        layout_map = self.make_layout_map(name)
         gc.collect()
         before = self.num_arrays()
         lm.plan(make_model, layout_map, library=self.library)
@@ -265,110 +283,105 @@ class AdapterContract:
 
         assert before == self.num_arrays(), name
 
-    def test_what_is_written_is_read(self, name: str):
-        """A value that is written into a variable is read back bit for bit, and the variable keeps its layout."""
-        engine = get_engine(self.adapter.engine_name)
-        variables = self.adapter.variables(self.built(name))
+    def test_written_values_are_read_back(self, name: str):
+        """A value that is written to a variable is read back bit for bit, and the variable keeps its layout."""
+        variables = self.adapter.variables(self.build_sharded(name))
         for number, (path, variable) in enumerate(variables.items()):
             value = self.adapter.read(variable)
             new = (np.arange(value.size) + number).reshape(value.shape).astype(value.dtype)
             self.adapter.write(variable, new)
-            held = {
-                tuple(part.stop - part.start for part in index)
-                for index, _ in engine.to_shards(self.array_of(variable))
-            }
 
             assert np.array_equal(new, self.adapter.read(variable)), (name, path)
-            assert {variable.layout.shard_shape(self.array_of(variable).shape)} == held, (name, path)
+            self.assert_shard_shape(path, variable)
 
     def test_a_plan_has_no_values(self):
-        """A model that was only planned refuses to be read, by the variable's path."""
-        name, make_model = self.one_model()
-        kept: list[Any] = []
+        """Reading a model that was only planned raises an error with the variable's path."""
+        name, make_model = self.get_first_model()
+        created: list[Any] = []
 
-        def make_and_keep() -> Any:
-            kept.append(make_model())
-            return kept[0]
+        def create() -> Any:
+            created.append(make_model())
+            return created[0]
 
-        lm.plan(make_and_keep, self.layout_map(name), library=self.library)
-        path, variable = next(iter(self.adapter.variables(kept[0]).items()))
+        lm.plan(create, self.make_layout_map(name), library=self.library)
+        path, variable = next(iter(self.adapter.variables(created[0]).items()))
         with pytest.raises(lm.PlanError, match="only a plan, it has no values") as caught:
             self.adapter.read(variable)
 
         assert caught.value.what.startswith(path)
 
-    def test_the_plan_is_what_is_done(self, name: str):
-        """A dry run assigns what the real run then assigns."""
+    def test_the_build_follows_the_plan(self, name: str):
+        """A plan assigns the layouts that the build assigns."""
         make_model = self.models()[name]
-        planned = lm.plan(make_model, self.layout_map(name), library=self.library)
-        layouts = {path: v.layout for path, v in self.adapter.variables(self.built(name)).items()}
+        planned = lm.plan(make_model, self.make_layout_map(name), library=self.library)
+        layouts = {path: v.layout for path, v in self.adapter.variables(self.build_sharded(name)).items()}
 
         expected = {a.variable.path: a.layout for a in planned.assignments if a.variable.path in layouts}
         assert layouts == expected
         assert len(expected) > 1
 
-    def test_a_model_that_exists_has_the_plan_that_it_was_built_by(self):
-        """Read off its arrays, with the rules of its scope; a plain model has the same variables, and no scope."""
-        inspecting = self.needed(Inspecting)
-        name, _ = self.one_model()
-        built, plain = self.built(name), self.made(name)
-        plan = lm.plan(self.models()[name], self.layout_map(name), library=self.library)
+    def test_an_inspected_model_has_the_plan_of_its_build(self):
+        """`inspect` returns the assignments of the plan. An unsharded model has the same variables and no scope."""
+        inspecting = self.require(Inspecting)
+        name, _ = self.get_first_model()
+        sharded, unsharded = self.build_sharded(name), self.make_unsharded(name)
+        plan = lm.plan(self.models()[name], self.make_layout_map(name), library=self.library)
         planned = {a.variable.path: a for a in plan.assignments}
-        found = {a.variable.path: a for a in lm.inspect(built).assignments}
+        inspected = {a.variable.path: a for a in lm.inspect(sharded).assignments}
 
-        assert planned == {path: a for path, a in found.items() if path in planned}
-        assert planned.keys() <= {each.variable.path for each in inspecting.described(plain)}
-        assert inspecting.context_of(built) is not None
-        assert inspecting.context_of(plain) is None
+        assert planned == {path: a for path, a in inspected.items() if path in planned}
+        assert planned.keys() <= {stored.variable.path for stored in inspecting.described(unsharded)}
+        assert inspecting.context_of(sharded) is not None
+        assert inspecting.context_of(unsharded) is None
 
 
 class ScopeContract(AdapterContract):
-    """The laws of adapters whose library can defer what is made in a `with` block."""
+    """The laws of adapters that support `with layout_map.scope():`."""
 
-    def hooked(self) -> Mapping[str, Any]:
-        """Everything that a scope may replace in the library, as it is now."""
+    def snapshot_hooks(self) -> Mapping[str, Any]:
+        """Return the current value of each attribute of the library that a scope replaces."""
         raise NotImplementedError
 
     def test_nothing_stays_hooked(self):
-        """The library is as before after a scope, after one left by an exception, and after nested ones."""
-        name, make_model = self.one_model()
-        before = self.hooked()
+        """The library is unchanged after a scope, an exception in a scope, and nested scopes."""
+        name, make_model = self.get_first_model()
+        before = self.snapshot_hooks()
         with (
-            self.layout_map(name).scope(library=self.library),
-            self.layout_map(name).scope(library=self.library),
+            self.make_layout_map(name).scope(library=self.library),
+            self.make_layout_map(name).scope(library=self.library),
         ):
-            assert before != self.hooked()
+            assert before != self.snapshot_hooks()
             make_model()
 
-        assert before == self.hooked()
+        assert before == self.snapshot_hooks()
         with pytest.raises(ZeroDivisionError):
             self._build_and_fail(name, make_model)
 
-        assert before == self.hooked()
+        assert before == self.snapshot_hooks()
 
     def _build_and_fail(self, name: str, make_model: Callable[[], Any]) -> None:
-        with self.layout_map(name).scope(library=self.library):
+        with self.make_layout_map(name).scope(library=self.library):
             make_model()
             raise ZeroDivisionError
 
-    def test_another_thread_is_left_alone(self):
-        """While a scope is open here, a model that another thread builds is a plain one."""
-        name, make_model = self.one_model()
-        made: list[Any] = []
-        with self.layout_map(name).scope(library=self.library):
-            thread = threading.Thread(target=lambda: made.append(make_model()))
+    def test_a_scope_does_not_affect_other_threads(self):
+        """During a scope, a model that another thread builds is unsharded."""
+        name, make_model = self.get_first_model()
+        models: list[Any] = []
+        with self.make_layout_map(name).scope(library=self.library):
+            thread = threading.Thread(target=lambda: models.append(make_model()))
             thread.start()
             thread.join()
 
-        assert not any(hasattr(v, "layout") for v in self.adapter.variables(made[0]).values())
+        assert not any(hasattr(v, "layout") for v in self.adapter.variables(models[0]).values())
 
     def test_the_inner_of_two_scopes_counts(self):
-        """A model that is built in two scopes has the layouts of the inner one."""
-        name, make_model = self.one_model()
+        """A model in two scopes has the layouts of the inner scope."""
+        name, make_model = self.get_first_model()
         outer = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))
         with (
             outer.scope(library=self.library) as empty,
-            self.layout_map(name).scope(library=self.library) as full,
+            self.make_layout_map(name).scope(library=self.library) as full,
         ):
             _model = make_model()
 
@@ -376,11 +389,11 @@ class ScopeContract(AdapterContract):
         assert len(full.plan) > 0
 
     def test_an_exception_leaves_no_array(self):
-        """A scope that is left by an exception makes nothing."""
-        name, make_model = self.one_model()
+        """After an exception in a scope, no array is left."""
+        name, make_model = self.get_first_model()
         gc.collect()
         before = self.num_arrays()
-        with contextlib.suppress(ZeroDivisionError), self.layout_map(name).scope(library=self.library):
+        with contextlib.suppress(ZeroDivisionError), self.make_layout_map(name).scope(library=self.library):
             make_model()
             raise ZeroDivisionError
         gc.collect()
@@ -388,25 +401,25 @@ class ScopeContract(AdapterContract):
         assert before == self.num_arrays()
 
     def test_threads_have_scopes_of_their_own(self):
-        """Two threads that build at once under two maps each get their own layouts."""
-        name, make_model = self.one_model()
-        maps = {mesh: self.layout_map(name, mesh) for mesh in self.meshes[:2]}
-        made: dict[str, Any] = {}
+        """Two threads with two layout maps build models with their own layouts at the same time."""
+        name, make_model = self.get_first_model()
+        maps = {mesh: self.make_layout_map(name, mesh) for mesh in self.meshes[:2]}
+        models: dict[str, Any] = {}
         barrier = threading.Barrier(len(maps))
 
-        def work(mesh: str) -> None:
+        def build_model(mesh: str) -> None:
             with maps[mesh].scope(library=self.library):
                 barrier.wait(60)
                 model = make_model()
                 barrier.wait(60)
-            made[mesh] = model
+            models[mesh] = model
 
-        threads = [threading.Thread(target=work, args=(mesh,)) for mesh in maps]
+        threads = [threading.Thread(target=build_model, args=(mesh,)) for mesh in maps]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-        assert set(maps) == set(made)
-        for mesh, model in made.items():
+        assert set(maps) == set(models)
+        for mesh, model in models.items():
             assert {maps[mesh].mesh} == {v.layout.mesh for v in self.adapter.variables(model).values()}

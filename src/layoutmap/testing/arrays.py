@@ -1,4 +1,4 @@
-"""Laws of arrays on drawn meshes, layouts and shapes, for any number of devices and processes; each is a program.
+"""Laws of arrays on random meshes, layouts, and shapes. Each law is a program for any number of devices and processes.
 
 >>> from layoutmap.scope.devices import simulate_devices
 >>> simulate_devices(8, "jax")
@@ -13,12 +13,12 @@ from functools import partial
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
-from layoutmap.testing.laws import Outcome, tried
+from layoutmap.testing.laws import Outcome, run_law
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices, Specs, draw_specs
 
 _PROGRAM = """\
-import ml_dtypes  # numpy knows bfloat16 by it
+import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
 import layoutmap as lm
@@ -51,10 +51,10 @@ _LAWS = {
 array = engine.relayout(values, first)
 check(array, first)
 check(engine.relayout(array, second), second)""",
-    "what is created has its initial values in its layout": """\
+    "a created variable has its initial values in its layout": """\
 initializers = {"w": Initializer(global_value=lambda: values)}
 check(engine.create({"w": Assignment(variable, first)}, initializers)["w"], first)""",
-    "what is read shard by shard has its values in its layout": """\
+    "an array that is read by shard has its values in its layout": """\
 check(engine.from_shards(Assignment(variable, second), values.__getitem__), second)""",
     "a call returns its values in the layout": """\
 array = engine.relayout(values, first)
@@ -64,38 +64,39 @@ check(engine.call(lambda x: x + x, second, [array], {}), second)""",
 
 
 def try_arrays(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield what came of each law of arrays, with the program that it is where it did not hold.
+    """Yield the outcome of each law of arrays, with its program if the law does not hold.
 
     Args:
         engine: The engine's name.
-        seed: Draws a mesh, two layouts, a shape and an element type.
-        devices: The devices that there are.
+        seed: Draws a mesh, two layouts, a shape, and an element type.
+        devices: The devices.
     """
-    choices = Choices.of_seed(seed)
-    mesh = Mesh(None, dims := choices.weighted(devices.meshes))
-    shape = tuple(choices.one_of(1, 2, 3) * mesh.size for _ in range(choices.weighted({2: 4, 3: 3, 1: 2})))
-    drawn = {
+    choices = Choices.from_seed(seed)
+    mesh = Mesh(None, dims := choices.pick_weighted(devices.meshes))
+    shape = tuple(choices.pick(1, 2, 3) * mesh.size for _ in range(choices.pick_weighted({2: 4, 3: 3, 1: 2})))
+    values = {
         "engine": engine,
         "mesh": dims,
         "seed": seed,
         "shape": shape,
-        "dtype": choices.one_of("float32", "int32", "float16", "int8", "bfloat16"),
-        "specs": [_held(choices, engine, mesh, shape) for _ in range(2)],
+        "dtype": choices.pick("float32", "int32", "float16", "int8", "bfloat16"),
+        "specs": [_draw_specs(choices, engine, mesh, shape) for _ in range(2)],
         "simulation": f"\nlm.simulate_devices({devices.number}, {engine!r})\n" if devices.simulated else "",
     }
     for law, lines in _LAWS.items():
-        program = _PROGRAM.format(**drawn, law=lines)
-        outcome = tried(law, partial(_run, program))
+        program = _PROGRAM.format(**values, law=lines)
+        outcome = run_law(law, partial(_execute, program))
         yield outcome, program if outcome.is_suspicious else ""
 
 
-def _run(program: str) -> Iterable[str]:
+def _execute(program: str) -> Iterable[str]:
+    """Run a program, which raises if the law does not hold. Returns no differences."""
     exec(compile(program, "<drawn>", "exec"), {"__name__": __name__})
     return ()
 
 
-def _held(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
-    """Specs that the engine can hold: DTensor of TensorFlow has no axis over several dims."""
+def _draw_specs(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
+    """Draw specs that the engine supports. TensorFlow's DTensor cannot shard an axis over several dims."""
     specs = draw_specs(choices, mesh, shape, "error")
-    several = get_engine(engine).several_dims
-    return tuple(spec if several or isinstance(spec, str) else None for spec in specs)
+    can_combine = get_engine(engine).several_dims
+    return tuple(spec if can_combine or isinstance(spec, str) else None for spec in specs)

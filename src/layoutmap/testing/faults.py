@@ -1,4 +1,4 @@
-"""Known faults of engines: programs that an engine alone computes wrongly, and with this package right."""
+"""Known faults of engines: programs with wrong results, which this package corrects (why: decisions/0166)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layoutmap.engines.launchers import launcher
-from layoutmap.testing.laws import Outcome, tried
+from layoutmap.testing.laws import Outcome, run_law
 from layoutmap.testing.models.maps import EIGHT, Devices
-from layoutmap.testing.subjects import alone_on_cpus
+from layoutmap.testing.subjects import make_cpu_environment
 
 XLA_FAULTS, DTENSOR_FAULTS = (Path(__file__).with_name(f"{name}-faults.md") for name in ("xla", "dtensor"))
-"""The pages of faults of XLA and of torch's DTensor, whose programs are tried."""
+"""The pages about faults of XLA and of torch's DTensor. Each section contains a program."""
 _SECTION = re.compile(
     r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python no-run[^\n]*\n(.+?)^```\n", re.DOTALL | re.MULTILINE
 )
-_IN_A_LAYOUT = """import numpy as np
+_PLACE_AN_ARRAY = """import numpy as np
 import layoutmap as lm
 mesh = lm.create_mesh("batch=2,model=2", device_type="cpu")
 lm.dtensor.relayout(np.zeros(()), lm.Layout.replicated(mesh, 0))
@@ -28,7 +28,7 @@ _DTENSOR = """import tensorflow as tf
 from tensorflow.experimental import dtensor
 dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=8)
 mesh = dtensor.create_mesh([("x", 4), ("y", 2)], device_type="CPU")
-dtensor.relayout(tf.zeros(8), dtensor.Layout(["x"], mesh))  # from here on, settings do not count
+dtensor.relayout(tf.zeros(8), dtensor.Layout(["x"], mesh))  # DTensor ignores later changes of its settings
 from layoutmap.engines.tensorflow.selfcheck import FAULTS
 print("right:", float(FAULTS[{}].is_absent(mesh)))
 """
@@ -36,32 +36,32 @@ print("right:", float(FAULTS[{}].is_absent(mesh)))
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of an engine, as programs on simulated CPU devices. They print a number, which is 1 where it is right.
+    """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if the engine computes right.
 
     Args:
         title: The fault in a sentence.
-        alone: A program that has it.
+        uncorrected: A program that uses only the engine.
         corrected: The same program with this package.
     """
 
     title: str
-    alone: str
+    uncorrected: str
     corrected: str
 
 
-def _of_xla() -> list[Fault]:
-    found = _SECTION.findall(XLA_FAULTS.read_text(encoding="utf-8"))
-    changed = ("import numpy as np\n", _IN_A_LAYOUT, 1)
-    return [Fault(title, text, text.replace(*changed)) for title, text in found]
+def _list_xla_faults() -> list[Fault]:
+    sections = _SECTION.findall(XLA_FAULTS.read_text(encoding="utf-8"))
+    change = ("import numpy as np\n", _PLACE_AN_ARRAY, 1)
+    return [Fault(title, program, program.replace(*change)) for title, program in sections]
 
 
-def _of_torch() -> list[Fault]:
-    (_, first), *found = _SECTION.findall(DTENSOR_FAULTS.read_text(encoding="utf-8"))
-    with_us = first.replace("ALONE = True", "ALONE = False")
-    return [Fault(title, f"{first}\n\n{text}", f"{with_us}\n\n{text}") for title, text in found]
+def _list_torch_faults() -> list[Fault]:
+    (_, setup), *sections = _SECTION.findall(DTENSOR_FAULTS.read_text(encoding="utf-8"))
+    corrected = setup.replace("ALONE = True", "ALONE = False")
+    return [Fault(title, f"{setup}\n\n{text}", f"{corrected}\n\n{text}") for title, text in sections]
 
 
-def _of_tensorflow() -> list[Fault]:
+def _list_tensorflow_faults() -> list[Fault]:
     titles = (
         "Training steps read variables before they are written",
         "A relayout of four axes mixes up blocks",
@@ -72,42 +72,41 @@ def _of_tensorflow() -> list[Fault]:
 
 
 FAULTS: Mapping[str, Callable[[], list[Fault]]] = {
-    "jax": _of_xla,
-    "torch": _of_torch,
-    "tensorflow": _of_tensorflow,
+    "jax": _list_xla_faults,
+    "torch": _list_torch_faults,
+    "tensorflow": _list_tensorflow_faults,
 }
-"""The known faults, by engine."""
+"""Functions that list the known faults, by engine."""
 
 
-def printed(program: str) -> tuple[float, str]:
-    """Run a program; returns the number that it prints, NaN if it prints none, and all that it wrote."""
+def run_program(program: str) -> tuple[float, str]:
+    """Run a program, and return the number that it prints, or NaN, with all its output."""
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=alone_on_cpus(), capture_output=True, text=True)
-    number = re.fullmatch(r"(?:times|right:) ([\d.]+)\n", done.stdout)
-    wrote = f"status {done.returncode}: {done.stdout}{done.stderr[-2000:]}"
-    return float(number[1] if number else "nan"), wrote
+    process = subprocess.run(command, env=make_cpu_environment(), capture_output=True, text=True)
+    number = re.fullmatch(r"(?:times|right:) ([\d.]+)\n", process.stdout)
+    output = f"status {process.returncode}: {process.stdout}{process.stderr[-2000:]}"
+    return float(number[1] if number else "nan"), output
 
 
-# why: decisions/0166
 def try_faults(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield whether a known fault is corrected, and the program where it is not; nothing but in the first process.
+    """Yield whether a known fault is corrected, with the program if it is not. Only the first process yields.
 
     Args:
         engine: The engine's name.
-        seed: The number of the fault, from which on they are counted again.
-        devices: Those that there are; the programs simulate their own.
+        seed: The number of the fault, modulo the number of faults.
+        devices: Ignored, since the programs simulate devices.
     """
     if (started_by := launcher()) and started_by.process:
         return
     faults, figures = FAULTS[engine](), list[dict[str, str]]()
     fault = faults[seed % len(faults)]
 
-    def law() -> Iterator[str]:
-        (alone, _), (here, why) = printed(fault.alone), printed(fault.corrected)
-        state = "present" if here != 1 else "gone" if alone == 1 else "corrected"
+    def find_differences() -> Iterator[str]:
+        (uncorrected, _), (corrected, output) = run_program(fault.uncorrected), run_program(fault.corrected)
+        state = "present" if corrected != 1 else "gone" if uncorrected == 1 else "corrected"
         figures.append({"fault": fault.title, "state": state})
-        if here != 1:
-            yield why
+        if corrected != 1:
+            yield output
 
-    outcome = tried("a known fault of the engine is corrected", law, figures)
+    outcome = run_law("a known fault of the engine is corrected", find_differences, figures)
     yield outcome, fault.corrected if outcome.is_suspicious else ""

@@ -1,4 +1,4 @@
-"""Collectives, products and copies on JAX's devices, to be measured; and facts of the devices."""
+"""Collectives, products, and copies on JAX devices, to measure their speed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OPERATIONS: Mapping[str, Callable[[Any, str], jax.Array]] = {
 }
 
 
-def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
+def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
     """Return a function that runs a collective of float32 over a mesh dim."""
     size = mesh.dim_size(dim)
-    length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)  # of each device
+    length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)  # on each device
     sharding = named_sharding(Layout([mesh.dim_names], mesh))
     operation = jax.shard_map(
         lambda x: _OPERATIONS[kind](x, dim),
@@ -39,51 +39,51 @@ def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Ca
     return partial(jax.jit(operation), values)
 
 
-def product(dtype: str, size: int) -> Callable[[], object]:
+def make_product(dtype: str, size: int) -> Callable[[], object]:
     """Return a function that multiplies two square matrices on one device."""
     return partial(jax.jit(jnp.matmul), *[jnp.ones((size, size), dtype)] * 2)
 
 
-def copy(num_bytes: int) -> Callable[[], object]:
-    """Return a function that copies on one device: it reads so many bytes and writes as many."""
+def make_copy(num_bytes: int) -> Callable[[], object]:
+    """Return a function that reads and writes `num_bytes` on one device."""
     return partial(jax.jit(jnp.negative), jnp.ones(num_bytes // 4))
 
 
-def memory_bytes() -> int | None:
-    """Return the memory of a device that JAX may use; `None`: it is that of the host."""
-    return _memory().get("bytes_limit")
+def get_memory_bytes() -> int | None:
+    """Return the bytes that JAX may use on a device. `None`: the device uses the host's memory."""
+    return _get_memory_stats().get("bytes_limit")
 
 
-def watched_peak() -> Callable[[], int | None]:
-    """Return what returns the most memory that arrays have taken since this call.
+def watch_peak_bytes() -> Callable[[], int | None]:
+    """Return a function that returns the peak memory since this call.
 
-    `None`: the devices do not report it, as CPUs; or there was a higher peak before, which nothing sets back.
+    It returns `None` if devices report no memory, as CPUs, or if an earlier peak was higher, since JAX cannot reset it.
     """
-    before = _memory().get("peak_bytes_in_use", 0)
+    earlier = _get_memory_stats().get("peak_bytes_in_use", 0)
 
-    def peak() -> int | None:
-        found = _memory().get("peak_bytes_in_use", 0)
-        return found if found > before else None
+    def get_peak_bytes() -> int | None:
+        peak = _get_memory_stats().get("peak_bytes_in_use", 0)
+        return peak if peak > earlier else None
 
-    return peak
+    return get_peak_bytes
 
 
-def _memory() -> Mapping[str, int]:
+def _get_memory_stats() -> Mapping[str, int]:
     return jax.local_devices()[0].memory_stats() or {}
 
 
-def facts() -> dict[str, str]:
-    """Return what JAX knows of the devices, for people."""
+def describe_devices() -> dict[str, str]:
+    """Return facts about the devices for a report."""
     devices = jax.devices()
-    found = {"kind": ", ".join(sorted({each.device_kind for each in devices}))}
-    slices = {getattr(each, "slice_index", None) for each in devices} - {None}
-    coords = [each.coords for each in devices if getattr(each, "coords", None) is not None]
-    if coords:  # of TPUs, in their torus
+    facts = {"kind": ", ".join(sorted({device.device_kind for device in devices}))}
+    slices = {getattr(device, "slice_index", None) for device in devices} - {None}
+    coords = [device.coords for device in devices if getattr(device, "coords", None) is not None]
+    if coords:  # TPUs have coordinates in their torus
         lowest, highest = (tuple(map(end, *coords, coords[0])) for end in (min, max))
-        found["coordinates"] = f"{lowest} to {highest}"
-    return found | ({"slices": str(len(slices))} if slices else {})
+        facts["coordinates"] = f"{lowest} to {highest}"
+    return facts | ({"slices": str(len(slices))} if slices else {})
 
 
-def wait(done: object) -> None:
-    """Return when all is computed that was begun."""
-    jax.block_until_ready(done)
+def wait(result: object) -> None:
+    """Wait until the devices have computed a result."""
+    jax.block_until_ready(result)

@@ -1,6 +1,6 @@
-"""Programs that save until they are killed, and what is loaded of their steps.
+"""Programs that save until they are killed, and the law that the steps they leave can be loaded.
 
-`python -m layoutmap.testing.killed_saves jax DIRECTORY` is one that saves step after step.
+`python -m layoutmap.testing.killed_saves jax FOLDER` saves step after step.
 """
 
 from __future__ import annotations
@@ -27,79 +27,83 @@ from layoutmap.engines.launchers import launcher
 from layoutmap.saving.manager import CheckpointManager
 from layoutmap.scope.devices import simulate_devices
 from layoutmap.scope.process_group import Group
-from layoutmap.testing.laws import Outcome, tried
+from layoutmap.testing.laws import Outcome, run_law
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.stack import Stack
-from layoutmap.testing.subjects import alone_on_cpus, started_together
+from layoutmap.testing.subjects import make_cpu_environment, make_launcher_environments
 
-_WIDTH = 120  # of the stack of layers; most numbers of devices divide it
+_WIDTH = 120  # most numbers of devices divide it
 _SECONDS = 120.0
 
 
 def try_killed_saves(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Kill a program that saves, and load what it leaves on the devices; yields the outcome. All processes do so.
+    """Kill a program that saves, load its steps on the devices, and yield the outcome. All processes call it.
 
     Args:
         engine: The engine's name.
-        seed: Draws a mesh, and the moment of the kill.
-        devices: The devices that there are.
+        seed: Draws a mesh and the moment of the kill.
+        devices: The devices.
     """
-    dims = Choices.of_seed(seed).weighted(devices.meshes)
+    dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
     law = "a save that is killed leaves the steps before it, for any mesh"
-    yield tried(law, lambda: _lost(engine, dims, random.Random(seed))), ""
+    yield run_law(law, lambda: _check_saved_steps(engine, dims, random.Random(seed))), ""
 
 
-def _lost(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
-    """Yield what is not on a mesh as it was saved."""
-    saved = Saved(engine, dims)
-    with tempfile.TemporaryDirectory() as own:
-        folder, *steps = saved.group.first(lambda: [own, *_left_by_kill(engine, Path(own), rng)])
+def _check_saved_steps(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
+    """Yield each step that has other values on the mesh than when it was saved."""
+    constant = ConstantModel(engine, dims)
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder, *steps = constant.group.first(
+            lambda: [own_folder, *_save_until_killed(engine, Path(own_folder), rng)]
+        )
         for step in map(int, steps):
-            saved.model = CheckpointManager(folder).load(saved.model, step=step)
-            if saved.values() != {step}:
-                yield f"step {step} is {saved.values()} on {dims}"
-        saved.group.texts("")  # the folder is there until all have read it
+            constant.model = CheckpointManager(folder).load(constant.model, step=step)
+            if constant.read_values() != {step}:
+                yield f"step {step} is {constant.read_values()} on {dims}"
+        constant.group.texts("")  # waits until all processes have read the folder
 
 
-def _left_by_kill(engine: str, folder: Path, rng: random.Random) -> list[str]:
-    """The steps that a program has left which was killed; each is complete."""
+def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[str]:
+    """Run a program that saves, kill it, and return its steps, which must be complete."""
     storage = LocalStorage(folder)
-    (running,) = started([sys.executable, "-m", __name__, engine, str(folder)], folder)
-    while not storage.steps() and running.poll() is None:
+    (process,) = start_saving([sys.executable, "-m", __name__, engine, str(folder)], folder)
+    while not storage.steps() and process.poll() is None:
         time.sleep(0.002)
     time.sleep(rng.random() * 0.4)
-    running.kill()
-    said = running.communicate()[1]
+    process.kill()
+    errors = process.communicate()[1]
     problems = [problem for step in storage.steps() for problem in StepSource(storage, step).problems()]
-    assert (running.returncode, problems) == (-signal.SIGKILL, []), said[-3000:] or problems
+    assert (process.returncode, problems) == (-signal.SIGKILL, []), errors[-3000:] or problems
     return [str(step) for step in storage.steps()]
 
 
-def started(command: Sequence[str], folder: Path, count: int = 1) -> list[subprocess.Popen[str]]:
-    """Start a program on two CPU devices, which saves in a folder; returns its processes once it writes there.
+def start_saving(command: Sequence[str], folder: Path, count: int = 1) -> list[subprocess.Popen[str]]:
+    """Start a program on two CPU devices, and return its processes after the first write to a folder.
 
     Args:
-        command: How it is started.
-        folder: Where it saves.
-        count: How many processes it has.
+        command: The command line of each process.
+        folder: The folder that the program saves in.
+        count: The number of processes.
     """
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"}
-    environment = alone_on_cpus() | flags
+    environment = make_cpu_environment() | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"
+    }
     options: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    before, until = {*os.listdir(folder)}, time.monotonic() + _SECONDS
-    running = [
-        subprocess.Popen(command, env=environment | each, **options) for each in started_together(count)
+    before, deadline = {*os.listdir(folder)}, time.monotonic() + _SECONDS
+    processes = [
+        subprocess.Popen(command, env=environment | own, **options)
+        for own in make_launcher_environments(count)
     ]
-    while {*os.listdir(folder)} == before and time.monotonic() < until:  # it imports and loads
-        if any(each.poll() is not None for each in running):
-            raise AssertionError([each.communicate()[1][-3000:] for each in running])
+    while {*os.listdir(folder)} == before and time.monotonic() < deadline:
+        if any(process.poll() is not None for process in processes):
+            raise AssertionError([process.communicate()[1][-3000:] for process in processes])
         time.sleep(0.002)
-    return running
+    return processes
 
 
-class Saved:
-    """A stack of layers in which all weights have one value.
+class ConstantModel:
+    """A stack of layers in which all weights have the same value.
 
     Args:
         engine: The engine's name.
@@ -109,41 +113,41 @@ class Saved:
     def __init__(self, engine: str, dims: str):
         stack = Stack(engine, dims, _WIDTH)
         self._adapter = capable(get_adapter(stack.library), Adapter, "a run")
-        self._adapter.set_seed(0)  # all processes make the same model
-        self.model: Any = stack.built()
+        self._adapter.set_seed(0)  # equal models in all processes
+        self.model: Any = stack.build_model()
         self.group = Group(get_engine(engine), stack.mesh)
         self.fill(0)
 
-    def values(self) -> set[int]:
-        """Return the values of this process's shards."""
-        arrays = [each.array for each in self._adapter.stored(self.model)]
-        return {int(value) for each in arrays for shard in unpack(each) for value in np.unique(shard)}
+    def read_values(self) -> set[int]:
+        """Return the distinct values in shards of this process."""
+        arrays = [stored.array for stored in self._adapter.stored(self.model)]
+        return {int(value) for array in arrays for shard in unpack(array) for value in np.unique(shard)}
 
     def fill(self, value: int) -> None:
-        """Give all weights a value."""
+        """Set all weights to a value."""
         for variable in self._adapter.variables(self.model).values():
             self._adapter.write(variable, np.full((_WIDTH, _WIDTH), value, np.float32))
 
 
-def saved_on_two_devices(engine: str) -> Saved:
-    """Return a model on the two devices of a program that `started` has started."""
+def build_on_two_devices(engine: str) -> ConstantModel:
+    """Return a model on the two devices of a program that `start_saving` started."""
     if (started_by := launcher()) is None:
         simulate_devices(2, engine)
     elif engine == "jax":
         import jax
 
-        at = f"127.0.0.1:{os.environ['MASTER_PORT']}"
-        jax.distributed.initialize(at, started_by.num_processes, started_by.process)
-    return Saved(engine, "x=2")
+        coordinator = f"127.0.0.1:{os.environ['MASTER_PORT']}"
+        jax.distributed.initialize(coordinator, started_by.num_processes, started_by.process)
+    return ConstantModel(engine, "x=2")
 
 
 def main(engine: str, folder: str) -> None:
-    """Save steps until this process is ended."""
-    saved, manager, step = saved_on_two_devices(engine), CheckpointManager(folder, keep_last=3), 0
+    """Save steps until this process is killed."""
+    constant, manager, step = build_on_two_devices(engine), CheckpointManager(folder, keep_last=3), 0
     while True:
         step += 1
-        saved.fill(step)
-        manager.save(saved.model, step)
+        constant.fill(step)
+        manager.save(constant.model, step)
 
 
 if __name__ == "__main__":

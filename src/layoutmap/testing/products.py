@@ -1,4 +1,4 @@
-"""Products of float32 in TF32: found by a product, since settings of frameworks have several places."""
+"""Detection of TF32 by the error of a matrix product, since frameworks have several settings for it."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ ALLOW_TF32 = {
     "torch": "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = {}",
     "tensorflow": "tensorflow.config.experimental.enable_tensor_float_32_execution({})",
 }
-"""The line of a program that has products computed in TF32 where devices have it, or not, by engine.
+"""The line of a program that allows or forbids TF32, by engine.
 
-It is run here as it stands in the program that is printed of a case, so that both set the same.
+Laws execute the line that a failing case prints, so that both use the same setting.
 """
 _FLOAT32 = "in float32"
-_COARSE = 1e-5
-"""Products of float32 differ by less from exact ones, and those of TF32 and bfloat16 by more."""
+_MAX_FLOAT32_ERROR = 1e-5
+"""The largest relative error of a float32 product. TF32 and bfloat16 have larger errors."""
 
 
 @contextmanager
-def tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
-    """A block in which products are computed in TF32, if the value is true: devices have it. After it they are not."""
-    allow = f"import {engine}\n{ALLOW_TF32[engine]}"
-    exec(allow.format(True))
+def allowed_tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
+    """Allow TF32 in a block and forbid it afterwards. Yields whether the devices use it."""
+    setting = f"import {engine}\n{ALLOW_TF32[engine]}"
+    exec(setting.format(True))
     try:
-        yield type_of_products(partial(_multiplied, engine, mesh)) != _FLOAT32
+        yield describe_products(partial(_multiply, engine, mesh)) != _FLOAT32
     finally:
-        exec(allow.format(False))
+        exec(setting.format(False))
 
 
-def product_facts(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]:
-    """Return how products of float32 are computed, for people; on devices that are not simulated not in TF32 from here.
+def describe_tf32(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]:
+    """Return facts about float32 products for a report. Real devices stop using TF32.
 
     Args:
         engine: The engine's name.
@@ -49,25 +49,25 @@ def product_facts(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]
     """
     has_tf32 = False
     if not simulated:
-        with tf32(engine, mesh) as has_tf32:
+        with allowed_tf32(engine, mesh) as has_tf32:
             pass
-    said = type_of_products(partial(_multiplied, engine, mesh))
-    return {"float32 products": said, "TF32": "tried, too" if has_tf32 else "not on these devices"}
+    description = describe_products(partial(_multiply, engine, mesh))
+    return {"float32 products": description, "TF32": "tried, too" if has_tf32 else "not on these devices"}
 
 
-def type_of_products(multiplied: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
-    """Return how products of float32 are rounded: in float32, or as TF32 and bfloat16 are.
+def describe_products(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
+    """Return a text that tells whether float32 products are rounded to float32, or to TF32 or bfloat16.
 
     Args:
-        multiplied: Multiplies two matrices on a device.
+        multiply: Multiplies two matrices on a device.
     """
     a, b = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
     exact = a.astype("float64") @ b.astype("float64")
-    error = float(np.abs(multiplied(a, b) - exact).max() / np.abs(exact).max())
-    return _FLOAT32 if error < _COARSE else f"in TF32 or bfloat16 (they differ by {error:.0e})"
+    error = float(np.abs(multiply(a, b) - exact).max() / np.abs(exact).max())
+    return _FLOAT32 if error < _MAX_FLOAT32_ERROR else f"in TF32 or bfloat16 (they differ by {error:.0e})"
 
 
-def _multiplied(engine: str, mesh: Mesh, *matrices: NumpyArray) -> NumpyArray:
-    held, layout = get_engine(engine), Layout.replicated(mesh, 2)
-    arrays = [held.relayout(each, layout) for each in matrices]
-    return held.to_numpy(held.call(operator.matmul, layout, arrays, {}))
+def _multiply(engine: str, mesh: Mesh, *matrices: NumpyArray) -> NumpyArray:
+    implementation, layout = get_engine(engine), Layout.replicated(mesh, 2)
+    arrays = [implementation.relayout(matrix, layout) for matrix in matrices]
+    return implementation.to_numpy(implementation.call(operator.matmul, layout, arrays, {}))

@@ -1,6 +1,6 @@
-"""Tries laws on drawn cases of several subjects, in processes of their own, until a time or a number is reached.
+"""A schedule that tries laws in processes until a time or a number of cases is reached.
 
-Each subject gets the same time. A process that ends, or takes too long over a case, is a failure of that case.
+All subjects get equal time. If a process ends or takes too long, its case fails.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from layoutmap.testing.laws import LAWS, Outcome
-from layoutmap.testing.subjects import OF_A_PROCESS, started_together, subject_named
+from layoutmap.testing.subjects import DEVICES_PER_PROCESS, get_subject, make_launcher_environments
 
-IN_ONE_PROCESS = 20
-"""Cases that one process tries: frameworks keep compiled programs, so its memory grows."""
+CASES_PER_PROCESS = 20
+"""The number of cases before a new process starts, since compiled programs fill the memory of a process."""
 CASE_SECONDS = 300.0
-"""Seconds after which a case counts as one that does not end."""
+"""The longest duration of a case."""
 TURN_SECONDS = 60.0
-"""Seconds that a subject may be ahead of the others before its process ends: frameworks take seconds to import."""
+"""How far a subject may be ahead of others before its process ends. It takes seconds to import a framework again."""
 _GRACE_SECONDS = 5.0
-"""How long a process has to end, so that others that it computes with do not wait for it."""
+"""The time in which a process can end by itself, so that no other process waits for it."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """The outcome of a law on a case of a subject.
+class LawResult:
+    """The outcome of a law for a case of a subject.
 
     Args:
-        subject: One of `SUBJECTS` or `WITHOUT_MODELS`.
+        subject: A key of `SUBJECTS` or `WITHOUT_MODELS`.
         seed: The seed of the case.
-        outcome: The law and what came of it.
-        program: The case as a program, where the law did not hold.
+        outcome: The outcome.
+        program: The case as a program, if the law did not hold.
     """
 
     subject: str
@@ -53,22 +53,24 @@ class Tried:
 
 @dataclass
 class Schedule:
-    """Cases to be tried, and how far that is.
+    """Cases to try, with the progress so far.
 
     Args:
-        subjects: Names of `SUBJECTS` and `WITHOUT_MODELS`.
+        subjects: Keys of `SUBJECTS` and `WITHOUT_MODELS`.
         seed: The first seed of each subject.
-        seconds: When no new case is begun, and cases in work are left without an outcome.
-        count: How many cases of each subject to try; `None`: as many as the time allows.
-        laws: Names of laws; none: all.
-        num_workers: How many processes work at a time; `None`: one for each core.
-        simulate: How many devices each process simulates; 0: it has those that there are.
-        mesh: The mesh of all cases; empty: each has one of its own.
-        settings: Variables of the processes' environment.
+        seconds: The time limit. Unfinished cases have no outcome.
+        count: The number of cases of each subject. `None`: no limit.
+        laws: Laws to try. Empty: all laws.
+        num_workers: The number of processes that run at a time. `None`: one for each core.
+        simulate: The number of devices that each process simulates. 0: it uses the devices of the machine.
+        mesh: The mesh of all cases. Empty: each case draws a mesh.
+        settings: Environment variables of the processes.
 
     Attributes:
-        devices: The devices of each engine whose processes have started.
-        facts: What is known of these, for people.
+        devices: The devices of each engine with a started process.
+        facts: Facts about these devices for a report.
+        used: The seconds that each subject used.
+        begun: The number of cases that each subject began.
     """
 
     subjects: Sequence[str]
@@ -84,91 +86,93 @@ class Schedule:
     facts: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], init=False)
     used: Counter[str] = field(default_factory=Counter[str], init=False)
     begun: Counter[str] = field(default_factory=Counter[str], init=False)
-    _results: queue.SimpleQueue[Tried | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _results: queue.SimpleQueue[LawResult | None] = field(default_factory=queue.SimpleQueue, init=False)
     _stopped: set[str] = field(default_factory=set[str], init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _processes: set[_Process] = field(default_factory=set["_Process"], init=False)
+    _processes: set[_WorkerProcess] = field(default_factory=set["_WorkerProcess"], init=False)
     _deadline: float = field(default=0.0, init=False)
 
-    def run(self) -> Iterator[Tried]:
-        """Yield what came of each law on each case, as it is known; ends its processes when it is left."""
+    def run(self) -> Iterator[LawResult]:
+        """Yield results as they arrive. Closing the iterator ends all processes."""
         self._deadline = time.monotonic() + self.seconds
-        number = self.num_workers or os.cpu_count() or 1
-        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(number)]
-        for worker in workers:
-            worker.start()
+        num_running = self.num_workers or os.cpu_count() or 1
+        threads = [threading.Thread(target=self._run_worker, daemon=True) for _ in range(num_running)]
+        for thread in threads:
+            thread.start()
         try:
-            while number:
-                tried = self._results.get()
-                number -= tried is None
-                if tried is not None:
-                    yield tried
+            while num_running:
+                result = self._results.get()
+                num_running -= result is None
+                if result is not None:
+                    yield result
         finally:
-            self._deadline = 0.0  # nothing new is begun
+            self._deadline = 0.0  # no worker begins another case
             for process in tuple(self._processes):
-                process.kill()  # its worker reads to the end, and cleans up
-            for worker in workers:
-                worker.join()
+                process.kill()  # its worker then reads the rest of the output and cleans up
+            for thread in threads:
+                thread.join()
 
-    def run_together(self, first: bool) -> Iterator[Tried]:
-        """Yield what came of cases that all processes of a program try together, each from a process of its own.
+    def run_together(self, is_first: bool) -> Iterator[LawResult]:
+        """Yield results of cases that all processes of a program try together, each with its own worker process.
 
         Args:
-            first: Whether this is the first process of the program, which says what is tried, and when that is over.
+            is_first: Whether this is the first process, which decides about the cases and the end.
         """
         deadline = time.monotonic() + self.seconds
-        with self._process(self.subjects[0], quick=True) as process:
+        with self._start_process(self.subjects[0], quick=True) as process:
             for seed in itertools.count(self.seed):
                 for process.subject in self.subjects:
                     is_over = time.monotonic() >= deadline or seed - self.seed == self.count
-                    if process.has_ended or (first and is_over):
+                    if process.has_ended or (is_first and is_over):
                         return
                     yield from process.try_case(seed, float("inf"))
 
-    def _work(self) -> None:
+    def _run_worker(self) -> None:
         try:
-            while subject := self._next_subject():
-                with self._process(subject, quick=True) as process:
-                    for _ in range(IN_ONE_PROCESS):
-                        if process.has_ended or (seed := self._next_seed(subject)) is None:
+            while subject := self._take_subject():
+                with self._start_process(subject, quick=True) as process:
+                    for _ in range(CASES_PER_PROCESS):
+                        if process.has_ended or (seed := self._take_seed(subject)) is None:
                             break
-                        self._try(process, seed)
-                        turn = min(TURN_SECONDS, self.seconds / len(self.subjects))  # each shall have one
-                        if self.used[subject] > min(self.used[each] for each in self.subjects) + turn:
+                        self._try_case(process, seed)
+                        turn = min(TURN_SECONDS, self.seconds / len(self.subjects))
+                        if self.used[subject] > min(self.used[other] for other in self.subjects) + turn:
                             break
         finally:
             self._results.put(None)
 
-    def _try(self, process: _Process, seed: int) -> None:
-        """Try a case; what does not hold is tried again as users run it, and that counts."""
-        started, subject = time.monotonic(), process.subject
-        tried = process.try_case(seed, self._deadline)
-        until = max((i + 1 for i, each in enumerate(tried) if each.outcome.is_suspicious), default=0)
-        if process.is_quick and until:
-            # A law goes on with the models of those before it; a process that has ended told only some.
-            laws = [each.outcome.law for each in tried[:until]]
-            with self._process(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as again:
-                tried = [*again.try_case(seed, self._deadline), *tried[until:]]
-        if (engine := subject_named(subject).engine) not in self.devices:  # it does not start
+    def _try_case(self, process: _WorkerProcess, seed: int) -> None:
+        """Try a case. If a law does not hold, the result without quick compilation counts."""
+        start, subject = time.monotonic(), process.subject
+        results = process.try_case(seed, self._deadline)
+        num_laws = max((i + 1 for i, result in enumerate(results) if result.outcome.is_suspicious), default=0)
+        if process.is_quick and num_laws:
+            # Laws share models, so all laws up to the last suspicious one run again. If the process ended early, or no
+            # case could be drawn, the last result names no law of LAWS, and all laws run again.
+            laws = [result.outcome.law for result in results[:num_laws]]
+            with self._start_process(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as slow:
+                results = [*slow.try_case(seed, self._deadline), *results[num_laws:]]
+        if (engine := get_subject(subject).engine) not in self.devices:  # the engine does not start
             self._stopped.add(engine)
-        if time.monotonic() < self._deadline:  # else it was not tried to its end
-            for each in tried:
-                self._results.put(each)
+        if time.monotonic() < self._deadline:  # otherwise the case may be unfinished
+            for result in results:
+                self._results.put(result)
         with self._lock:
-            self.used[subject] += round(time.monotonic() - started)
+            self.used[subject] += round(time.monotonic() - start)
 
-    def _next_subject(self) -> str | None:
-        """The subject that has had the least time."""
+    def _take_subject(self) -> str | None:
+        """Return the subject that used the least time."""
         with self._lock:
             left = [s for s in self.subjects if self.count is None or self.begun[s] < self.count]
-            left = [s for s in left if subject_named(s).engine not in self._stopped]
+            left = [s for s in left if get_subject(s).engine not in self._stopped]
             if not left or time.monotonic() >= self._deadline:
                 return None
-            subject = min(left, key=lambda each: (self.used[each], self.begun[each]))
-            self.used[subject] += 1  # so that the next worker takes another one
+            subject = min(left, key=lambda name: (self.used[name], self.begun[name]))
+            self.used[subject] += 1  # so that the next worker takes another subject
             return subject
 
-    def _next_seed(self, subject: str) -> int | None:
+    def _take_seed(self, subject: str) -> int | None:
+        """Return the next seed of a subject."""
         with self._lock:
             if time.monotonic() >= self._deadline or self.begun[subject] == self.count:
                 return None
@@ -176,8 +180,10 @@ class Schedule:
             return self.seed + self.begun[subject] - 1
 
     @contextlib.contextmanager
-    def _process(self, subject: str, *, quick: bool, laws: Sequence[str] = ()) -> Iterator[_Process]:
-        process = _Process(self, subject, quick=quick, laws=laws or self.laws)
+    def _start_process(
+        self, subject: str, *, quick: bool, laws: Sequence[str] = ()
+    ) -> Iterator[_WorkerProcess]:
+        process = _WorkerProcess(self, subject, quick=quick, laws=laws or self.laws)
         self._processes.add(process)
         try:
             yield process
@@ -186,57 +192,60 @@ class Schedule:
             self._processes.discard(process)
 
 
-class _Process:
-    """A process that tries cases, one at a time; or several that try each together, of which the first one answers.
+class _WorkerProcess:
+    """A worker process that tries one case at a time, or several that try each case together.
+
+    The first of several processes reads cases and writes results for all.
 
     Args:
-        schedule: Says what is tried, and where.
-        subject: One of its subjects.
-        quick: Whether XLA leaves its optimizations out, on JAX.
-        laws: Names of laws; none: all.
+        schedule: The schedule.
+        name: One of its subjects.
+        quick: Whether XLA skips most optimizations, in JAX.
+        laws: Laws to try. Empty: all laws.
     """
 
-    def __init__(self, schedule: Schedule, subject: str, *, quick: bool, laws: Sequence[str]):
-        tried, simulated = subject_named(subject), schedule.simulate > 0
-        self.subject, self._engine, self._schedule = subject, tried.engine, schedule
-        self.is_quick = quick and simulated and tried.engine == "jax"
-        simulate = schedule.simulate
-        if tried.num_processes > 1:  # JAX has them by a flag, and torch has one
-            simulate = OF_A_PROCESS[tried.engine] if tried.engine == "tensorflow" else 0
-        arguments = [tried.engine, str(simulate), schedule.mesh, *laws]
-        command = [sys.executable, "-m", "layoutmap.testing.trying", *arguments]
+    def __init__(self, schedule: Schedule, name: str, *, quick: bool, laws: Sequence[str]):
+        subject, simulated = get_subject(name), schedule.simulate > 0
+        self.subject, self._engine, self._schedule = name, subject.engine, schedule
+        self.is_quick = quick and simulated and subject.engine == "jax"
+        num_simulated, environments = schedule.simulate, [dict[str, str]()]
+        if subject.num_processes > 1:  # a flag simulates devices of JAX, and torch has one device per process
+            num_simulated = DEVICES_PER_PROCESS[subject.engine] if subject.engine == "tensorflow" else 0
+            environments = make_launcher_environments(subject.num_processes)
+        arguments = [subject.engine, str(num_simulated), schedule.mesh, *laws]
+        command = [sys.executable, "-m", "layoutmap.testing.worker", *arguments]
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        environment = {**tried.environment(quick=self.is_quick, simulated=simulated), **schedule.settings}
-        first, *others = started_together(tried.num_processes) if tried.num_processes > 1 else [{}]
+        common = subject.make_environment(quick=self.is_quick, simulated=simulated)
+        first, *others = ({**common, **schedule.settings, **environment} for environment in environments)
         self._process = subprocess.Popen(
             command,
-            env=environment | first,
+            env=first,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            process_group=0,  # a group of its own, which ends with it
+            process_group=0,  # a new group, so that its children can be killed
         )
         self._others = [
             subprocess.Popen(
                 command,
-                env=environment | each,
-                stdin=subprocess.DEVNULL,  # they are told what to try by the first one, which answers for all
+                env=environment,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 process_group=self._process.pid,
             )
-            for each in others
+            for environment in others
         ]
 
     @property
     def has_ended(self) -> bool:
-        """Whether it takes no more cases."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def try_case(self, seed: int, deadline: float) -> list[Tried]:
-        """Return the outcomes of a case; where it ends the process, or takes too long, the last one says so."""
-        tried: list[Tried] = []
+    def try_case(self, seed: int, deadline: float) -> list[LawResult]:
+        """Return the results of a case. If the process ends or takes too long, the last result is a failure."""
+        results: list[LawResult] = []
         timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self.kill)
         timer.start()
         try:
@@ -244,31 +253,28 @@ class _Process:
             self._process.stdin.write(f"{self.subject} {seed}\n")
             self._process.stdin.flush()
             for line in self._process.stdout or ():
-                facts = json.loads(line)
-                if "ended" in facts:
-                    return tried
-                if "devices" in facts:
-                    self._schedule.devices[self._engine] = facts["devices"]
-                    self._schedule.facts[self._engine] = facts["facts"]
+                message = json.loads(line)
+                if "ended" in message:
+                    return results
+                if "devices" in message:
+                    self._schedule.devices[self._engine] = message["devices"]
+                    self._schedule.facts[self._engine] = message["facts"]
                     continue
-                tried.append(
-                    Tried(facts["subject"], facts["seed"], Outcome(**facts["outcome"]), facts["program"])
-                )
-        except BrokenPipeError:  # it ended before it read the seed
+                outcome = Outcome(**message["outcome"])
+                results.append(LawResult(message["subject"], message["seed"], outcome, message["program"]))
+        except BrokenPipeError:  # the process ended before it read the seed
             pass
         finally:
             timer.cancel()
         self._errors.seek(0)
         why = f"status {self._process.wait()}, or over {CASE_SECONDS:.0f} s: {self._errors.read()[-2000:]}"
-        return [
-            *tried,
-            Tried(self.subject, seed, Outcome("a case ends without its process", "failed", why, 0.0)),
-        ]
+        failure = Outcome("a case ends without its process", "failed", why, 0.0)
+        return [*results, LawResult(self.subject, seed, failure)]
 
     def end(self) -> None:
-        """End the process and all that it started; called by who reads from it."""
+        """End all processes and their children. Only the thread that reads results may call it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=_GRACE_SECONDS)  # it ends where its input does
+            self._process.communicate(timeout=_GRACE_SECONDS)  # closes stdin, which ends the process
         self.kill()
         self._process.communicate()
         for other in self._others:
@@ -276,7 +282,7 @@ class _Process:
         self._errors.close()
 
     def kill(self) -> None:
-        """Kill the processes and all that they started."""
-        if any(each.poll() is None for each in (self._process, *self._others)):
+        """Kill all processes and their children."""
+        if any(process.poll() is None for process in (self._process, *self._others)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""A stack of layers whose step is measured, and counted: `python -m layoutmap.testing.stack jax batch=2,model=4 ...`.
+"""A stack of linear layers, to compare the measured cost of a step with the predicted cost.
 
-Weights and batch are sharded over the first mesh dim that is larger than one. A step is counted in a process of its
-own, since torch counts in none that has devices.
+Weights and batch are sharded over the first mesh dim with more than one device. `python -m layoutmap.testing.stack jax
+batch=2,model=4 1024 h100` predicts the cost in a process without devices, which torch requires.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from layoutmap.scope.scope import build, plan
 _LAYERS = 4
 
 
-def _on_torch(width: int) -> Any:
+def _make_torch(width: int) -> Any:
     import torch
 
     from layoutmap.adapters.torch import train_with
@@ -36,7 +36,7 @@ def _on_torch(width: int) -> Any:
     )
 
 
-def _on_jax(width: int) -> Any:
+def _make_jax(width: int) -> Any:
     import jax
     import optax
 
@@ -56,76 +56,75 @@ def _on_jax(width: int) -> Any:
     )
 
 
-def _on_tensorflow(width: int) -> Any:
+def _make_keras(width: int) -> Any:
     import keras
 
     layers = [keras.layers.Dense(width, use_bias=False) for _ in range(_LAYERS)]
     return keras.Sequential([keras.Input((width,)), *layers])
 
 
-_MAKES: dict[str, Callable[[int], Any]]
-_MAKES = {"jax": _on_jax, "torch": _on_torch, "tensorflow": _on_tensorflow}
+_MAKERS: dict[str, Callable[[int], Any]]
+_MAKERS = {"jax": _make_jax, "torch": _make_torch, "tensorflow": _make_keras}
 
 
 class Stack:
-    """The stack, on a mesh.
+    """The stack on a mesh.
 
     Args:
-        engine: The engine's name, which is that of the library, but for Keras on TensorFlow.
-        dims: The mesh.
-        width: The width of its layers, and the number of rows of its batch: a multiple of the mesh's size.
+        engine: The engine. TensorFlow uses Keras, and other engines use their own model library.
+        dims: The mesh, as text.
+        width: The width of its layers and the number of rows of its batch, a multiple of the mesh size.
     """
 
     def __init__(self, engine: str, dims: str, width: int):
         self.mesh = Mesh(None, dims)
         self.library = {"tensorflow": "keras"}.get(engine, engine)
-        self._make, self.width = partial(_MAKES[engine], width), width
-        dim = next((dim.name for dim in self.mesh.mesh_dims if dim.size > 1), self.mesh.dim_names[0])
-        self._map, self._dim = (
-            LayoutMap(self.mesh, {r".*(weight|kernel)": (dim, None)}, uneven="replicate"),
-            dim,
-        )
+        self._make_model, self.width = partial(_MAKERS[engine], width), width
+        self._dim = next((dim.name for dim in self.mesh.mesh_dims if dim.size > 1), self.mesh.dim_names[0])
+        rules = {r".*(weight|kernel)": (self._dim, None)}
+        self._layout_map = LayoutMap(self.mesh, rules, uneven="replicate")
 
     @property
     def batch(self) -> tuple[Any, Any]:
         """Inputs and targets."""
         return tuple(np.random.default_rng(0).normal(size=(2, self.width, self.width)).astype("float32"))
 
-    def built(self) -> Any:
-        """Return the model in its layouts, on the devices."""
-        return build(self._make, self._map, library=self.library, batch_dim=self._dim, progress=False)
+    def build_model(self) -> Any:
+        """Return the sharded model on the devices."""
+        return build(
+            self._make_model, self._layout_map, library=self.library, batch_dim=self._dim, progress=False
+        )
 
-    def counted(self, machine: Machine) -> dict[str, float]:
-        """Return the seconds of a step, the bytes of its peak, and those of the variables, as they are planned."""
+    def predict_cost(self, machine: Machine) -> dict[str, float]:
+        """Return the planned seconds of a step, its peak bytes, and the bytes of all variables."""
         inputs: Any = np.empty((self.width, self.width), "float32")
-        found = plan(
-            self._make,
-            self._map,
-            inputs=(inputs, inputs) if self.library == "jax" else inputs,  # a loss with targets needs both
+        step_plan = plan(
+            self._make_model,
+            self._layout_map,
+            inputs=(inputs, inputs) if self.library == "jax" else inputs,  # the JAX loss also takes targets
             library=self.library,
             batch_dim=self._dim,
             on=machine,
             advise=False,
         )
-        assert found.cost is not None
-        held = sum(each.shard_bytes for each in found.assignments)
+        assert step_plan.cost is not None
         return {
-            "step": found.cost.step_seconds,
-            "step_bytes": found.cost.step.peak_bytes,
-            "created_bytes": held,
+            "step": step_plan.cost.step_seconds,
+            "step_bytes": step_plan.cost.step.peak_bytes,
+            "created_bytes": sum(assignment.shard_bytes for assignment in step_plan.assignments),
         }
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is counted.
+    """Print the predicted cost as JSON.
 
     Args:
-        arguments: The engine, the mesh, the width, and the machine, as `--on` takes it.
+        arguments: The engine, the mesh, the width, and a machine in the syntax of `--on`.
     """
     engine, dims, width, on = arguments
     stack = Stack(engine, dims, int(width))
-    counted = stack.counted(Machine(machine_named(on).device, stack.mesh.size))
-    sys.stdout.write(f"{json.dumps(counted)}\n")
+    cost = stack.predict_cost(Machine(machine_named(on).device, stack.mesh.size))
+    sys.stdout.write(f"{json.dumps(cost)}\n")
     return 0
 
 

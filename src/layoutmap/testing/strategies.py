@@ -30,28 +30,28 @@ __all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "sh
 
 _DIM_NAMES = ("batch", "model", "x", "y", "stage", "expert")
 _PARTS = ("encoder", "decoder", "blocks", "attn", "mlp", "up", "query", "kernel", "bias", "embeddings")
-_MOST_DEVICES = 64  # enough for every kind of layout, and quick to go through
+_MOST_DEVICES = 64  # enough for every kind of layout, and few enough to iterate quickly
 
 
 @st.composite
 def meshes(
     draw: st.DrawFn, *, min_dims: int = 1, max_dims: int = 4, max_size: int = 8, devices: str | None = "any"
 ) -> Mesh:
-    """Meshes of at most 64 devices.
+    """Strategy of meshes with at most 64 devices.
 
     Args:
-        draw: Given by hypothesis.
-        min_dims: The least number of mesh dims.
-        max_dims: The most, up to 6.
+        draw: Passed by Hypothesis.
+        min_dims: The smallest number of mesh dims.
+        max_dims: The largest number of mesh dims, at most 6.
         max_size: The largest size of a dim.
-        devices: `"any"`: some meshes name their devices and some are abstract; `"tensorflow"`: full names as TensorFlow
-            writes them, all local; `None`: abstract only.
+        devices: `"any"`: some meshes are bound to devices and some are abstract. `"tensorflow"`: all are bound to local
+            devices with full names of TensorFlow. `None`: all are abstract.
     """
     names = draw(st.lists(st.sampled_from(_DIM_NAMES), min_size=min_dims, max_size=max_dims, unique=True))
     dims: list[tuple[str, int]] = []
     for name in names:
-        room = _MOST_DEVICES // math.prod(size for _, size in dims)
-        dims.append((name, draw(st.integers(1, min(max_size, room)))))
+        limit = _MOST_DEVICES // math.prod(size for _, size in dims)
+        dims.append((name, draw(st.integers(1, min(max_size, limit)))))
     mesh_name = draw(st.sampled_from(["", "m", "train_mesh"]))
     size = math.prod(size for _, size in dims)
     device_names: list[str] | None = None
@@ -68,14 +68,14 @@ def meshes(
 def layouts(
     draw: st.DrawFn, mesh: Mesh | None = None, *, min_rank: int = 0, max_rank: int = 5, tuples: bool = True
 ) -> Layout:
-    """Layouts, each mesh dim used at most once.
+    """Strategy of layouts.
 
     Args:
-        draw: Given by hypothesis.
-        mesh: The mesh; `None` draws one as well.
-        min_rank: The least number of axes.
-        max_rank: The most.
-        tuples: Whether one axis may be sharded over several mesh dims, which TensorFlow cannot express.
+        draw: Passed by Hypothesis.
+        mesh: The mesh. `None`: it is drawn, too.
+        min_rank: The smallest number of axes.
+        max_rank: The largest number of axes.
+        tuples: Whether one axis may be sharded over several mesh dims, which TensorFlow does not support.
     """
     mesh = draw(meshes()) if mesh is None else mesh
     rank = draw(st.integers(min_rank, max_rank))
@@ -90,40 +90,40 @@ def layouts(
 
 @st.composite
 def shapes(draw: st.DrawFn, layout: Layout, *, min_side: int = 1, max_side: int = 3) -> tuple[int, ...]:
-    """Shapes of tensors that a layout shards evenly.
+    """Strategy of shapes that a layout shards evenly.
 
     Args:
-        draw: Given by hypothesis.
+        draw: Passed by Hypothesis.
         layout: The layout.
-        min_side: The least size of one shard along an axis; 0 gives tensors without elements too.
-        max_side: The largest size of one shard along an axis.
+        min_side: The smallest size of a shard along an axis. 0: tensors may be empty.
+        max_side: The largest size of a shard along an axis.
     """
     return tuple(count * draw(st.integers(min_side, max_side)) for count in layout.shard_counts)
 
 
 def paths() -> st.SearchStrategy[str]:
-    """Paths of variables, such as `blocks.0.attn.query.kernel`; few enough words that rules often match."""
+    """Return a strategy of variable paths, such as `blocks.0.attn.query.kernel`, with few words so that rules match."""
     part = st.sampled_from(_PARTS) | st.integers(0, 12).map(str)
     return st.lists(part, min_size=1, max_size=5).map(".".join)
 
 
 def patterns() -> st.SearchStrategy[str]:
-    r"""Regexes as a layout map may hold: all that Python's `re` knows, over the words of `paths`.
+    r"""Return a strategy of regexes with all syntax of Python's `re` and the words of `paths`.
 
-    Exact paths, `.*\.kernel`, classes, groups, alternatives, every quantifier (greedy, lazy, possessive), escapes,
-    anchors, look-arounds, back references, comments and flags. All of them compile, and a map takes them.
+    They contain exact paths, `.*\.kernel`, classes, groups, alternatives, all quantifiers, escapes, anchors,
+    look-arounds, back references, comments, and flags. All compile, and a layout map accepts them.
     """
-    return st.one_of(paths(), paths().map(re.escape), _like_rules(), _regexes()).filter(_compiles)
+    return st.one_of(paths(), paths().map(re.escape), _typical_patterns(), _regexes()).filter(_can_compile)
 
 
 @st.composite
 def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8) -> LayoutMap:
-    """Layout maps with some rules, and some with rules for activations.
+    """Strategy of layout maps with rules for variables and activations.
 
     Args:
-        draw: Given by hypothesis.
-        mesh: The mesh; `None` draws one as well.
-        max_rules: The most rules.
+        draw: Passed by Hypothesis.
+        mesh: The mesh. `None`: it is drawn, too.
+        max_rules: The largest number of rules for variables.
     """
     mesh = draw(meshes()) if mesh is None else mesh
     uneven: st.SearchStrategy[Uneven] = st.sampled_from(get_args(Uneven))
@@ -137,13 +137,13 @@ def layout_maps(draw: st.DrawFn, mesh: Mesh | None = None, *, max_rules: int = 8
 
 @st.composite
 def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec], LayoutMap, Plan]:
-    """Variables of any shape and kind, rules of any rank, and their plan.
+    """Strategy of variables, a layout map, and their plan.
 
-    Some variables are derived from others, and some rules are meant for those: they match them and not their parents.
+    Some variables are derived from others, and some rules match only derived variables.
 
     Args:
-        draw: Given by hypothesis.
-        layers: Whether some plans know layers, for the rules for activations.
+        draw: Passed by Hypothesis.
+        layers: Whether some plans have layers, for rules for activations.
     """
     mesh = draw(meshes())
     layout_map = draw(layout_maps(mesh))
@@ -151,52 +151,52 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
     kinds = st.sampled_from([Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.METRIC])
     sides = st.lists(st.integers(0, 12), max_size=3).map(tuple)
     dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
-    least = draw(st.integers(0, 3))  # else most would be empty
-    names = draw(st.lists(paths(), min_size=least, max_size=8, unique=True))
+    min_size = draw(st.integers(0, 3))  # lists without a minimum are often empty
+    names = draw(st.lists(paths(), min_size=min_size, max_size=8, unique=True))
     variables = [
         VariableSpec(n, draw(sides), draw(dtypes), draw(kinds), trainable=draw(st.booleans())) for n in names
     ]
     if variables:
         parents = st.lists(st.sampled_from(variables), min_size=draw(st.integers(0, 2)), max_size=3)
-        variables += draw(parents.flatmap(_derived))
+        variables += draw(parents.flatmap(_derived_variables))
         for variable in draw(st.lists(st.sampled_from(variables), max_size=4, unique=True)):
-            pattern = draw(_pattern_for(variable))
+            pattern = draw(_patterns_for_variable(variable))
             if pattern not in layout_map:
                 rank = draw(st.just(len(variable.shape)) | st.integers(0, 3))
                 layout = draw(layouts(mesh, min_rank=rank, max_rank=rank))
                 layout_map.add(pattern, layout, uneven=draw(st.none() | st.sampled_from(get_args(Uneven))))
-    known = draw(st.none() | st.just(names[:4])) if layers else None
-    for layer in draw(st.lists(st.sampled_from(known), max_size=2)) if known else ():
+    layer_names = draw(st.none() | st.just(names[:4])) if layers else None
+    for layer in draw(st.lists(st.sampled_from(layer_names), max_size=2)) if layer_names else ():
         layout_map.activations.setdefault(layer, draw(layouts(mesh)))
-    return variables, layout_map, make_plan(variables, layout_map, layers=known)
+    return variables, layout_map, make_plan(variables, layout_map, layers=layer_names)
 
 
 @st.composite
-def _derived(draw: st.DrawFn, parents: list[VariableSpec]) -> list[VariableSpec]:
-    """Variables that follow others, by their shape or by what some of their axes are made of."""
-    made: list[VariableSpec] = []
+def _derived_variables(draw: st.DrawFn, parents: list[VariableSpec]) -> list[VariableSpec]:
+    """Strategy of a variable derived from each parent, with the parent's shape or some of its axes."""
+    variables: list[VariableSpec] = []
     for number, parent in enumerate(parents):
-        known = draw(st.permutations(range(len(parent.shape))).map(lambda p: p[: len(p) // 2 + 1]))
-        axes = draw(st.none() | st.just(tuple((axis,) for axis in known)))
+        kept = draw(st.permutations(range(len(parent.shape))).map(lambda p: p[: len(p) // 2 + 1]))
+        axes = draw(st.none() | st.just(tuple((axis,) for axis in kept)))
         shape = parent.shape if axes is None else tuple(draw(st.integers(0, 12)) for _ in axes)
         kind = draw(st.sampled_from([Kind.WEIGHT, Kind.SLOT]))
         path = f"{parent.path}.derived_{number}"
         shapes = {"axes": axes, "parent_shape": None if axes is None else parent.shape}
-        made.append(VariableSpec(path, shape, parent.dtype, kind, parent=parent.path, **shapes))
-    return made
+        variables.append(VariableSpec(path, shape, parent.dtype, kind, parent=parent.path, **shapes))
+    return variables
 
 
-def _pattern_for(variable: VariableSpec) -> st.SearchStrategy[str]:
-    """Patterns that match a variable; of a derived one, also all of its kind and no parent."""
-    exact = [variable.path, f"{re.escape(variable.path)}$"]
-    return st.sampled_from(
-        [*exact, rf".*\.{variable.path.rpartition('.')[2]}$"] if variable.parent else exact
-    )
+def _patterns_for_variable(variable: VariableSpec) -> st.SearchStrategy[str]:
+    """Return a strategy of patterns that match a variable but not its parent."""
+    matching = [variable.path, f"{re.escape(variable.path)}$"]
+    if variable.parent:
+        matching.append(rf".*\.{variable.path.rpartition('.')[2]}$")
+    return st.sampled_from(matching)
 
 
 @st.composite
-def _like_rules(draw: st.DrawFn) -> str:
-    """Patterns as people write them."""
+def _typical_patterns(draw: st.DrawFn) -> str:
+    """Strategy of patterns that users typically write."""
     wild = st.sampled_from([r"\d+", ".*", "[^.]+", "(query|key|value)", "(up|gate)", r"[a-z]+\d?", "."])
     parts = draw(
         st.lists(st.sampled_from(_PARTS) | wild | st.integers(0, 12).map(str), min_size=1, max_size=4)
@@ -210,7 +210,7 @@ def _like_rules(draw: st.DrawFn) -> str:
 
 
 _TEXTS = st.sampled_from(_PARTS) | st.text("kern.el0 #", min_size=1, max_size=4)
-# Split at blanks: a list of quoted texts would be harder to read than the regexes are.
+# Regexes separated by blanks are easier to read than lists of quoted strings.
 _SIGNS = r". ^ $ | ] } { \. \d \w \W \s \b \B \A \Z \n \\ \( \[ \| \- \é \x6b \u006b \153 \0 \1 \2".split()  # noqa: SIM905
 _CLASSES = r"[kern] [^.] []k] [^]k] [\]k(] [a-z] [\d.] [)(] [k*|?] []-a]".split()  # noqa: SIM905
 _GROUPS = r"(?#note) (?#() (?#[) (?#\)) (?P=name) (?(1)k|e) (?i) (?x) (?a) (?s)".split()  # noqa: SIM905
@@ -220,12 +220,9 @@ _QUANTIFIERS = "* + ? {2} {0} {1,2} {,2} {1,} {,} {} {a}".split()  # noqa: SIM90
 
 @st.composite
 def _regexes(draw: st.DrawFn, depth: int = 3) -> str:
-    """Everything else, made by the grammar of regexes. Not all of it compiles."""
-    form = draw(
-        st.sampled_from(
-            ["text", "sign"] if not depth else ["text", "sign", "row", "row", "many", "group", "or"]
-        )
-    )
+    """Strategy of regexes by grammar. Some do not compile."""
+    forms = ["text", "sign", "row", "row", "many", "group", "or"] if depth else ["text", "sign"]
+    form = draw(st.sampled_from(forms))
     inner = _regexes(depth - 1)
     if form == "text":
         return draw(_TEXTS)
@@ -240,10 +237,12 @@ def _regexes(draw: st.DrawFn, depth: int = 3) -> str:
     return f"{draw(inner)}|{draw(inner)}"
 
 
-def _compiles(pattern: str) -> bool:
+def _can_compile(pattern: str) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "possible nested set": a pattern whose meaning is about to change
+        warnings.simplefilter(
+            "error"
+        )  # such as "possible nested set", which a later Python will parse differently
         try:
-            return bool(re.compile(pattern)) and not find_slow_part(pattern)  # A rules file refuses others.
+            return bool(re.compile(pattern)) and not find_slow_part(pattern)  # a rules file refuses slow ones
         except (re.error, OverflowError, RecursionError, Warning):
             return False

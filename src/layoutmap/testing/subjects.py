@@ -1,4 +1,4 @@
-"""The subjects of laws: model libraries on engines, and arrays of engines; and a process's settings for each."""
+"""The subjects of laws: a model library on an engine, or an engine alone, with the environment of their processes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ def _list_quick_flags() -> str:
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     flags += " --xla_cpu_parallel_codegen_split_count=1"
     with suppress(PackageNotFoundError):
-        # XLA ends the process for a flag that it does not know, and that of jaxlib 0.11 does not know this one.
+        # XLA ends the process for an unknown flag, and jaxlib 0.11 does not know this one.
         if version("jaxlib").startswith(("0.9.", "0.10.")):
             flags += " --xla_cpu_use_fusion_emitters=false"
     return flags
 
 
 QUICK_XLA = _list_quick_flags()
-"""Flags with which XLA compiles in a fifth of the time, for programs that run once.
+"""Flags that cut the compile time of XLA to a fifth, for programs that run once.
 
-It then has faults of its own: it divides 0 by 0 in the gradient of some maxima, on one device, too. A difference that
-is found so is tried again without them.
+They cause other faults, such as 0 / 0 in the gradient of some maxima, also on one device. So a law that does not hold
+runs again without them.
 """
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""The environment in which torch takes a device of the machine where no launcher has started several processes."""
-OF_A_PROCESS = {"jax": 4, "tensorflow": 4, "torch": 1}
-"""The devices of each process that tries cases with others."""
-_OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "DTENSOR_")
+_ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Variables with which torch uses a device of the machine in one process without a launcher."""
+DEVICES_PER_PROCESS = {"jax": 4, "tensorflow": 4, "torch": 1}
+"""The devices of each process where several processes try a case together, by engine."""
+_LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "DTENSOR_")
 
 
-def alone_on_cpus() -> dict[str, str]:
-    """Return the environment of a program on CPU devices that no launcher has started, whatever this process has."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHERS)}
-    return own | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+def make_cpu_environment() -> dict[str, str]:
+    """Return this process's environment without a launcher and with only CPU devices."""
+    inherited = {k: value for k, value in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
+    return inherited | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def started_together(count: int) -> list[dict[str, str]]:
-    """Return what a launcher would set for each of so many processes of this host that compute together."""
+def make_launcher_environments(count: int) -> list[dict[str, str]]:
+    """Return the variables that a launcher would set for each of `count` processes on this host."""
     with ExitStack() as probes:
         addresses: list[str] = []
         for probe in (probes.enter_context(socket.socket()) for _ in range(count)):
@@ -64,10 +64,10 @@ class Subject:
     """A model library on an engine.
 
     Args:
-        title: Its name for people.
-        library: The kind of models, of `layoutmap.testing.models.LIBRARIES`; empty: arrays alone.
+        title: Its name in reports.
+        library: A key of `layoutmap.testing.models.LIBRARIES`. Empty: no models.
         engine: The engine's name.
-        num_processes: How many processes, each with devices of its own, try a case together; 1: one has all devices.
+        num_processes: The number of processes that try a case together, each with its own devices.
     """
 
     title: str
@@ -75,12 +75,12 @@ class Subject:
     engine: str
     num_processes: int = 1
 
-    def environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
-        """Return the environment of a process that tries it.
+    def make_environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
+        """Return the environment of its processes.
 
         Args:
-            quick: Whether XLA leaves its optimizations out.
-            simulated: Whether it leaves the machine's own devices alone.
+            quick: Whether XLA skips most optimizations.
+            simulated: Whether it uses only simulated devices.
         """
         flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_XLA}" if quick else os.environ.get("XLA_FLAGS", "")
         settings = {
@@ -91,14 +91,17 @@ class Subject:
             "OMP_NUM_THREADS": "1",
         }
         if self.num_processes > 1:
-            settings["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={OF_A_PROCESS[self.engine]}"
-            return alone_on_cpus() | settings
+            settings["XLA_FLAGS"] += (
+                f" --xla_force_host_platform_device_count={DEVICES_PER_PROCESS[self.engine]}"
+            )
+            return make_cpu_environment() | settings
         if simulated:
             return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
-        return (_ALONE if launcher() is None else {}) | os.environ | settings
+        return (_ONE_PROCESS if launcher() is None else {}) | os.environ | settings
 
 
-SUBJECTS = {  # why: decisions/0140
+# Each library draws models in its own terms, since most faults involve features of one library (why: decisions/0140).
+SUBJECTS = {
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
     "keras-jax-processes": Subject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),
     "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
@@ -117,7 +120,7 @@ SUBJECTS = {  # why: decisions/0140
     "pytree": Subject("pytrees of JAX", "pytree", "jax"),
     "pytree-processes": Subject("pytrees of JAX in two processes", "pytree", "jax", num_processes=2),
 }
-"""All subjects with models, by the names that commands take."""
+"""All subjects with models, by the name in commands."""
 
 _TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
 _KINDS = {"speeds": "speeds of", "arrays": "arrays of", "saves": "killed saves on", "faults": "faults of"}
@@ -126,9 +129,9 @@ WITHOUT_MODELS = {
     for kind, words in _KINDS.items()
     for name, title in _TITLES.items()
 }
-"""Subjects without a model library: how fast they are, arrays, saves that are killed, and known faults."""
+"""Subjects without models: speeds, arrays, killed saves, and known faults."""
 
 
-def subject_named(name: str) -> Subject:
-    """Return the subject of a name of `SUBJECTS` or `WITHOUT_MODELS`."""
+def get_subject(name: str) -> Subject:
+    """Return an entry of `SUBJECTS` or `WITHOUT_MODELS`."""
     return (SUBJECTS | WITHOUT_MODELS)[name]

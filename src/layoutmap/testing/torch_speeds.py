@@ -1,4 +1,4 @@
-"""Collectives of DTensor, products and copies on torch's devices, to be measured; and facts of the devices."""
+"""DTensor collectives, products, and copies on torch devices, to measure their speed."""
 
 from __future__ import annotations
 
@@ -21,63 +21,65 @@ _PLACEMENTS = {
 }
 
 
-def collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
+def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
     """Return a function that runs a collective of float32 over a mesh dim."""
     native, size = device_mesh(mesh), mesh.dim_size(dim)
-    there, wanted = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
+    before, after = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
     number = mesh.dim_names.index(dim)
-    there[number], wanted[number] = _PLACEMENTS[kind]
+    before[number], after[number] = _PLACEMENTS[kind]
     rows = num_bytes // 4 // size**2 // (size if kind == "all_gather" else 1)
     with simulation.on_mesh(native):
         ranks = simulation.ranks_here(simulation.ranks_of(native))
         pieces = {rank: torch.ones(rows * size, size, device=device_of(native)) for rank in ranks}
-        tensor = DTensor.from_local(simulation.join(pieces, torch.float32), native, there, run_check=False)
+        tensor = DTensor.from_local(simulation.join(pieces, torch.float32), native, before, run_check=False)
 
     def run() -> object:
         with simulation.on_mesh(native), torch.no_grad():
-            return tensor.redistribute(native, wanted)
+            return tensor.redistribute(native, after)
 
     return run
 
 
-def product(dtype: str, size: int) -> Callable[[], object]:
+def make_product(dtype: str, size: int) -> Callable[[], object]:
     """Return a function that multiplies two square matrices on one device."""
-    matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=_device())
+    matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=_get_device())
     return lambda: matrix @ matrix
 
 
-def copy(num_bytes: int) -> Callable[[], Any]:
-    """Return a function that copies on one device: it reads so many bytes and writes as many."""
-    values = torch.ones(num_bytes // 4, device=_device())
+def make_copy(num_bytes: int) -> Callable[[], Any]:
+    """Return a function that reads and writes `num_bytes` on one device."""
+    values = torch.ones(num_bytes // 4, device=_get_device())
     return values.clone
 
 
-def memory_bytes() -> int | None:
-    """Return the memory of a device; `None`: it is that of the host."""
-    return torch.cuda.get_device_properties(_device()).total_memory if _device().type == "cuda" else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+def get_memory_bytes() -> int | None:
+    """Return the bytes of a device. `None`: the device uses the host's memory."""
+    return (
+        torch.cuda.get_device_properties(_get_device()).total_memory if _get_device().type == "cuda" else None
+    )  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def watched_peak() -> Callable[[], int | None]:
-    """Return what returns the most memory that tensors have taken since this call; `None`: CPUs do not report it."""
-    if _device().type == "cpu":
+def watch_peak_bytes() -> Callable[[], int | None]:
+    """Return a function that returns the peak memory since this call. On CPUs, it returns `None`."""
+    if _get_device().type == "cpu":
         return lambda: None
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.max_memory_allocated
 
 
-def facts() -> dict[str, str]:
-    """Return what torch knows of the devices of this process, for people."""
-    device = _device()
+def describe_devices() -> dict[str, str]:
+    """Return facts about the devices of this process for a report."""
+    device = _get_device()
     return {"kind": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
 
 
-def wait(done: object) -> None:
-    """Return when all is computed that was begun."""
+def wait(result: object) -> None:
+    """Wait until the devices have computed all results."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def _device() -> torch.device:
-    """The device of this process. Making a mesh chooses it, unless something is on another one before."""
+def _get_device() -> torch.device:
+    """Return the device of this process, which the creation of a mesh selects."""
     names = device_names()
     return device_of(device_mesh(Mesh(names, {"all": len(names)})))

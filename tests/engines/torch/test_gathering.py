@@ -10,7 +10,7 @@ import layoutmap as lm
 from layoutmap.dtensor import relayout
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.gather.fsdp import Gather, can_gather
-from layoutmap.testing.engine_contract import all_specs
+from layoutmap.testing.engine_contract import list_all_specs
 
 MESH = lm.Mesh(None, "batch=2,model=4")
 
@@ -26,7 +26,7 @@ def whole(tensor):
 
 CUT_BY_BATCH = [
     specs
-    for specs in all_specs(MESH, 3)
+    for specs in list_all_specs(MESH, 3)
     if any(spec == "batch" or (isinstance(spec, tuple) and "batch" in spec) for spec in specs)
 ]
 

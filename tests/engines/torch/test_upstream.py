@@ -72,7 +72,7 @@ def test_a_correction_is_needed(name):
     """DTensor does wrongly what a correction says, on each version of torch before the one that is right."""
     module, issue, _, release, _ = CORRECTIONS[name]
     is_wrong = not release or is_before("torch", release)
-    assert is_wrong != is_right(PROBES[name].alone), (
+    assert is_wrong != is_right(PROBES[name].uncorrected), (
         f"{name} (in {module}, issue of pytorch/pytorch: {issue}): torch {torch.__version__} is to be "
         + ("wrong, and is right: no longer needed from it on" if is_wrong else "right, and is wrong")
         + "; correct docs/torch-operators.md, and `is_before` there"

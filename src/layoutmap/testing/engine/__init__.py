@@ -1,1 +1,1 @@
-"""The laws of engines, by what they are about. `layoutmap.testing.engine_contract` has them all."""
+"""Laws of engines, by topic. `layoutmap.testing.engine_contract` joins them."""

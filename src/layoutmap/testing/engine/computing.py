@@ -1,4 +1,4 @@
-"""The laws of computing on every engine: calls, variables, values as numpy arrays, computing on a mesh."""
+"""Laws about calls, variables, conversion to numpy, and computation on a mesh."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from hypothesis import given
 
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout
-from layoutmap.testing.engine.cases import EngineCases, assert_same_bits, few, random_values, some_specs
+from layoutmap.testing.engine.cases import (
+    EngineCases,
+    assert_same_bits,
+    generate_values,
+    half_examples,
+    list_some_specs,
+)
 
 
 class ComputingLaws(EngineCases):
-    """Calls, variables, values as numpy arrays, computing on a mesh."""
+    """Laws about calls, variables, conversion to numpy, and computation on a mesh."""
 
     def test_a_call_returns_the_values_in_the_layout(self):
-        """A function that is called with a layout returns its plain result in that layout, on every mesh."""
-        values = random_values((16, 8), "uint32", seed=12)
+        """`call` returns the function's result in the layout, on every mesh."""
+        values = generate_values((16, 8), "uint32", seed=12)
         array = self.make_array(values)
-        for mesh in self._all_meshes():
-            for specs in filter(self.held, some_specs(mesh)):
+        for mesh in self._list_meshes():
+            for specs in filter(self.can_hold, list_some_specs(mesh)):
                 layout = Layout(specs, mesh)
-                made = self.engine.call(lambda a, times: a * times, layout, [array], {"times": 3})
+                result = self.engine.call(lambda a, times: a * times, layout, [array], {"times": 3})
 
-                assert layout == self.engine.layout_of(made)
-                self._assert_each_device_has_its_shard(made, layout, values * np.uint32(3))
+                assert layout == self.engine.layout_of(result)
+                self._assert_each_device_has_its_shard(result, layout, values * np.uint32(3))
 
     def test_a_call_that_does_not_fit_is_refused(self):
-        """A function whose result has another rank, does not divide, or is not one array is refused."""
-        layout = Layout(["x"], self.mesh("x=2"))
+        """`call` refuses a result of another rank, a result that does not divide, and several arrays."""
+        layout = Layout(["x"], self.make_mesh("x=2"))
         # Every axis divides by one.
         shapes: list[tuple[int, ...]] = [(2, 2), *[(3,)] * (layout.mesh.size > 1)]
         for shape in shapes:
@@ -43,69 +49,72 @@ class ComputingLaws(EngineCases):
         with pytest.raises(EngineError, match="2 arrays"):
             self.engine.call(lambda a: (a, a), layout, [array], {})
 
-    def test_a_variable_holds_the_array_in_its_layout(self):
-        """What a variable holds an array in has the array's layout and values."""
-        values = random_values((16, 8), "float32", seed=13)
-        for mesh in self._all_meshes():
-            for specs in filter(self.held, some_specs(mesh)):
+    def test_a_variable_keeps_layout_and_values(self):
+        """A variable has the layout and the values of its array."""
+        values = generate_values((16, 8), "float32", seed=13)
+        for mesh in self._list_meshes():
+            for specs in filter(self.can_hold, list_some_specs(mesh)):
                 array = self.engine.relayout(values, Layout(specs, mesh))
-                held = self.engine.variable(array, name="w", trainable=False)
+                variable = self.engine.variable(array, name="w", trainable=False)
 
-                assert Layout(specs, mesh) == self.engine.layout_of(held)
-                assert_same_bits(values, self.assembled(held, values.shape, "float32"))
+                assert Layout(specs, mesh) == self.engine.layout_of(variable)
+                assert_same_bits(values, self.assemble_array(variable, values.shape, "float32"))
 
-    @few
+    @half_examples
     @given(data=st.data())
-    def test_an_array_as_numpy_is_its_values(self, data: st.DataObject):
-        """All values of an array, in a layout or in none, are those that it was made of."""
-        _, (layout,), shape, dtype = data.draw(self._cases(num_layouts=1))
-        values = random_values(shape, dtype, seed=14)
+    def test_to_numpy_returns_all_values(self, data: st.DataObject):
+        """`to_numpy` returns all values of an array, with or without a layout."""
+        _, (layout,), shape, dtype = data.draw(self._draw_cases(num_layouts=1))
+        values = generate_values(shape, dtype, seed=14)
 
         assert_same_bits(values, self.engine.to_numpy(self.make_array(values)))
         assert_same_bits(values, self.engine.to_numpy(self.engine.relayout(values, layout)))
 
-    def test_what_one_process_gathers_is_its_own(self):
-        """With one process, what is gathered from all is one row: the values as they were given."""
+    def test_all_gather_in_one_process_returns_its_values(self):
+        """With one process, `all_gather` returns its values as one row."""
         for dtype in ("uint8", "float64"):
-            values = random_values((3, 2), dtype, seed=0)
+            values = generate_values((3, 2), dtype, seed=0)
 
-            assert_same_bits(values[None], self.engine.all_gather(values, self._all_meshes()[0]))
+            assert_same_bits(values[None], self.engine.all_gather(values, self._list_meshes()[0]))
 
     def test_computing_on_a_mesh(self):
-        """What is computed while computing runs on a mesh is on it, replicated; an exception ends that."""
+        """Arrays that are computed inside `run_on` are replicated on the mesh. An exception ends it."""
         values = np.arange(8, dtype=np.int32).reshape(4, 2)
-        # Dims of no other law: an array is on the first of two equal meshes, one of which may name its devices.
-        for mesh in (self.mesh("p=2,q=4"), self.mesh("r=4", first=2)):
-            made: Any = None
+        # No other law uses these dims: engines reuse the first of two equal meshes, which may be bound or abstract.
+        for mesh in (self.make_mesh("p=2,q=4"), self.make_mesh("r=4", first=2)):
+            result: Any = None
             with contextlib.suppress(ZeroDivisionError), self.engine.run_on(mesh):
                 array = self.make_array(values)
-                made = array + array
+                result = array + array
                 raise ZeroDivisionError
 
-            assert Layout.replicated(mesh, 2) == self.engine.layout_of(made)
-            self._assert_each_device_has_its_shard(made, Layout.replicated(mesh, 2), values + values)
+            assert Layout.replicated(mesh, 2) == self.engine.layout_of(result)
+            self._assert_each_device_has_its_shard(result, Layout.replicated(mesh, 2), values + values)
             array = self.make_array(values)
             assert self.engine.layout_of(array + array) is None
 
-    def test_a_way_to_draw_that_is_not_known_is_refused(self):
-        """Computing on a mesh with another way to draw random numbers is refused, with the ways that there are."""
-        with pytest.raises(EngineError, match=r"ways +'exact'"), self.engine.run_on(self.mesh("x=2"), "fast"):
+    def test_an_unknown_random_mode_is_refused(self):
+        """`run_on` refuses an unknown mode of random numbers, and lists the known modes."""
+        with (
+            pytest.raises(EngineError, match=r"ways +'exact'"),
+            self.engine.run_on(self.make_mesh("x=2"), "fast"),
+        ):
             pass
 
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
-    def test_canonical_says_what_becomes_of_numpy_values(self, dtype: str):
-        """An array made from numpy values has the element type of their canonical form, which is its own."""
+    def test_canonical_predicts_the_element_type(self, dtype: str):
+        """An array from numpy values has the element type of `canonical`, which changes canonical values no further."""
         values = np.ones(4, dtype)
-        held = self.engine.canonical(values)
-        array = self.engine.relayout(values, Layout(["x"], self.mesh("x=2")))
+        canonical = self.engine.canonical(values)
+        array = self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))
 
-        assert_same_bits(held, self.assembled(array, (4,), str(held.dtype)))
-        assert_same_bits(held, self.engine.canonical(held))
+        assert_same_bits(canonical, self.assemble_array(array, (4,), str(canonical.dtype)))
+        assert_same_bits(canonical, self.engine.canonical(canonical))
 
-    def test_what_is_no_number_is_refused(self):
-        """Texts and objects are refused by their element type."""
+    def test_texts_and_objects_are_refused(self):
+        """Texts and objects are refused with their element type."""
         for values in (np.array(["a", "b"]), np.array([None, None])):
             with pytest.raises(EngineError, match=str(values.dtype)):
                 self.engine.canonical(values)
             with pytest.raises(EngineError, match=str(values.dtype)):
-                self.engine.relayout(values, Layout(["x"], self.mesh("x=2")))
+                self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))

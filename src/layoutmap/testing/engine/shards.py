@@ -1,4 +1,4 @@
-"""The laws of an array's values on every engine: moved, written and read shard by shard."""
+"""Laws about relayouts, and about arrays that are read and written by shard."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.testing.engine.cases import (
     EngineCases,
-    all_specs,
     assert_same_bits,
-    assignment_of,
-    few,
-    random_values,
+    generate_values,
+    half_examples,
+    list_all_specs,
+    make_assignment,
 )
 
 
 class ShardLaws(EngineCases):
-    """Relayouts and shards."""
+    """Laws about relayouts and shards."""
 
     def test_every_relayout_is_exact(self):
-        """From each layout to each other one, all bits stay and the layout is the one asked for."""
-        mesh = self.mesh("x=2,y=4")
-        values = random_values((8, 16), "float32", seed=1)
-        layouts = [Layout(specs, mesh) for specs in all_specs(mesh, 2) if self.held(specs)]
+        """A relayout between any two layouts keeps all bits and gives the new layout."""
+        mesh = self.make_mesh("x=2,y=4")
+        values = generate_values((8, 16), "float32", seed=1)
+        layouts = [Layout(specs, mesh) for specs in list_all_specs(mesh, 2) if self.can_hold(specs)]
         arrays = [self.engine.relayout(values, layout) for layout in layouts]
         for (before, array), after in itertools.product(zip(layouts, arrays, strict=True), layouts):
             moved = self.engine.relayout(array, after)
 
             assert after == self.engine.layout_of(moved), (before, after)
-            assert_same_bits(values, self.assembled(moved, values.shape, "float32"))
+            assert_same_bits(values, self.assemble_array(moved, values.shape, "float32"))
 
-    @few
+    @half_examples
     @given(data=st.data())
     def test_relayout_keeps_every_bit(self, data: st.DataObject):
-        """On any mesh, for any shape and element type, an array in one layout and then another has the bits it had."""
-        _, (first, second), shape, dtype = data.draw(self._cases(num_layouts=2))
-        values = random_values(shape, dtype, seed=2)
-        plain = self.make_array(values) if data.draw(st.booleans()) else values
-        array = self.engine.relayout(plain, first)
+        """An array keeps its bits through two relayouts, for any mesh, shape, and element type."""
+        _, (first, second), shape, dtype = data.draw(self._draw_cases(num_layouts=2))
+        values = generate_values(shape, dtype, seed=2)
+        source = self.make_array(values) if data.draw(st.booleans()) else values
+        array = self.engine.relayout(source, first)
         moved = self.engine.relayout(array, second)
 
         assert first == self.engine.layout_of(array)
         assert second == self.engine.layout_of(moved)
-        assert_same_bits(values, self.assembled(array, shape, dtype))
-        assert_same_bits(values, self.assembled(moved, shape, dtype))
+        assert_same_bits(values, self.assemble_array(array, shape, dtype))
+        assert_same_bits(values, self.assemble_array(moved, shape, dtype))
         self._assert_each_device_has_its_shard(moved, second, values)
 
     def test_relayout_moves_between_meshes(self):
-        """An array moves between meshes of other shapes and other devices with all its bits."""
-        values = random_values((8, 16), "float32", seed=3)
+        """A relayout between meshes of other shapes and devices keeps all bits."""
+        values = generate_values((8, 16), "float32", seed=3)
         layouts = [
-            Layout(["x", "y"], self.mesh("x=2,y=4")),
-            Layout([None, "a"], self.mesh("a=4", first=0)),
-            Layout(["b", "a"], self.mesh("a=2,b=2", first=2)),
+            Layout(["x", "y"], self.make_mesh("x=2,y=4")),
+            Layout([None, "a"], self.make_mesh("a=4", first=0)),
+            Layout(["b", "a"], self.make_mesh("a=2,b=2", first=2)),
         ]
-        over_two = Layout([("b", "a"), None], self.mesh("a=2,b=2", first=2))
-        layouts += [over_two] * self.held(over_two.sharding_specs)
+        over_two = Layout([("b", "a"), None], self.make_mesh("a=2,b=2", first=2))
+        layouts += [over_two] * self.can_hold(over_two.sharding_specs)
         for before, after in itertools.product(layouts, layouts):
             moved = self.engine.relayout(self.engine.relayout(values, before), after)
 
@@ -72,13 +72,13 @@ class ShardLaws(EngineCases):
             self._assert_each_device_has_its_shard(moved, after, values)
 
     def test_devices_in_another_order(self):
-        """On a mesh of devices in another order each holds its shard, or the mesh is refused."""
-        mesh = self.mesh("x=2,y=4", first=0)
+        """On a mesh with another order of devices, each device has its shard, or the engine refuses the mesh."""
+        mesh = self.make_mesh("x=2,y=4", first=0)
         names = mesh.devices or ()
         mesh = mesh.with_devices([names[i] for i in (3, 1, 0, 2, 7, 6, 4, 5) if i < len(names)])
         layout = Layout(["y", "x"], mesh)
-        values = random_values((8, 16), "float32", seed=4)
-        if self.holds_any_device_order or mesh.size == 1:  # one has one order
+        values = generate_values((8, 16), "float32", seed=4)
+        if self.holds_any_device_order or mesh.size == 1:  # one device has one order
             array = self.engine.relayout(values, layout)
 
             assert layout == self.engine.layout_of(array)
@@ -87,9 +87,9 @@ class ShardLaws(EngineCases):
             with pytest.raises(EngineError, match="order"):
                 self.engine.relayout(values, layout)
 
-    def test_what_does_not_fit_is_refused(self):
-        """An axis that does not divide, or another rank, is refused and said so."""
-        mesh = self.mesh("x=2,y=4")
+    def test_a_layout_that_does_not_fit_is_refused(self):
+        """A relayout refuses an axis that does not divide and another rank."""
+        mesh = self.make_mesh("x=2,y=4")
         if mesh.size > 1:  # every axis divides by one
             with pytest.raises(LayoutError, match="6 is not a multiple of 4"):
                 self.engine.relayout(np.zeros((4, 6), np.float32), Layout(["x", "y"], mesh))
@@ -97,9 +97,9 @@ class ShardLaws(EngineCases):
             self.engine.relayout(np.zeros(4, np.float32), Layout(["x", "y"], mesh))
 
     def test_an_array_owns_its_values(self):
-        """An array keeps its values when the numpy array it came from is changed."""
-        layout = Layout.replicated(self.mesh("x=2"), 1)
-        assignment = assignment_of((64,), "float32", layout)
+        """An array keeps its values when its numpy source changes."""
+        layout = Layout.replicated(self.make_mesh("x=2"), 1)
+        assignment = make_assignment((64,), "float32", layout)
         source = np.zeros(64, np.float32)
         arrays = [
             self.engine.relayout(source, layout),
@@ -108,40 +108,40 @@ class ShardLaws(EngineCases):
         ]
         source[:] = 1
         for array in arrays:
-            assert_same_bits(np.zeros(64, np.float32), self.assembled(array, (64,), "float32"))
+            assert_same_bits(np.zeros(64, np.float32), self.assemble_array(array, (64,), "float32"))
 
-    @few
+    @half_examples
     @given(data=st.data())
     def test_shards_round_trip(self, data: st.DataObject):
-        """Shards written and read again are the same bits; each is read once, and indices have both ends."""
-        _, (layout,), shape, dtype = data.draw(self._cases(num_layouts=1))
-        values = random_values(shape, dtype, seed=5)
-        asked: list[Index] = []
+        """`from_shards` and `to_shards` keep all bits, and read each shard once."""
+        _, (layout,), shape, dtype = data.draw(self._draw_cases(num_layouts=1))
+        values = generate_values(shape, dtype, seed=5)
+        read_indices: list[Index] = []
 
         def read(index: Index) -> NumpyArray:
-            asked.append(index)
+            read_indices.append(index)
             return values[index]
 
-        assignment = assignment_of(shape, dtype, layout)
+        assignment = make_assignment(shape, dtype, layout)
         array = self.engine.from_shards(assignment, read, copy=data.draw(st.booleans()))
-        shards = self.gathered(self.engine.to_shards(array, copy=data.draw(st.booleans())))
+        shards = self.gather_shards(self.engine.to_shards(array, copy=data.draw(st.booleans())))
 
         assert layout == self.engine.layout_of(array)
         assert_same_bits(values, assemble(shards, shape, values.dtype))
         self._assert_each_device_has_its_shard(array, layout, values)
-        assert len(asked) == len(set(map(ends_of, asked)))
-        for index in [*asked, *(index for index, _ in shards)]:
+        assert len(read_indices) == len(set(map(ends_of, read_indices)))
+        for index in [*read_indices, *(index for index, _ in shards)]:
             assert layout.shard_shape(shape) == block_shape(index)
         if math.prod(shape):
             assert layout.num_distinct_shards == len(shards)
 
-    def test_what_is_written_to_the_memory_of_an_array_is_in_it(self):
-        """Values written to the memory that an engine gives are in the array; it is the memory of all shards."""
-        values = random_values((4, 8), "float32", seed=7)
-        layout = Layout(["x", "y"], self.mesh("x=2,y=4"))
+    def test_writes_to_own_memory_change_the_array(self):
+        """Values that are written to `own_memory` are in the array. It contains all shards or none."""
+        values = generate_values((4, 8), "float32", seed=7)
+        layout = Layout(["x", "y"], self.make_mesh("x=2,y=4"))
         arrays = [
             self.make_array(values),
-            self.engine.from_shards(assignment_of((4, 8), "float32", layout), lambda index: values[index]),
+            self.engine.from_shards(make_assignment((4, 8), "float32", layout), lambda index: values[index]),
         ]
         for array in arrays:
             for index, memory in (shards := self.engine.own_memory(array)):
@@ -150,17 +150,17 @@ class ShardLaws(EngineCases):
             assert len(shards) in (0, len(list(self.engine.to_shards(array))))
             assert_same_bits(values + 1 if shards else values, self.engine.to_numpy(array))
 
-    def test_a_plain_array_is_one_shard(self):
-        """An array in no layout is one shard, which is all of it."""
-        values = random_values((3, 5), "float32", seed=6)
+    def test_an_array_without_layout_is_one_shard(self):
+        """An array without a layout is one shard with all values."""
+        values = generate_values((3, 5), "float32", seed=6)
         ((index, shard),) = self.engine.to_shards(self.make_array(values))
 
         assert full_index((3, 5)) == index
         assert_same_bits(values, shard)
 
-    def test_a_shard_read_wrong_is_refused(self):
-        """A reader that returns another shape or element type is refused by the variable's path."""
-        assignment = assignment_of((8,), "float32", Layout(["x"], self.mesh("x=2")), "block.w")
+    def test_a_shard_of_a_wrong_shape_or_type_is_refused(self):
+        """A shard of a wrong shape or element type is refused with the variable's path."""
+        assignment = make_assignment((8,), "float32", Layout(["x"], self.make_mesh("x=2")), "block.w")
         shape = assignment.layout.shard_shape((8,))
         for wrong in (np.zeros(3, np.float32), np.zeros(shape, np.int8)):
             with pytest.raises(EngineError, match=r"block\.w"):

@@ -1,8 +1,8 @@
-"""Laws over drawn cases: each is a sentence that holds for every model and every layout map, and is tried on one.
+"""Laws of drawn cases: statements that hold for every model with every layout map.
 
 >>> from layoutmap.testing import models
->>> [(outcome.law, outcome.what) for outcome in try_case(models.draw(3), only=["a plan is the same each time"])]
-[('a plan is the same each time', 'held')]
+>>> [(outcome.law, outcome.what) for outcome in try_case(models.draw(3), only=["repeated plans are equal"])]
+[('repeated plans are equal', 'held')]
 """
 
 from __future__ import annotations
@@ -16,61 +16,62 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from layoutmap.testing.laws import inspecting, keeping, planning, training
-from layoutmap.testing.laws.trial import NotTried, Trial, quiet
+from layoutmap.testing.laws import checkpoints, inspection, plans, training
+from layoutmap.testing.laws.trial import NotApplicable, Trial, ignore_warnings
 from layoutmap.testing.models.cases import EPSILONS, Case
 
-__all__ = ["LAWS", "PRECISIONS", "Outcome", "quiet", "tried", "try_case"]
+__all__ = ["LAWS", "PRECISIONS", "Outcome", "ignore_warnings", "run_law", "try_case"]
 
 Law = Callable[[Trial], Iterable[str]]
-_FUNCTIONS: tuple[Law, ...] = (  # those that need no built model first, then in the order of a model's life
-    planning.a_plan_is_the_same_each_time,
-    planning.each_variable_has_the_layout_of_its_first_rule,
-    planning.an_axis_shrinks_to_what_divides_it,
-    planning.the_memory_is_the_sum_of_shards,
-    planning.a_slot_has_the_layout_of_its_weight,
-    planning.a_misspelt_rule_is_noticed,
-    planning.a_rule_matches_from_the_start_of_a_path,
-    planning.an_impossible_rule_is_refused,
-    planning.the_exit_code_is_the_verdict,
-    training.first_values_are_those_of_the_plain_model,
-    training.it_predicts_and_evaluates_as_on_one_device,
-    training.it_trains_as_on_one_device,
-    training.it_computes_the_same_without_a_compiler,
-    planning.the_plan_is_what_is_built,
-    inspecting.what_is_inspected_is_what_was_planned,
-    inspecting.rules_read_off_a_model_build_it_again,
-    keeping.it_is_loaded_on_another_mesh,
-    keeping.it_is_loaded_by_another_engine,
-    keeping.a_model_that_exists_is_laid_out,
-    training.replicas_have_the_same_bits,
-    training.a_step_that_fails_changes_nothing,
-    training.an_evaluation_that_fails_keeps_the_weights,
-)
 PRECISIONS = {
-    f"it trains in {precision.replace('_', ' ')} as on one device": precision
+    f"training in {precision.replace('_', ' ')} agrees with one device": precision
     for precision in EPSILONS
     if precision != "float32"
 }
-"""The laws of models that are computed in other precisions than float32, and these."""
-LAWS: Mapping[str, Law] = {law.__name__.replace("_", " "): law for law in _FUNCTIONS} | {
-    law: partial(training.it_trains_in, precision) for law, precision in PRECISIONS.items()
-}
-"""The laws by name, in the order in which they are tried; each yields the differences that it finds."""
+"""The laws about precisions other than float32, with these precisions."""
+LAWS: Mapping[str, Law] = {
+    "repeated plans are equal": plans.compare_repeated_plans,
+    "each variable has the layout of the first rule that matches": plans.compare_with_rules,
+    "an uneven axis shrinks to the dims that divide it": plans.compare_shrunk_axis,
+    "the planned memory is the sum of all shards": plans.compare_memory,
+    "an optimizer slot has the layout of its weight": plans.compare_slots,
+    "a misspelled rule is reported": plans.check_misspelled_rule,
+    "a rule matches from the start of a path": plans.check_last_name_rule,
+    "an impossible rule is refused": plans.check_impossible_rule,
+    "the exit code matches the verdict": plans.compare_exit_code,
+    "initial values equal those of the unsharded model": training.compare_initial_values,
+    "predict and evaluate agree with one device": training.compare_predictions,
+    "training agrees with one device": training.compare_training,
+    "training without the compiler agrees with one device": training.compare_uncompiled,
+    "a built model matches its plan": plans.compare_built_model,
+    "an inspected model matches its plan": inspection.compare_with_plan,
+    "rules read from a model rebuild its layouts": inspection.rebuild_from_rules,
+    "a checkpoint loads on another mesh": checkpoints.load_on_other_mesh,
+    "a checkpoint loads on another engine": checkpoints.load_on_other_engine,
+    "apply keeps the values of an existing model": checkpoints.apply_to_existing_model,
+    "replicas have equal bits": training.compare_replicas,
+    "a failing step changes no variable": training.run_failing_step,
+    "a failing evaluation changes no weight": training.run_failing_evaluation,
+} | {law: partial(training.compare_precision, precision) for law, precision in PRECISIONS.items()}
+"""Functions by law, in the order of a model's life. Each function yields the differences that it finds.
+
+Users read the laws in reports, so that a renamed function must not change them (why: decisions/0200).
+"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a law on a case.
+    """The outcome of a law for a case.
 
     Args:
-        law: The law's name.
-        what: `"held"`; `"wrong"`: something differs; `"failed"`: an error that the plan did not announce; `"refused"`:
-            the plan has an error, and no other law is tried; `"not tried"`: the law has nothing to say of the case.
-        why: The differences, the error or the reason.
-        seconds: How long it took.
-        figures: What was measured.
-        missing: The package without which the law cannot be tried; empty: none is missing.
+        law: The law.
+        what: `"held"`, `"wrong"` after a difference, `"failed"` after an error that the plan did not predict,
+            `"refused"` if the plan has an error, so that no other law is tried, or `"not tried"` if the law does not
+            apply to the case.
+        why: The differences, the error, or the reason.
+        seconds: The duration.
+        figures: Measurements.
+        missing: The package that the law needs and that is not installed. Empty: no package is missing.
     """
 
     law: str
@@ -87,52 +88,52 @@ class Outcome:
 
 
 def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
-    """Try laws on a case; yields an outcome for each.
+    """Try laws on a case, and yield the outcome of each.
 
     Args:
         case: The case.
-        only: Names of `LAWS`; none: all.
+        only: Keys of `LAWS`. Empty: all laws.
     """
-    with quiet():
-        trial, names = Trial(case), [name for name in LAWS if not only or name in only]
-        refusal = tried(names[0], lambda trial=trial: map(str, trial.plan.errors[:1]))
+    with ignore_warnings():
+        trial, laws = Trial(case), [law for law in LAWS if not only or law in only]
+        refusal = run_law(laws[0], lambda trial=trial: map(str, trial.plan.errors[:1]))
         if refusal.what == "wrong":
             yield replace(refusal, what="refused")
             return
-        for name in names:
-            yield tried(name, partial(LAWS[name], trial))
+        for law in laws:
+            yield run_law(law, partial(LAWS[law], trial))
         del trial
-    gc.collect()  # models have cycles, and the next one needs their room
+    gc.collect()  # models have reference cycles, and the next case needs their memory
 
 
-def tried(
-    law: str, differences: Callable[[], Iterable[str]], figures: Sequence[Mapping[str, Any]] = ()
+def run_law(
+    law: str, find_differences: Callable[[], Iterable[str]], figures: Sequence[Mapping[str, Any]] = ()
 ) -> Outcome:
-    """Return the outcome of a law.
+    """Run a law, and return its outcome.
 
     Args:
-        law: Its name.
-        differences: Returns the differences that it finds.
-        figures: Has what it measures, when they are known.
+        law: The law.
+        find_differences: Returns the differences.
+        figures: A list that `find_differences` appends measurements to.
     """
-    begun, missing = time.perf_counter(), ""
+    start, missing = time.perf_counter(), ""
     try:
-        with quiet():
-            found = list(differences())
-        what, why = ("wrong", "\n".join(found)) if found else ("held", "")
-    except NotTried as reason:
+        with ignore_warnings():
+            differences = list(find_differences())
+        what, why = ("wrong", "\n".join(differences)) if differences else ("held", "")
+    except NotApplicable as reason:
         what, why = "not tried", str(reason)
     except (Exception, SystemExit) as error:
-        what, why, missing = "failed", traceback.format_exc(limit=-4), missing_package(error)
+        what, why, missing = "failed", traceback.format_exc(limit=-4), find_missing_package(error)
         if missing:
             what, why = "not tried", f"{missing} is not installed"
-    return Outcome(law, what, why, time.perf_counter() - begun, figures, missing)
+    return Outcome(law, what, why, time.perf_counter() - start, figures, missing)
 
 
-def missing_package(error: BaseException | None) -> str:  # why: decisions/0166
-    """Return the package that an error, or one of its causes, could not import; empty if it has another reason.
+def find_missing_package(error: BaseException | None) -> str:
+    """Return the package that an error or one of its causes could not import, or an empty string.
 
-    A module of this package, or one that an installed package lacks, is a fault and no missing package.
+    A missing module of an installed package is a fault, not a missing package (why: decisions/0166).
     """
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:

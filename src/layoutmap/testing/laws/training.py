@@ -1,4 +1,4 @@
-"""Laws of training: a model in layouts has the numbers of one device."""
+"""Laws about training: a sharded model computes the numbers of one device."""
 
 from __future__ import annotations
 
@@ -12,163 +12,158 @@ import numpy as np
 from layoutmap.core.mesh import Mesh
 from layoutmap.inspecting.inspect import inspect
 from layoutmap.inspecting.parity import compared, compared_numbers, compared_variables
-from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotTried, Trial, leaves
+from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Trial, flatten_arrays
 from layoutmap.testing.models.cases import QUANTIZED
-from layoutmap.testing.products import tf32
+from layoutmap.testing.products import allowed_tf32
 
 
-def first_values_are_those_of_the_plain_model(trial: Trial) -> Iterator[str]:
-    """The first values are those of the plain model, bit for bit."""
+def compare_initial_values(trial: Trial) -> Iterator[str]:
+    """Compare the bits of all initial values with the unsharded model."""
     for row in compared_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
         if not row.agrees:
             yield str(row)
 
 
-def it_predicts_and_evaluates_as_on_one_device(trial: Trial) -> Iterator[str]:
-    """`predict` and `evaluate`, the last of whose batches has fewer rows, return the numbers of one device.
-
-    One case in three is tried.
-    """
-    if trial.case.library != "keras" or trial.group.several:  # processes pass them rows of their own
-        raise NotTried("its library has no predict, or several processes compute")
-    if not trial.choices.one_in(3):
-        raise NotTried("one case in three is tried")
+def compare_predictions(trial: Trial) -> Iterator[str]:
+    """Compare `predict` and `evaluate` of Keras, with a last batch of fewer rows, for a third of the cases."""
+    if trial.case.library != "keras" or trial.group.several:  # in several processes, they take local rows
+        raise NotApplicable("its library has no predict, or several processes compute")
+    if not trial.choices.is_one_in(3):
+        raise NotApplicable("one case in three is tried")
     batch, size = trial.case.batch, trial.case.rows * 2 // 3
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for model in trial.pair:
-        outputs = leaves(model.predict(batch[0], batch_size=size, verbose=0))
+        outputs = flatten_arrays(model.predict(batch[0], batch_size=size, verbose=0))
         logs = model.evaluate(*batch, batch_size=size, verbose=0, return_dict=True)
-        # Plain Keras on TensorFlow averages the loss of one of several outputs over batches, not over rows.
-        found.append(
-            {f"output {number}": each for number, each in enumerate(outputs)} | {"loss": logs["loss"]}
-        )
-    rows = compared_numbers("forward", found[0], found[1], TOLERANCE)
-    yield from map(str, trial.beyond_rounding(list(rows)))
+        # Only the total loss is compared: for several outputs, Keras on TensorFlow averages each loss over batches.
+        results.append({f"output {n}": output for n, output in enumerate(outputs)} | {"loss": logs["loss"]})
+    rows = compared_numbers("forward", results[0], results[1], TOLERANCE)
+    yield from map(str, trial.exclude_rounding(list(rows)))
 
 
-def it_trains_as_on_one_device(trial: Trial) -> Iterator[str]:
-    """Outputs, gradients, three steps, and steps with fewer rows are those of one device, but for rounding."""
-    wrong = trial.beyond_rounding(trial.rows)
+def compare_training(trial: Trial) -> Iterator[str]:
+    """Compare outputs, gradients, three steps, and a step with fewer rows with one device, except for rounding."""
+    wrong = trial.exclude_rounding(trial.rows)
     if wrong and not trial.is_finite:
-        raise NotTried("the plain model has no finite numbers")
+        raise NotApplicable("the unsharded model has no finite numbers")
     yield from map(str, wrong)
 
 
-def it_computes_the_same_without_a_compiler(trial: Trial) -> Iterator[str]:
-    """Outputs, gradients and a step are those of one device where JAX runs each operation as it comes.
+def compare_uncompiled(trial: Trial) -> Iterator[str]:
+    """Compare outputs, gradients, and a step in JAX without the compiler.
 
-    One case in eight is tried, since it takes ten times as long as compiled.
+    An eighth of the cases run, since they take ten times as long.
     """
     if trial.adapter.engine_name != "jax":
-        raise NotTried("on the other engines, each operation runs as it comes in all laws")
+        raise NotApplicable("on the other engines, all laws run without a compiler")
     if trial.group.several:
-        raise NotTried("several processes of JAX compute together what is compiled")
-    if not trial.choices.one_in(8):
-        raise NotTried("one case in eight is tried")
-    pair = trial.new_pair()
+        raise NotApplicable("JAX requires the compiler in several processes")
+    if not trial.choices.is_one_in(8):
+        raise NotApplicable("one case in eight is tried")
+    pair = trial.make_pair()
     with importlib.import_module("jax").disable_jit():
-        found = compared(trial.adapter, *pair, trial.case.batch, steps=1, tolerance=TOLERANCE)
-        yield from map(str, trial.beyond_rounding(found.rows))
+        report = compared(trial.adapter, *pair, trial.case.batch, steps=1, tolerance=TOLERANCE)
+        yield from map(str, trial.exclude_rounding(report.rows))
 
 
-def it_trains_in(precision: str, trial: Trial) -> Iterator[str]:  # why: decisions/0008
-    """First values, outputs, gradients and steps of SGD are those of one device, but for rounding, in a precision.
+def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
+    """Compare initial values and training in another precision, except for rounding.
 
-    Each case is tried in one precision other than float32: in TF32, or in one that models of its kind are drawn in;
-    quantized less often, as that takes longest.
+    Each case runs in one other precision, seldom in a quantized one, which takes longest (why: decisions/0008).
     """
-    weights = {each: 1 if each in QUANTIZED else 3 for each in ("TF32", *trial.case.model.precisions)}
-    if precision != trial.choices.weighted(weights):
-        raise NotTried("another precision is tried on this case")
-    other = Trial(trial.case.in_precision(precision))
+    weights = {name: 1 if name in QUANTIZED else 3 for name in ("TF32", *trial.case.model.precisions)}
+    if precision != trial.choices.pick_weighted(weights):
+        raise NotApplicable("another precision is tried on this case")
+    other = Trial(trial.case.to_precision(precision))
     with ExitStack() as stack:
         if precision == "TF32":
-            in_tf32 = tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
-            if trial.case.devices.simulated or not stack.enter_context(in_tf32):
-                raise NotTried("no TF32 on these devices")
+            tf32 = allowed_tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
+            if trial.case.devices.simulated or not stack.enter_context(tf32):
+                raise NotApplicable("no TF32 on these devices")
         try:
             if other.plan.errors:
-                raise NotTried(f"the plan refuses it: {other.plan.errors[0]}")
-            yield from first_values_are_those_of_the_plain_model(other)
-            yield from it_trains_as_on_one_device(other)
-        except NotTried:
+                raise NotApplicable(f"the plan refuses it: {other.plan.errors[0]}")
+            yield from compare_initial_values(other)
+            yield from compare_training(other)
+        except NotApplicable:
             raise
         except Exception:
-            if _raises(lambda *_: other.adapter.train_step(other.plain(), other.case.batch), None, None):
-                raise NotTried("its plain model takes no step in it") from None
+            if _has_failed(lambda: other.adapter.train_step(other.make_unsharded(), other.case.batch)):
+                raise NotApplicable("the unsharded model cannot train in this precision") from None
             raise
 
 
-def replicas_have_the_same_bits(trial: Trial) -> Iterator[str]:
-    """Devices and processes that hold one shard of a variable have the same bits of it, also after steps."""
+def compare_replicas(trial: Trial) -> Iterator[str]:
+    """Compare the bits of all replicas of a shard on devices and in processes, also after steps."""
     problems = inspect(trial.pair[1], across=True).problems
     yield from (str(problem) for problem in problems if problem.kind in ("differs", "drifted"))
 
 
-def a_step_that_fails_changes_nothing(trial: Trial) -> Iterator[str]:
-    """A step that raises on one device raises in layouts, and changes no variable that it does not change there."""
-    plain, sharded = trial.pair
-    batch = _of_another_rank(trial.case.batch)
-    alone = [trial.adapter.read(variable) for variable in trial.adapter.variables(plain).values()]
-    # TensorFlow forgets the rank of inputs where it traces a step for a second shape, and may raise for that alone.
-    computations = trial.adapter.train_step, trial.adapter.gradients
-    if not all(_raises(each, plain, batch) for each in computations):
-        raise NotTried("its plain model takes inputs of other shapes")
-    if not all(map(_is_same, alone, map(trial.adapter.read, trial.adapter.variables(plain).values()))):
-        raise NotTried("its plain model changes its state before it raises")
-    # Keras on JAX gives weights and their averages one memory at the end of `fit`, and in the next step away, twice.
-    if _raises(trial.adapter.train_step, plain, trial.case.batch):
-        raise NotTried("its plain model takes no other step")
-    trial.adapter.train_step(sharded, trial.case.batch)
-    variables = trial.adapter.variables(sharded)
-    before = {path: trial.adapter.read(variable) for path, variable in variables.items()}
-    if not _raises(trial.adapter.train_step, sharded, batch):
+def run_failing_step(trial: Trial) -> Iterator[str]:
+    """Run a step with inputs of a wrong rank, which must raise as on one device and change no variable."""
+    unsharded, sharded = trial.pair
+    train_step, read = trial.adapter.train_step, trial.adapter.read
+    batch, wrong_batch = trial.case.batch, _add_axes(trial.case.batch)
+    initial = list(map(read, trial.adapter.variables(unsharded).values()))
+    # TensorFlow drops the rank of inputs when it traces a step for a second shape, which alone may raise.
+    for compute in (train_step, trial.adapter.gradients):
+        if not _has_failed(lambda compute=compute: compute(unsharded, wrong_batch)):
+            raise NotApplicable("its unsharded model accepts inputs of other shapes")
+    if not all(map(_is_equal, initial, map(read, trial.adapter.variables(unsharded).values()))):
+        raise NotApplicable("its unsharded model changes its state before it raises")
+    # At the end of `fit`, Keras on JAX stores weights and their averages in one buffer. The next step donates it twice.
+    if _has_failed(lambda: train_step(unsharded, batch)):
+        raise NotApplicable("its unsharded model cannot train after an error")
+    train_step(sharded, batch)
+    before = {path: read(variable) for path, variable in trial.adapter.variables(sharded).items()}
+    if not _has_failed(lambda: train_step(sharded, wrong_batch)):
         yield "a step that raises on one device did not raise in layouts"
     for path, variable in trial.adapter.variables(sharded).items():
-        if path in before and not _is_same(before[path], trial.adapter.read(variable)):
+        if path in before and not _is_equal(before[path], read(variable)):
             yield f"{path}: has another value after a step that failed"
-    expected, logs = (trial.adapter.train_step(model, trial.case.batch) for model in trial.pair)
-    # Some diverge, on any device.
-    is_stable = all(np.all(np.abs(each) < DIVERGES) for each in expected.values())
-    if is_stable and not all(np.isfinite(each).all() for each in logs.values()):
+    expected, logs = (train_step(model, batch) for model in trial.pair)
+    # Some models diverge on any device.
+    is_stable = all(np.all(np.abs(metric) < DIVERGES) for metric in expected.values())
+    if is_stable and not all(np.isfinite(metric).all() for metric in logs.values()):
         yield f"the next step is not finite: {logs}"
 
 
-def an_evaluation_that_fails_keeps_the_weights(trial: Trial) -> Iterator[str]:
-    """After `evaluate` whose second batch has another rank the weights have the bits that they had, and a step goes on.
+def run_failing_evaluation(trial: Trial) -> Iterator[str]:
+    """Run `evaluate` with a second batch of a wrong rank, which must change no weight and allow a further step.
 
-    Keras on JAX lends the values of all variables to the steps, and takes them back only where none of these fails.
+    Keras on JAX moves all variables into the steps, and restores them only if no step fails.
     """
     if trial.case.library != "keras":
-        raise NotTried("its library has no evaluate")
+        raise NotApplicable("its library has no evaluate")
     model, batch = trial.pair[1], trial.case.batch
     trained = {a.variable.path for a in trial.plan.assignments if a.variable.is_trained}
     weights = {path: v for path, v in trial.adapter.variables(model).items() if path in trained}
     before = {path: trial.adapter.read(weight) for path, weight in weights.items()}
-    batches = (each for each in (batch, _of_another_rank(batch)))
-    if not _raises(lambda model, given: model.evaluate(given, steps=2, verbose=0), model, batches):
-        raise NotTried("its model takes inputs of other shapes")
+    batches = (each for each in (batch, _add_axes(batch)))
+    if not _has_failed(lambda: model.evaluate(batches, steps=2, verbose=0)):
+        raise NotApplicable("its model accepts inputs of other shapes")
     for path, weight in weights.items():
-        if not _is_same(before[path], trial.adapter.read(weight)):
+        if not _is_equal(before[path], trial.adapter.read(weight)):
             yield f"{path}: has another value after an evaluation that failed"
     trial.adapter.train_step(model, batch)
 
 
-def _of_another_rank(batch: Any) -> object:
-    """The batch with two more axes of its inputs than a model takes."""
+def _add_axes(batch: Any) -> object:
+    """Return the batch with two more axes in all inputs."""
     inputs, targets = batch
-    flat = [inputs] if not isinstance(inputs, list | tuple) else inputs
-    wrong = [np.asarray(each)[..., None, None] for each in flat]
+    arrays = inputs if isinstance(inputs, list | tuple) else [inputs]
+    wrong = [np.asarray(array)[..., None, None] for array in arrays]
     return (type(inputs)(wrong) if isinstance(inputs, list | tuple) else wrong[0]), targets
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     return np.array_equal(one, other, equal_nan=True)
 
 
-def _raises(compute: Callable[[Any, object], object], model: object, batch: object) -> bool:
+def _has_failed(compute: Callable[[], object]) -> bool:
+    """Return whether a call raises an exception."""
     try:
-        compute(model, batch)
+        compute()
     except Exception:
         return True
     return False

@@ -1,4 +1,4 @@
-"""A case that laws are tried on: a model, a layout map, an optimizer and a batch, and the program that they are."""
+"""A case of the laws: a model, a layout map, an optimizer, and a batch, which together are a program."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import EIGHT, Devices, Map, Shape, draw_map
+from layoutmap.testing.models.maps import EIGHT, Devices, DrawnMap, Shape, draw_map
 from layoutmap.testing.products import ALLOW_TF32
 
 QUANTIZED = {"int8": 2**-7, "int4": 2**-7}
-"""The precisions in which built models are quantized; most calls round inputs, too, to steps as wide as bfloat16's."""
+"""The precisions of quantized models. Most of their calls also round inputs, to steps as wide as those of bfloat16."""
 EPSILONS = {"float32": 2**-23, "bfloat16": 2**-7, "mixed_bfloat16": 2**-7, "TF32": 2**-10} | QUANTIZED
-"""The precisions in which a model is computed, and the distance of 1 to the next number in each.
+"""The precisions that a model can be computed in, with the distance from 1 to the next larger number.
 
-In `bfloat16` weights are of it, too; in `mixed_bfloat16` and `TF32` they are of float32.
+`bfloat16` also stores weights as bfloat16. `mixed_bfloat16` and `TF32` store weights as float32.
 """
 _ROWS = {16: 6, 8: 2, 24: 1, 10: 2, 7: 1}
 _PREAMBLE = """\
@@ -33,72 +33,74 @@ import layoutmap as lm
 """
 
 
-class Drawn(Protocol):
-    """A drawn model of one library, as a value that writes its program."""
+class DrawnModel(Protocol):
+    """A random model of one library, as a value that can write its program."""
 
     library: ClassVar[str]
     """The name of the library's adapter."""
 
     imports: ClassVar[str]
-    """Lines of the program: imports, and short names for modules. The program imports numpy as `np`."""
+    """The imports of the program, with short names for modules. The program imports numpy as `np`."""
 
     optimizers: ClassVar[Mapping[str, int]]
-    """Expressions that make optimizers, and how often each is drawn; the first is SGD, whose step depends on the
-    gradient's scale: a gradient that is some times too large is seen."""
+    """Expressions of optimizers with their weights.
+
+    The first optimizer is SGD, which detects a gradient of the wrong scale, since its step depends on the scale.
+    """
 
     @property
     def kinds(self) -> Collection[str]:
-        """The kinds of all its parts, in order, so that what is drawn can be counted."""
+        """The kinds of all layers in order. Tests count them."""
         ...
 
     @property
     def layer_outputs(self) -> Mapping[str, Shape]:
-        """The shapes of outputs of layers that a rule for activations may name, without rows, by the layers' paths."""
+        """Shapes of layer outputs without rows, by layer path, for rules for activations."""
         ...
 
     @property
-    def planned_with(self) -> str:
-        """The expression of the inputs that a plan needs to know all variables; empty: it needs none."""
+    def plan_inputs(self) -> str:
+        """The expression of the inputs that a plan needs to find all variables. Empty: it needs none."""
         ...
 
     @property
     def precisions(self) -> Mapping[str, str]:
-        """Lines at the end of a program by which its model is computed in another precision, by precision."""
+        """Last lines of a program that compute the model in another precision, by precision."""
         ...
 
     @property
-    def in_float64(self) -> str:
-        """Lines at the end of a program by which its model is computed in float64; empty: there are none."""
+    def float64_lines(self) -> str:
+        """Last lines of a program that compute the model in float64. Empty: the library cannot."""
         ...
 
-    def source(self, optimizer: str) -> str:
-        """The program that defines `make_model`, a function of no arguments that returns the model, ready to train.
+    def write_source(self, optimizer: str) -> str:
+        """Return the program that defines `make_model`, which takes no arguments and returns a trainable model.
 
         Args:
-            optimizer: The expression that makes the optimizer.
+            optimizer: The expression of the optimizer.
         """
         ...
 
-    def data(self, rows: int) -> str:
-        """The expression of a batch, inputs and targets, drawn from the generator `rng` of numpy."""
+    def write_data(self, rows: int) -> str:
+        """Return the expression that draws a batch, inputs and targets, from numpy's generator `rng`."""
         ...
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is laid out and trained. As text it is a program that needs neither this nor Hypothesis.
+    """A model with its layout map and training. `str(case)` is a program that needs neither this module nor Hypothesis.
 
     Args:
         model: The model.
-        map: The layout map, and the mesh dim of the batch.
-        optimizer: The expression that makes the optimizer.
-        rows: How many rows the batch has.
-        devices: Those that it is for.
-        precision: One of `EPSILONS`, or float64.
+        map: The layout map and the mesh dim of the batch.
+        optimizer: The expression of the optimizer.
+        rows: The number of rows of the batch.
+        devices: The devices that it runs on.
+        precision: A key of `EPSILONS`, or `"float64"`.
     """
 
-    model: Drawn
-    map: Map
+    model: DrawnModel
+    map: DrawnMap
     optimizer: str
     rows: int
     devices: Devices = EIGHT
@@ -106,13 +108,15 @@ class Case:
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
-        if self.precision != "float32":  # a factor of two is still seen
+        if (
+            self.precision != "float32"
+        ):  # wide enough for rounding, and narrow enough to detect a factor of two
             options += ", tolerance=0.25"
         return f"{self.program}print(lm.check_parity(make_model, layout_map, batch, {options}))\n"
 
     @property
     def program(self) -> str:
-        """A program that defines `make_model`, `layout_map` and `batch`, where devices are simulated with them."""
+        """A program that defines `make_model`, `layout_map`, and `batch`, and simulates the devices if needed."""
         simulation = f"\nlm.simulate_devices({self.devices.number})\n" if self.devices.simulated else ""
         if self.precision == "TF32":
             engine = get_adapter(self.library).engine_name
@@ -124,40 +128,39 @@ class Case:
         """The name of the library's adapter."""
         return self.model.library
 
-    @property
-    def with_sgd(self) -> Case:
-        """The same case with an optimizer whose step depends on the gradient's scale."""
+    def to_sgd(self) -> Case:
+        """Return the same case with SGD. A step of SGD depends on the scale of the gradient."""
         return dataclasses.replace(self, optimizer=next(iter(self.model.optimizers)))
 
-    def in_precision(self, precision: str) -> Case:
-        """The same case with SGD, computed in another precision, one of `EPSILONS`."""
-        return dataclasses.replace(self.with_sgd, precision=precision)
+    def to_precision(self, precision: str) -> Case:
+        """Return the same case with SGD, computed in another precision of `EPSILONS`."""
+        return dataclasses.replace(self.to_sgd(), precision=precision)
 
     @property
     def make_model(self) -> Callable[[], Any]:
-        """The function of the program that makes the model, ready to train."""
-        return self._defined["make_model"]
+        """The function of the program that returns a trainable model."""
+        return self._names["make_model"]
 
     @property
     def layout_map(self) -> LayoutMap:
         """The layout map of the program."""
-        return self._defined["layout_map"]
+        return self._names["layout_map"]
 
     @property
     def batch(self) -> tuple[Any, Any]:
         """The batch of the program: inputs and targets."""
-        return self._defined["batch"]
+        return self._names["batch"]
 
     @property
     def inputs(self) -> Any:
-        """The inputs that a plan needs to know all variables; `None`: it needs none."""
-        return _run(self.model, f"inputs = {self.model.planned_with or None}")["inputs"]
+        """The inputs that a plan needs to find all variables. `None`: it needs none."""
+        return _execute(self.model, f"inputs = {self.model.plan_inputs or None}")["inputs"]
 
     def plan(self, layout_map: LayoutMap | None = None) -> Plan:
-        """The plan, of all variables that training makes.
+        """Return the plan of all variables that training creates.
 
         Args:
-            layout_map: Rules; `None`: those of the case.
+            layout_map: Other rules. `None`: the rules of the case.
         """
         return plan(
             self.make_model,
@@ -168,35 +171,37 @@ class Case:
 
     @cached_property
     def source(self) -> str:
-        """The lines of the program that define `make_model`, `layout_map` and `batch`."""
-        precisions = {**self.model.precisions, "float64": self.model.in_float64}
+        """The lines of the program that define `make_model`, `layout_map`, and `batch`."""
+        precisions = {**self.model.precisions, "float64": self.model.float64_lines}
         return (
-            f"{self.model.source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
-            f"rng = np.random.default_rng(0)\nbatch = {self.model.data(self.rows)}\n"
+            f"{self.model.write_source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
+            f"rng = np.random.default_rng(0)\nbatch = {self.model.write_data(self.rows)}\n"
             f"{precisions.get(self.precision, '')}"
         )
 
     @cached_property
-    def _defined(self) -> dict[str, Any]:
-        return _run(self.model, self.source)
+    def _names(self) -> dict[str, Any]:
+        return _execute(self.model, self.source)
 
 
-def draw_case(choices: Choices, draw_model: Callable[[Choices], Drawn], devices: Devices = EIGHT) -> Case:
-    """A model, a map of its variables, an optimizer and a batch."""
+def draw_case(
+    choices: Choices, draw_model: Callable[[Choices], DrawnModel], devices: Devices = EIGHT
+) -> Case:
+    """Draw a model, a map of its variables, an optimizer, and a batch size."""
     model = draw_model(choices)
-    unmapped = Case(model, Map("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
-    found = unmapped.plan()
+    unmapped = Case(model, DrawnMap("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
     variables = {
         v.path: v.shape
-        for v in (assignment.variable for assignment in found.assignments)
+        for v in (assignment.variable for assignment in unmapped.plan().assignments)
         if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None
     }
-    drawn = draw_map(choices, variables, model.layer_outputs, devices)
-    return Case(model, drawn, choices.weighted(model.optimizers), choices.weighted(_ROWS), devices)
+    drawn_map = draw_map(choices, variables, model.layer_outputs, devices)
+    optimizer, rows = choices.pick_weighted(model.optimizers), choices.pick_weighted(_ROWS)
+    return Case(model, drawn_map, optimizer, rows, devices)
 
 
-def _run(model: Drawn, source: str) -> dict[str, Any]:
-    """The names that a program of a model defines."""
+def _execute(model: DrawnModel, source: str) -> dict[str, Any]:
+    """Run lines after the imports of a model's program, and return the names that they define."""
     names: dict[str, Any] = {"__name__": __name__}
     program = f"{model.imports}\nimport layoutmap as lm\n{source}"
     exec(compile(program, "<drawn>", "exec"), names)

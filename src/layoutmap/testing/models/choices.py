@@ -10,34 +10,39 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Choices, each of which is a number; the simplest alternative comes first, since Hypothesis shrinks towards 0.
+    """A source of random choices.
+
+    List the simplest alternative first, since Hypothesis shrinks each number towards 0.
 
     Args:
-        below: Returns a number from 0 to its argument, less 1.
+        draw_below: Returns an integer from 0 to `n - 1` for an argument `n`.
     """
 
-    def __init__(self, below: Callable[[int], int]):
-        self.below = below
+    def __init__(self, draw_below: Callable[[int], int]):
+        self.draw_below = draw_below
 
     @classmethod
-    def of_seed(cls, seed: int) -> Choices:
-        """The choices that a seed makes: Python keeps the sequence of `random()`, and of no other method, for ever."""
+    def from_seed(cls, seed: int) -> Choices:
+        """Return the choices of a seed, which never change.
+
+        Python guarantees the sequence of `random()` across releases, but not those of its other methods.
+        """
         numbers = random.Random(seed)
         return cls(lambda n: int(numbers.random() * n))
 
-    def one_of(self, *alternatives: T) -> T:
-        """One of the arguments."""
-        return alternatives[self.below(len(alternatives))]
+    def pick(self, *alternatives: T) -> T:
+        """Return one of the arguments."""
+        return alternatives[self.draw_below(len(alternatives))]
 
-    def weighted(self, weights: Mapping[T, int]) -> T:
-        """One of the keys, as often as their weights say."""
-        return self.one_of(*(key for key, weight in weights.items() for _ in range(weight)))
+    def pick_weighted(self, weights: Mapping[T, int]) -> T:
+        """Return one of the keys, with a probability proportional to its weight."""
+        return self.pick(*(key for key, weight in weights.items() for _ in range(weight)))
 
-    def one_in(self, number: int) -> bool:
-        """True once in so many times."""
-        return self.below(number) == number - 1
+    def is_one_in(self, number: int) -> bool:
+        """Return True with a probability of 1 / `number`."""
+        return self.draw_below(number) == number - 1
 
-    def taken(self, alternatives: Iterable[T], number: int) -> list[T]:
-        """So many of the alternatives, or all of them if they are fewer, in any order."""
+    def sample(self, alternatives: Iterable[T], number: int) -> list[T]:
+        """Return `number` of the alternatives in random order, or all if there are fewer."""
         left = list(alternatives)
-        return [left.pop(self.below(len(left))) for _ in range(min(number, len(left)))]
+        return [left.pop(self.draw_below(len(left))) for _ in range(min(number, len(left)))]

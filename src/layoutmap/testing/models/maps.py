@@ -1,4 +1,4 @@
-"""Draws layout maps for the variables of a model: layouts of all kinds, and rules that give them."""
+"""Random layout maps for the variables of a model, with layouts of all kinds and rules that assign them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layoutmap.testing.models.choices import Choices
 Shape = tuple[int, ...]
 Specs = tuple[str | tuple[str, ...] | None, ...]
 
-_MESHES = {  # of 8 devices, and how often each is drawn
+_MESHES = {  # meshes of 8 devices, with their weights
     "batch=2,model=4": 4,
     "batch=4,model=2": 4,
     "batch=2,model=2,x=2": 4,
@@ -33,12 +33,12 @@ _BATCH_DIMS = ("batch", "data")
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that a case is for.
+    """The devices that a case runs on.
 
     Args:
-        number: How many they are.
-        simulated: Whether a program of the case simulates them.
-        mesh: The mesh of all cases; empty: each has one of its own.
+        number: How many devices there are.
+        simulated: Whether the program of a case simulates them.
+        mesh: The mesh of all cases. If it is empty, each case draws a mesh.
     """
 
     number: int = 8
@@ -47,7 +47,7 @@ class Devices:
 
     @cached_property
     def meshes(self) -> Mapping[str, int]:
-        """The meshes of these devices that are drawn, as text, and how often each is."""
+        """Meshes of these devices as text, with their weights."""
         if self.mesh:
             return {self.mesh: 1}
         if self.number == 8:
@@ -62,15 +62,15 @@ EIGHT = Devices()
 
 
 @dataclass(frozen=True)
-class Map:
-    """A layout map.
+class DrawnMap:
+    """The arguments of a layout map.
 
     Args:
         mesh: The mesh, as text.
-        rules: Sharding specs for variables, by pattern.
-        activations: Those for the outputs of layers.
-        uneven: What happens to an axis that does not divide.
-        batch_dim: The mesh dim that shards the batch; `None`: none.
+        rules: Sharding specs of variables, by pattern.
+        activations: Sharding specs of layer outputs, by pattern.
+        uneven: The treatment of an axis that does not divide.
+        batch_dim: The mesh dim that shards the batch. `None`: no dim does.
     """
 
     mesh: str
@@ -81,10 +81,10 @@ class Map:
 
     @property
     def source(self) -> str:
-        """The expression that makes it."""
+        """The expression of the layout map."""
         rules, activations = (
-            "{" + ",".join(f"\n    r'{pattern}': {specs!r}" for pattern, specs in each) + "\n}"
-            for each in (self.rules, self.activations)
+            "{" + ",".join(f"\n    r'{pattern}': {specs!r}" for pattern, specs in items) + "\n}"
+            for items in (self.rules, self.activations)
         )
         options = f", activations={activations}" if self.activations else ""
         return f"lm.LayoutMap({self.mesh!r}, {rules}{options}, uneven={self.uneven!r}, rest='replicated')"
@@ -92,61 +92,59 @@ class Map:
 
 def draw_map(
     choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[str, Shape], devices: Devices = EIGHT
-) -> Map:
-    """A map of which each rule fits all that it matches.
+) -> DrawnMap:
+    """Draw a map in which each rule fits all variables that it matches.
 
     Args:
-        choices: Decides.
-        variables: The shapes of all variables that rules are asked for, by path; those without an axis get none.
-        outputs: The shapes of what layers put out, without the axis of rows, by the paths of layers.
-        devices: Those that it is for.
+        choices: Makes all choices.
+        variables: Shapes of variables, by path. A scalar gets no rule.
+        outputs: Shapes of layer outputs without the axis of rows, by layer path.
+        devices: The devices that the mesh consists of.
     """
-    text = choices.weighted(devices.meshes)
+    text = choices.pick_weighted(devices.meshes)
     mesh = Mesh(None, text)
-    uneven: Uneven = choices.one_of("error", "error", "replicate", "shrink")
+    uneven: Uneven = choices.pick("error", "error", "replicate", "shrink")
     dim = next((dim for dim in _BATCH_DIMS if dim in mesh), None)
-    batch_dim = dim if dim and not choices.one_in(8) else None
+    batch_dim = dim if dim and not choices.is_one_in(8) else None
     rules: dict[str, Specs] = {}
     for path, shape in variables.items():
-        if not shape:  # no rule is for it, and some may match it
+        if not shape:
             continue
         specs = draw_specs(choices, mesh, shape, uneven)
         if any(specs) and not any(re.match(pattern, path) for pattern in rules):
-            exactly, last = re.escape(path) + "$", path.rpartition(".")[2]
-            pattern = choices.one_of(exactly, rf".*\.{last}$", re.sub(r"\d+", lambda _: r"\d+", exactly))
-            matched = [variables[each] for each in variables if re.match(pattern, each)]
-            rules[pattern if _fits(Layout(specs, mesh), matched, uneven) else exactly] = specs
+            exact, name = re.escape(path) + "$", path.rpartition(".")[2]
+            pattern = choices.pick(exact, rf".*\.{name}$", re.sub(r"\d+", lambda _: r"\d+", exact))
+            shapes = [variables[other] for other in variables if re.match(pattern, other)]
+            rules[pattern if _can_shard(Layout(specs, mesh), shapes, uneven) else exact] = specs
     activations: dict[str, Specs] = {}
-    for path in choices.taken(sorted(outputs), choices.weighted({0: 3, 1: 1, 2: 1})):
-        rows = batch_dim if not choices.one_in(4) else None
-        activations[re.escape(path) + "$"] = (
-            rows,
-            *draw_specs(choices, mesh, outputs[path], "error", [rows]),
-        )
-    return Map(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
+    for path in choices.sample(sorted(outputs), choices.pick_weighted({0: 3, 1: 1, 2: 1})):
+        row_dim = batch_dim if not choices.is_one_in(4) else None
+        specs = draw_specs(choices, mesh, outputs[path], "error", unusable=[row_dim])
+        activations[re.escape(path) + "$"] = (row_dim, *specs)
+    return DrawnMap(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
 
 
 def draw_specs(
-    choices: Choices, mesh: Mesh, shape: Shape, uneven: Uneven, taken: Collection[str | None] = ()
+    choices: Choices, mesh: Mesh, shape: Shape, uneven: Uneven, unusable: Collection[str | None] = ()
 ) -> Specs:
-    """Specs for the axes of a tensor; of `taken` dims none is used."""
-    number = choices.weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
-    same_axis, may_be_uneven = choices.one_in(4), uneven != "error" and choices.one_in(3)
-    if may_be_uneven:  # of several dims along one axis some may divide it and others not
-        same_axis = same_axis or choices.one_in(2)
+    """Draw sharding specs for a tensor that use none of the `unusable` mesh dims."""
+    number = choices.pick_weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
+    same_axis, may_be_uneven = choices.is_one_in(4), uneven != "error" and choices.is_one_in(3)
+    if may_be_uneven:  # more often several dims along one axis, of which some may divide it and others not
+        same_axis = same_axis or choices.is_one_in(2)
     axes: list[tuple[str, ...]] = [()] * len(shape)
-    for dim in choices.taken([dim for dim in mesh.dim_names if dim not in taken], number):
+    for dim in choices.sample([dim for dim in mesh.dim_names if dim not in unusable], number):
         used = [axis for axis, dims in enumerate(axes) if dims]
         free = used if same_axis and used else [axis for axis in range(len(shape)) if axis not in used]
         shards = [math.prod(map(mesh.dim_size, (*dims, dim))) for dims in axes]
-        fits = [axis for axis in free if may_be_uneven or not shape[axis] % shards[axis]]
-        if fits:
-            axes[choices.one_of(*fits)] += (dim,)
+        usable = [axis for axis in free if may_be_uneven or not shape[axis] % shards[axis]]
+        if usable:
+            axes[choices.pick(*usable)] += (dim,)
     return tuple(dims if len(dims) > 1 else dims[0] if dims else None for dims in axes)
 
 
-def _fits(layout: Layout, shapes: Collection[Shape], uneven: Uneven) -> bool:
-    """Whether a layout fits tensors of all these shapes."""
+def _can_shard(layout: Layout, shapes: Collection[Shape], uneven: Uneven) -> bool:
+    """Return whether a layout fits tensors of all these shapes."""
     return all(
         len(shape) == layout.rank and (uneven != "error" or not layout.uneven_axes(shape)) for shape in shapes
     )

@@ -1,7 +1,8 @@
-"""Parts of drawn models of any library: inputs, outputs, and shapes that divide by the dims of a mesh."""
+"""Parts of drawn models that all libraries share: inputs, outputs, and sizes that divide over a mesh."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
 
 WIDTHS = {8: 6, 16: 5, 4: 2, 24: 2, 12: 2, 32: 1, 6: 1, 7: 1}
-"""Numbers of features, and how often each is drawn: mostly multiples of 4 and 8, which divide by the dims of a mesh."""
+"""Numbers of features with their weights. Most are multiples of 4 or 8, which divide over the dims of a mesh."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,10 @@ class Value:
     """An input or an output of a model.
 
     Args:
-        name: What the program calls it.
-        shape: The shape of one row of data; of an output that has logits of classes it lacks their axis.
-        classes: How many tokens or classes there are; `None`: the data are numbers.
-        loss: The loss of an output, as its library writes it.
+        name: Its variable in the program.
+        shape: The shape of one row of data. For logits of classes, it lacks the axis of classes.
+        classes: The number of tokens or classes. `None`: the data are floats.
+        loss: The loss of an output, in the syntax of the library.
     """
 
     name: str
@@ -28,39 +29,73 @@ class Value:
     classes: int | None = None
     loss: str = ""
 
-    def data(self, rows: int) -> str:
-        """The expression that draws a batch of it from `rng`."""
+    def write_data(self, rows: int) -> str:
+        """Return the expression that draws a batch of this value from `rng`."""
         shape = (rows, *self.shape)
         if self.classes:
             return f"rng.integers(0, {self.classes}, {shape})"
         return f"rng.normal(size={shape}).astype('float32')"
 
 
-def batch_source(inputs: Sequence[Value], outputs: Sequence[Value], rows: int) -> str:
-    """The expression of a batch, inputs and targets, drawn from `rng`."""
-    return ", ".join(one_or_list([each.data(rows) for each in values]) for values in (inputs, outputs))
+def write_batch(inputs: Sequence[Value], outputs: Sequence[Value], rows: int) -> str:
+    """Return the expression of a batch, which is inputs and targets drawn from `rng`."""
+    return ", ".join(
+        write_one_or_list([value.write_data(rows) for value in values]) for values in (inputs, outputs)
+    )
 
 
-def one_or_list(parts: list[str]) -> str:
-    """The expression of one part, or of a list of several."""
-    return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+def write_one_or_list(expressions: list[str]) -> str:
+    """Return a single expression as it is, and several as the expression of a list."""
+    return expressions[0] if len(expressions) == 1 else f"[{', '.join(expressions)}]"
 
 
-def divisors(*numbers: int) -> list[int]:
-    """Small numbers that divide all of these."""
+def find_divisors(*numbers: int) -> list[int]:
+    """Return the numbers of 1, 2, 3, 4, 7, and 8 that divide all arguments."""
     return [n for n in (2, 4, 8, 1, 3, 7) if all(number % n == 0 for number in numbers)]
 
 
-def heads_of(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
-    """An equation that makes heads of features, or features of heads.
+def draw_heads_einsum(choices: Choices, shape: Shape) -> tuple[str, Shape, int, Shape]:
+    """Draw an einsum that splits features into attention heads, or merges heads into features.
 
     Returns:
-        The equation, the kernel's shape, the number of its axes that the product adds up over, and the result's shape.
+        The equation, the kernel's shape, the number of contracted axes, and the result's shape.
     """
     axes = "bcd"[: len(shape)]
-    joins = len(shape) == 3 or (len(shape) == 2 and choices.one_in(3))
-    summed, free = (axes[-2:], axes[:-2]) if joins else (axes[-1:], axes[:-1])
-    sides = (choices.weighted(WIDTHS),) if joins else (choices.one_of(4, 2, 8), choices.one_of(4, 8))
-    made = "z" if joins else "yz"
-    equation, kernel = f"a{free}{summed},{summed}{made}->a{free}{made}", (*shape[len(free) :], *sides)
-    return equation, kernel, len(summed), (*shape[: len(free)], *sides)
+    merges = len(shape) == 3 or (len(shape) == 2 and choices.is_one_in(3))
+    contracted, free = (axes[-2:], axes[:-2]) if merges else (axes[-1:], axes[:-1])
+    sizes = (choices.pick_weighted(WIDTHS),) if merges else (choices.pick(4, 2, 8), choices.pick(4, 8))
+    new = "z" if merges else "yz"
+    equation = f"a{free}{contracted},{contracted}{new}->a{free}{new}"
+    return equation, (*shape[len(free) :], *sizes), len(contracted), (*shape[: len(free)], *sizes)
+
+
+def draw_padding(
+    choices: Choices, space: Shape, sizes: Shape, strides: Shape, dilation: Shape
+) -> tuple[bool, Shape]:
+    """Draw the padding of windows.
+
+    Returns:
+        Whether windows stay inside the input ("valid" padding), and the output size of each axis.
+    """
+    lengths = tuple((size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True))
+    is_valid = all(n >= length for n, length in zip(space, lengths, strict=True)) and choices.is_one_in(2)
+    least = lengths if is_valid else (1,) * len(space)
+    places = tuple(-(-(n - length + 1) // s) for n, length, s in zip(space, least, strides, strict=True))
+    return is_valid, places
+
+
+def write_losses(outputs: Sequence[Value], output: str) -> str:
+    """Return the expression of the sum of all losses.
+
+    Args:
+        outputs: The outputs of a model. In their losses, `t` stands for the targets.
+        output: The letter that stands for the output in their losses.
+    """
+    names = [("outputs", "targets")]
+    if len(outputs) > 1:
+        names = [(f"outputs[{n}]", f"targets[{n}]") for n in range(len(outputs))]
+    letters = (dict(zip((output, "t"), pair, strict=True)) for pair in names)
+    return " + ".join(
+        re.sub(rf"\b[{output}t]\b", lambda match, names=names: names[match[0]], value.loss)
+        for value, names in zip(outputs, letters, strict=True)
+    )

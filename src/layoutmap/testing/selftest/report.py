@@ -1,4 +1,4 @@
-"""The outcome of a self-test, as text for a terminal, as a page and as JSON."""
+"""The report of a self-test, as text for a terminal, as HTML, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.text_table import format_pre, html_table, text_table
-from layoutmap.testing.schedule import Tried
-from layoutmap.testing.selftest import measured
-from layoutmap.testing.selftest.measured import Speeds
-from layoutmap.testing.subjects import subject_named
+from layoutmap.testing.laws import Outcome
+from layoutmap.testing.schedule import LawResult
+from layoutmap.testing.selftest.speeds import COLUMNS as SPEED_COLUMNS
+from layoutmap.testing.selftest.speeds import Speeds
+from layoutmap.testing.subjects import get_subject
 
 _COLUMNS = ("tried on", "law", "tried", "held", "failed", "seconds")
-_FAULTS = ("on", "known fault", "state")
-_LINES_OF_WHY = 20
+_FAULT_COLUMNS = ("on", "known fault", "state")
+_MAX_WHY_LINES = 20
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\",:;()]+/)+(?=[^\s/'\",:;()])")
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:80em;padding:0 1em;color:#1c2530}"
@@ -31,122 +32,127 @@ _STYLE = (
 
 @dataclass
 class Report:
-    """The outcome of a self-test.
+    """The report of a self-test.
 
     Args:
-        facts: What was asked for, releases, and devices, by name.
-        tried: What came of each law on each case.
-        seconds: How long it took.
-        is_complete: Whether it was not interrupted.
-        with_names: Whether names of hosts, users and folders stay in the page and in the JSON.
-        speeds: What was measured, of each engine.
+        facts: Options, releases, and devices, by name.
+        results: The result of each law on each case.
+        seconds: The duration.
+        is_complete: Whether it ran without an interrupt.
+        with_names: Whether HTML and JSON keep names of hosts, users, and folders.
+        speeds: The measured speeds of each engine.
     """
 
     facts: dict[str, str]
-    tried: list[Tried] = field(default_factory=list[Tried])
+    results: list[LawResult] = field(default_factory=list[LawResult])
     seconds: float = 0.0
     is_complete: bool = True
     with_names: bool = False
     speeds: list[Speeds] = field(default_factory=list[Speeds])
 
     def add_speeds(self, speeds: Speeds) -> None:
-        """Add the speeds of an engine's devices, and the law that none is far below what it should be."""
+        """Add the speeds of an engine's devices, with the result of the law about slow collectives."""
         self.speeds.append(speeds)
-        self.tried.append(speeds.judged())
-        untried = [t.outcome for t in (*speeds.tried, self.tried[-1]) if t.outcome.what == "not tried"]
+        self.results.append(speeds.judge_collectives())
+        results = [*speeds.results, self.results[-1]]
+        untried = [result.outcome for result in results if result.outcome.what == "not tried"]
         if untried:
             why = untried[0].why.partition("\n")[0]
             self.facts[f"{speeds.engine} speeds"] = f"not tried: {untried[0].law}: {why}"
 
     @property
-    def failures(self) -> list[Tried]:
-        """The cases of laws that did not hold."""
-        return [each for each in self.tried if each.outcome.is_suspicious]
+    def failures(self) -> list[LawResult]:
+        """The results of laws that did not hold."""
+        return [result for result in self.results if result.outcome.is_suspicious]
 
     @property
-    def missing(self) -> dict[str, int]:
-        """How many laws could not be tried for want of a package, by its name."""
-        return dict(Counter(each.outcome.missing for each in self.tried if each.outcome.missing))
+    def missing_packages(self) -> dict[str, int]:
+        """The number of results without an outcome because of a missing package, by package."""
+        return dict(Counter(r.outcome.missing for r in self.results if r.outcome.missing))
 
     @property
     def headline(self) -> str:
-        """The verdict in a line."""
-        tried = [each for each in self.tried if not each.outcome.missing]
-        cases = len({(each.subject, each.seed) for each in tried})
-        begun = f"{len(tried)} laws on {cases} cases in {self.seconds:.0f} s"
-        without = "".join(f"; {number} not tried without {name}" for name, number in self.missing.items())
+        """The verdict in one line."""
+        results = [result for result in self.results if not result.outcome.missing]
+        cases = len({(result.subject, result.seed) for result in results})
+        total = f"{len(results)} laws on {cases} cases in {self.seconds:.0f} s"
+        missing = self.missing_packages.items()
+        without = "".join(f"; {number} not tried without {name}" for name, number in missing)
         if not self.failures:
-            return (f"well: {begun}, and none failed" if cases else "nothing was tried") + without
-        laws = dict.fromkeys(f"{each.subject}: {each.outcome.law}" for each in self.failures)
-        return f"WRONG: {len(self.failures)} of {begun} failed: {'; '.join(laws)}{without}"
+            return (f"well: {total}, and none failed" if cases else "nothing was tried") + without
+        laws = dict.fromkeys(f"{failure.subject}: {failure.outcome.law}" for failure in self.failures)
+        return f"WRONG: {len(self.failures)} of {total} failed: {'; '.join(laws)}{without}"
 
-    def rows(self) -> list[list[str]]:
-        """A row for each law and subject: how often it was tried, held and failed; seconds."""
-        of_law: dict[tuple[str, str], list[Tried]] = {}
-        for each in self.tried:
-            of_law.setdefault((subject_named(each.subject).title, each.outcome.law), []).append(each)
+    def make_law_rows(self) -> list[list[str]]:
+        """Return a table row for each subject and law with counts and seconds."""
+        outcomes: dict[tuple[str, str], list[Outcome]] = {}
+        for result in self.results:
+            key = get_subject(result.subject).title, result.outcome.law
+            outcomes.setdefault(key, []).append(result.outcome)
         rows: list[list[str]] = []
-        for key, tried in of_law.items():
-            failed = sum(each.outcome.is_suspicious for each in tried)
-            numbers = [sum(each.outcome.what == "held" for each in tried), failed]
-            seconds = sum(each.outcome.seconds for each in tried)
-            rows.append([*key, str(sum(numbers)), *(str(each or "") for each in numbers), f"{seconds:.1f}"])
+        for key, tried in outcomes.items():
+            held = sum(outcome.what == "held" for outcome in tried)
+            failed = sum(outcome.is_suspicious for outcome in tried)
+            seconds = sum(outcome.seconds for outcome in tried)
+            rows.append([*key, str(held + failed), str(held or ""), str(failed or ""), f"{seconds:.1f}"])
         return rows
 
-    def faults(self) -> list[list[str]]:
-        """A row for each known fault: whether it is corrected, gone from the engine, or present nevertheless."""
-        found = {
-            (subject_named(each.subject).title, figure["fault"]): figure["state"]
-            for each in self.tried
-            for figure in each.outcome.figures
+    def make_fault_rows(self) -> list[list[str]]:
+        """Return a table row for each known fault: corrected, gone from the engine, or present."""
+        states = {
+            (get_subject(result.subject).title, figure["fault"]): figure["state"]
+            for result in self.results
+            for figure in result.outcome.figures
             if "fault" in figure
         }
-        return [[*key, state] for key, state in sorted(found.items())]
+        return [[*key, state] for key, state in sorted(states.items())]
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the tables, what the test ran on and the first failure; the verdict comes first and last."""
+        """Return a text with all tables, facts, and the first failure, between two lines with the verdict."""
         tables = [
-            "\n".join(text_table(head, rows, head[numbers:], width=width, drop=["seconds"]))
-            for head, rows, numbers in self._tables
+            "\n".join(text_table(columns, rows, columns[first_number:], width=width, drop=["seconds"]))
+            for columns, rows, first_number in self._tables
         ]
-        return "\n\n".join([self.headline, *tables, self._ran_on, *self._first_failure, self.headline])
+        return "\n\n".join([self.headline, *tables, self._facts_text, *self._failure_texts, self.headline])
 
     def to_html(self) -> str:
-        """Return the same as a page that loads nothing."""
-        told = [self._named(part) for part in (self.headline, self._ran_on, *self._first_failure)]
-        verdict, ran_on, *failure = map(format_pre, told)
+        """Return the report as an HTML page without external resources."""
+        texts = [self._hide_names(text) for text in (self.headline, self._facts_text, *self._failure_texts)]
+        verdict, facts, *failure = map(format_pre, texts)
         head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
-        body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{ran_on}'
+        body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{facts}'
         tables = "".join(html_table("", columns, rows) for columns, rows, _ in self._tables)
         return f"<!doctype html><html lang=en>{head}<body>{body}{tables}{''.join(failure)}</html>\n"
 
     def to_json(self) -> str:
-        """Return all that is known as JSON, with every failure."""
+        """Return the report as JSON, with all failures."""
         facts: dict[str, Any] = {"format": "layoutmap selftest", "version": 1}
-        facts |= {"says": self._named(self.headline)}
+        facts |= {"says": self._hide_names(self.headline)}
         facts |= {"complete": self.is_complete, "seconds": round(self.seconds, 1)}
-        facts["ran on"] = {name: self._named(fact) for name, fact in self.facts.items()}
-        rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.rows())
+        facts["ran on"] = {name: self._hide_names(fact) for name, fact in self.facts.items()}
+        rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.make_law_rows())
         facts["laws"] = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
-        facts["faults"] = [dict(zip(_FAULTS, row, strict=True)) for row in self.faults()]
-        facts["measured"] = {each.engine: each.figures for each in self.speeds}
-        facts["counted"] = {each.engine: each.counted for each in self.speeds}
+        facts["faults"] = [dict(zip(_FAULT_COLUMNS, row, strict=True)) for row in self.make_fault_rows()]
+        facts["measured"] = {speeds.engine: speeds.figures for speeds in self.speeds}
+        facts["counted"] = {speeds.engine: speeds.predicted for speeds in self.speeds}
         facts["failures"] = [
-            {"subject": t.subject, "seed": t.seed, "program": t.program}
-            | {name: self._named(str(fact)) for name, fact in asdict(t.outcome).items()}
-            for t in self.failures
+            {"subject": failure.subject, "seed": failure.seed, "program": failure.program}
+            | {name: self._hide_names(str(fact)) for name, fact in asdict(failure.outcome).items()}
+            for failure in self.failures
         ]
         return f"{json.dumps(facts, indent=1)}\n"
 
     def to_machine_file(self) -> str:
-        """Return a machine file of the first engine whose devices were measured.
+        """Return a machine file with the speeds of the first measured engine.
 
         Raises:
-            LayoutMapError: None was.
+            LayoutMapError: No engine was measured.
         """
         for speeds in self.speeds:
-            if speeds.is_enough:
-                devices, topology = (self.facts[f"{speeds.engine} {of}"] for of in ("devices", "topology"))
+            if speeds.has_enough_figures:
+                devices, topology = (
+                    self.facts[f"{speeds.engine} {name}"] for name in ("devices", "topology")
+                )
                 on = f"{devices} on {speeds.engine} ({topology})"
                 return speeds.to_machine_file(f"measured by layoutmap selftest: {on}")
         raise LayoutMapError(
@@ -157,37 +163,41 @@ class Report:
 
     @property
     def _tables(self) -> list[tuple[Sequence[str], list[list[str]], int]]:
-        """The tables: their heads, their rows, and from which column on there are numbers."""
-        speeds, faults = [row for each in self.speeds for row in each.rows()], self.faults()
-        others = (measured.COLUMNS, speeds, 3), (_FAULTS, faults, len(_FAULTS))
-        return [(_COLUMNS, self.rows(), 2), *(each for each in others if each[1])]
+        """The tables: column names, rows, and the index of the first column with numbers."""
+        speed_rows = [row for speeds in self.speeds for row in speeds.make_rows()]
+        tables = [
+            (_COLUMNS, self.make_law_rows(), 2),
+            (SPEED_COLUMNS, speed_rows, 3),
+            (_FAULT_COLUMNS, self.make_fault_rows(), len(_FAULT_COLUMNS)),
+        ]
+        return [tables[0], *(table for table in tables[1:] if table[1])]
 
-    def _named(self, text: str) -> str:
-        return text if self.with_names else without_names(text)
+    def _hide_names(self, text: str) -> str:
+        return text if self.with_names else remove_names(text)
 
     @property
-    def _ran_on(self) -> str:
+    def _facts_text(self) -> str:
         return "\n".join(f"{name:20} {fact}" for name, fact in self.facts.items())
 
     @property
-    def _first_failure(self) -> list[str]:
-        """The first failure, and its program; nothing if there is none."""
+    def _failure_texts(self) -> list[str]:
+        """The first failure and its program, or an empty list."""
         if not self.failures:
             return []
         first = self.failures[0]
-        why = "\n".join(first.outcome.why.strip().splitlines()[-_LINES_OF_WHY:])
-        told = f"The first failure: {first.subject}, seed {first.seed}: {first.outcome.law}\n{why}"
-        return [told, f"As a program of its own:\n\n{first.program}"] if first.program else [told]
+        why = "\n".join(first.outcome.why.strip().splitlines()[-_MAX_WHY_LINES:])
+        text = f"The first failure: {first.subject}, seed {first.seed}: {first.outcome.law}\n{why}"
+        return [text, f"As a program of its own:\n\n{first.program}"] if first.program else [text]
 
 
-def without_names(text: str) -> str:
-    """Return a text without the names of this host and user, and without the folders of paths.
+def remove_names(text: str) -> str:
+    """Return a text without the names of this host and user and without folders in paths.
 
     Example:
-        >>> without_names('File "/usr/lib/layoutmap/core/mesh.py", line 3')
+        >>> remove_names('File "/usr/lib/layoutmap/core/mesh.py", line 3')
         'File "mesh.py", line 3'
     """
     text = _FOLDER.sub("", text)
-    for name, instead in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text)
+    for name, replacement in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", replacement, text)
     return text

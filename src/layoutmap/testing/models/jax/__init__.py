@@ -1,1 +1,1 @@
-"""Drawn models of JAX: modules of flax.nnx, and pytrees of weights with a function of them."""
+"""Random JAX models: modules of flax.nnx, and pytrees of weights with a forward function."""

@@ -1,4 +1,4 @@
-"""Draws pytrees of weights, each with a function that computes with them; parts are of Equinox and flax.linen, too."""
+"""Draw pytrees of weights with a forward function. Some layers are modules of Equinox or flax.linen."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.jax.describing import CAST, Model, block
-from layoutmap.testing.models.jax.functions import ANY, PLACES, Made, convolution
-from layoutmap.testing.models.jax.growing import WRAPPERS, Growing, Library
+from layoutmap.testing.models.jax.drawing import WRAPPERS, JaxBuilder, Library
+from layoutmap.testing.models.jax.functions import ANY, PLACES, LayerCode, draw_windows
+from layoutmap.testing.models.jax.model import CAST, Model, write_block
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, divisors
+from layoutmap.testing.models.values import WIDTHS, find_divisors
 
 _MIXED = f"""{CAST}def forward(p, *inputs, forward=forward, **named):
     return forward(cast(p), *cast(inputs), **cast(named))
@@ -20,7 +20,7 @@ _MIXED = f"""{CAST}def forward(p, *inputs, forward=forward, **named):
 
 @dataclass(frozen=True)
 class Pytree(Model):
-    """A pytree, and its forward pass."""
+    """A pytree with a forward function."""
 
     imports: ClassVar[str] = """\
 import collections
@@ -39,81 +39,85 @@ from layoutmap.adapters.jax import train_with
     layer_outputs: ClassVar[Mapping[str, Shape]] = {}
     precisions: ClassVar[Mapping[str, str]] = {**Model.precisions, "mixed_bfloat16": _MIXED}
 
-    def source(self, optimizer: str) -> str:
-        """The program of `make_model`.
+    def write_source(self, optimizer: str) -> str:
+        """Return the program of `make_model`.
 
         Args:
-            optimizer: The expression that makes the optimizer.
+            optimizer: The expression of the optimizer.
         """
         inputs = ", ".join(each.name for each in self.inputs)
-        forward = block(f"def forward(p, {inputs}):", self.lines("p"))
-        return self.program(
-            forward, [f"params = {self.held.source(is_long=True)}"], "params, forward=forward", optimizer
+        forward = write_block(f"def forward(p, {inputs}):", self.write_forward("p"))
+        return self.write_program(
+            forward,
+            [f"params = {self.contents.write_source(is_long=True)}"],
+            "params, forward=forward",
+            optimizer,
         )
 
 
 def draw_model(choices: Choices) -> Pytree:
-    """A pytree, and its forward pass."""
-    grown = Growing(choices, _LIBRARY)
-    held = grown.held(choices.weighted(_LIBRARY.containers))
-    inputs, parts, outputs = tuple(grown.inputs), tuple(grown.parts), tuple(grown.outputs)
-    return Pytree(inputs, parts, held, outputs, choices.one_in(8))
+    """Draw a pytree with a forward function."""
+    builder = JaxBuilder(choices, _LIBRARY)
+    contents = builder.draw_containers(choices.pick_weighted(_LIBRARY.containers))
+    inputs, parts, outputs = tuple(builder.inputs), tuple(builder.parts), tuple(builder.outputs)
+    return Pytree(inputs, parts, contents, outputs, choices.is_one_in(8))
 
 
-# -- modules of Equinox, which take one row
+# -- modules of Equinox, which take one row without places
 
 
-def _rows(made: str, num_axes: int, after: Shape) -> Made:
-    """A module that is called for each row, and for each place of as many axes."""
-    return f"{'jax.vmap(' * num_axes}{{h}}{')' * num_axes}({{x}})", made, after
+def _write_eqx(module: str, num_axes: int, after: Shape) -> LayerCode:
+    """Return the code of a module that is mapped over the first `num_axes` axes."""
+    return f"{'jax.vmap(' * num_axes}{{h}}{')' * num_axes}({{x}})", module, after
 
 
-def _eqx_linear(choices: Choices, shape: Shape) -> Made:
-    width = choices.weighted(WIDTHS)
-    return _rows(f"eqx.nn.Linear({shape[-1]}, {width}, key=key({{key}}))", len(shape), (*shape[:-1], width))
+def _draw_eqx_linear(choices: Choices, shape: Shape) -> LayerCode:
+    width = choices.pick_weighted(WIDTHS)
+    return _write_eqx(
+        f"eqx.nn.Linear({shape[-1]}, {width}, key=key({{key}}))", len(shape), (*shape[:-1], width)
+    )
 
 
-def _eqx_mlp(choices: Choices, shape: Shape) -> Made:
-    inner, width = choices.weighted(WIDTHS), choices.weighted(WIDTHS)
-    made = f"eqx.nn.MLP({shape[-1]}, {width}, {inner}, {choices.one_of(1, 2)}, key=key({{key}}))"
-    return _rows(made, len(shape), (*shape[:-1], width))
+def _draw_eqx_mlp(choices: Choices, shape: Shape) -> LayerCode:
+    inner, width = choices.pick_weighted(WIDTHS), choices.pick_weighted(WIDTHS)
+    module = f"eqx.nn.MLP({shape[-1]}, {width}, {inner}, {choices.pick(1, 2)}, key=key({{key}}))"
+    return _write_eqx(module, len(shape), (*shape[:-1], width))
 
 
-def _eqx_norm(choices: Choices, shape: Shape) -> Made:
-    norm, axes = choices.one_of(
+def _draw_eqx_norm(choices: Choices, shape: Shape) -> LayerCode:
+    norm, axes = choices.pick(
         (f"LayerNorm({shape[-1]})", len(shape)),
         (f"RMSNorm({shape[-1]})", len(shape)),
         (f"LayerNorm({shape})", 1),
     )
-    return _rows(f"eqx.nn.{norm}", axes, shape)
+    return _write_eqx(f"eqx.nn.{norm}", axes, shape)
 
 
-def _eqx_convolution(choices: Choices, shape: Shape) -> Made:
-    """Features come before places."""
-    width, *space = shape
-    settings, (*places, filters) = convolution(choices, tuple(space), width)
-    made = "{filters}, {sizes}, {strides}, {padding!r}, {dilation}, {groups}, key=key".format(**settings)
-    return _rows(f"eqx.nn.Conv({len(space)}, {width}, {made}({{key}}))", 1, (filters, *places))
+def _draw_eqx_convolution(choices: Choices, shape: Shape) -> LayerCode:
+    width, *space = shape  # Equinox expects features before places
+    options, (*places, filters) = draw_windows(choices, tuple(space), width)
+    module = "{filters}, {sizes}, {strides}, {padding!r}, {dilation}, {groups}, key=key".format(**options)
+    return _write_eqx(f"eqx.nn.Conv({len(space)}, {width}, {module}({{key}}))", 1, (filters, *places))
 
 
-def _eqx_attention(choices: Choices, shape: Shape) -> Made:
+def _draw_eqx_attention(choices: Choices, shape: Shape) -> LayerCode:
     length, width = shape
-    made = f"eqx.nn.MultiheadAttention({choices.one_of(*divisors(width))}, {width}, key=key({{key}}))"
-    mask = choices.one_of("", f", jnp.tril(jnp.ones(({length}, {length}), bool))")
-    return f"jax.vmap(lambda y: {{h}}(y, y, y{mask}))({{x}})", made, shape
+    module = f"eqx.nn.MultiheadAttention({choices.pick(*find_divisors(width))}, {width}, key=key({{key}}))"
+    mask = choices.pick("", f", jnp.tril(jnp.ones(({length}, {length}), bool))")
+    return f"jax.vmap(lambda y: {{h}}(y, y, y{mask}))({{x}})", module, shape
 
 
-def _eqx_cell(choices: Choices, shape: Shape) -> Made:
-    units = choices.weighted(WIDTHS)
-    made = f"eqx.nn.GRUCell({shape[-1]}, {units}, key=key({{key}}))"
+def _draw_eqx_cell(choices: Choices, shape: Shape) -> LayerCode:
+    units = choices.pick_weighted(WIDTHS)
+    module = f"eqx.nn.GRUCell({shape[-1]}, {units}, key=key({{key}}))"
     step = f"jax.lax.scan(lambda h, z: 2 * ({{h}}(z, h),), jnp.zeros({units}), y)[1]"
-    return f"jax.vmap(lambda y: {step})({{x}})", made, (shape[0], units)
+    return f"jax.vmap(lambda y: {step})({{x}})", module, (shape[0], units)
 
 
-# -- modules of flax.linen, whose weights are a dict
+# -- modules of flax.linen, which store weights in a dict
 
 
-def _linen(module: str, shape: Shape, after: Shape) -> Made:
+def _write_linen(module: str, shape: Shape, after: Shape) -> LayerCode:
     return (
         f"nn.{module}.apply({{h}}, {{x}})",
         f"nn.{module}.init(key({{key}}), jnp.zeros({(1, *shape)}))",
@@ -121,52 +125,52 @@ def _linen(module: str, shape: Shape, after: Shape) -> Made:
     )
 
 
-def _linen_dense(choices: Choices, shape: Shape) -> Made:
-    features = choices.one_of((choices.weighted(WIDTHS),), (4, 8), (2, 4))
-    return _linen(f"DenseGeneral({features})", shape, (*shape[:-1], *features))
+def _draw_linen_dense(choices: Choices, shape: Shape) -> LayerCode:
+    features = choices.pick((choices.pick_weighted(WIDTHS),), (4, 8), (2, 4))
+    return _write_linen(f"DenseGeneral({features})", shape, (*shape[:-1], *features))
 
 
-def _linen_norm(choices: Choices, shape: Shape) -> Made:
-    groups = f"GroupNorm({choices.one_of(*divisors(shape[-1]))})"
-    return _linen(choices.one_of("LayerNorm()", "RMSNorm()", groups), shape, shape)
+def _draw_linen_norm(choices: Choices, shape: Shape) -> LayerCode:
+    groups = f"GroupNorm({choices.pick(*find_divisors(shape[-1]))})"
+    return _write_linen(choices.pick("LayerNorm()", "RMSNorm()", groups), shape, shape)
 
 
-def _linen_convolution(choices: Choices, shape: Shape) -> Made:
+def _draw_linen_convolution(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
-    settings, after = convolution(choices, tuple(space), width)
-    made = "Conv({filters}, {sizes}, {strides}, {padding!r}, 1, {dilation}, {groups})"
-    return _linen(made.format(**settings), shape, after)
+    options, after = draw_windows(choices, tuple(space), width)
+    module = "Conv({filters}, {sizes}, {strides}, {padding!r}, 1, {dilation}, {groups})"
+    return _write_linen(module.format(**options), shape, after)
 
 
-def _linen_sequence(choices: Choices, shape: Shape) -> Made:
-    units, heads = choices.weighted(WIDTHS), choices.one_of(*divisors(shape[-1]))
-    made, width = choices.one_of(
+def _draw_linen_sequence(choices: Choices, shape: Shape) -> LayerCode:
+    units, heads = choices.pick_weighted(WIDTHS), choices.pick(*find_divisors(shape[-1]))
+    module, width = choices.pick(
         (f"MultiHeadDotProductAttention({heads})", shape[-1]),
         (f"RNN(nn.OptimizedLSTMCell({units}))", units),
         (f"RNN(nn.GRUCell({units}))", units),
     )
-    return _linen(made, shape, (shape[0], width))
+    return _write_linen(module, shape, (shape[0], width))
 
 
 _LIBRARY = Library(
     layers={
-        "eqx.Linear": (ANY, 4, _eqx_linear),
-        "eqx.MLP": (ANY, 3, _eqx_mlp),
-        "eqx norm": (ANY, 3, _eqx_norm),
-        "eqx.Conv": (PLACES, 6, _eqx_convolution),
-        "eqx.MultiheadAttention": ((2,), 4, _eqx_attention),
-        "eqx.GRUCell": ((2,), 3, _eqx_cell),
-        "linen.Dense": (range(1, 4), 4, _linen_dense),
-        "linen norm": (ANY, 3, _linen_norm),
-        "linen.Conv": (PLACES, 6, _linen_convolution),
-        "linen of sequences": ((2,), 6, _linen_sequence),
+        "eqx.Linear": (ANY, 4, _draw_eqx_linear),
+        "eqx.MLP": (ANY, 3, _draw_eqx_mlp),
+        "eqx norm": (ANY, 3, _draw_eqx_norm),
+        "eqx.Conv": (PLACES, 6, _draw_eqx_convolution),
+        "eqx.MultiheadAttention": ((2,), 4, _draw_eqx_attention),
+        "eqx.GRUCell": ((2,), 3, _draw_eqx_cell),
+        "linen.Dense": (range(1, 4), 4, _draw_linen_dense),
+        "linen norm": (ANY, 3, _draw_linen_norm),
+        "linen.Conv": (PLACES, 6, _draw_linen_convolution),
+        "linen of sequences": ((2,), 6, _draw_linen_sequence),
     },
     containers={"dict": 4, "list": 2, "tuple": 1, "namedtuple": 1, "dataclass": 2},
     weight=("{scale} * normal(key({key}), {shape})", "{}"),
     frozen=("{scale} * normal(key({key}), {shape})", "jax.lax.stop_gradient({})"),
     constants={"{}": 1},
     linear=({"w": ()}, "{x} @ {w}"),
-    tables=[
+    embeddings=[
         ({"table": ()}, "{table}[{x}]", "{x} @ {table}.T"),
         ({"table": ()}, "jnp.take({table}, {x}, axis=0)", "{x} @ {table}.T"),
         ({"table": ()}, "jax.nn.one_hot({x}, {rows}) @ {table}", 'jnp.einsum("...w,vw->...v", {x}, {table})'),
@@ -177,11 +181,11 @@ _LIBRARY = Library(
         ),
     ],
     stacked="jax.vmap(lambda k: {made})({key}0 + jnp.arange({number}))",
-    wrapped={
+    wrappers={
         "remat": "jax.checkpoint(lambda p, x: {call})({h}, {x})",
         "scan": "jax.lax.scan(lambda x, p: ({call}, None), {x}, {h})[0]",
         "experts": "jax.vmap(lambda p, x: {call}, (0, None))({h}, {x})",
         "each": "jax.vmap(lambda p, x: {call}, (None, {axis}), 1)({h}, {x})",
     },
-    unfit=dict.fromkeys(WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")),  # they hold more than arrays
+    unsupported=dict.fromkeys(WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")),  # contain functions
 )

@@ -1,6 +1,6 @@
-"""The kinds of layers that are drawn, and what each is made with.
+"""The kinds of Keras layers in drawn models, with random options.
 
-Widths and heads are mostly multiples of 4 and 8, so that most axes divide by the dims of a mesh.
+Most widths and heads are multiples of 4 or 8, so that most axes divide over the dims of a mesh.
 """
 
 from __future__ import annotations
@@ -10,174 +10,145 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.keras.describing import Layer
+from layoutmap.testing.models.keras.model import Layer
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, divisors, heads_of
+from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, draw_padding, find_divisors
 
 Options = dict[str, Any]
-Maker = Callable[[Choices, Shape], tuple[Options, Shape]]
-"""Draws the options of a layer for a shape, and says which shape it puts out."""
+DrawOptions = Callable[[Choices, Shape], tuple[Options, Shape]]
+"""Draws the options of a layer for an input shape without rows. Returns them with the output shape."""
 
 WITH_LORA = ("Dense", "EinsumDense", "Embedding", "Conv1D", "Conv2D", "Conv3D")
 _ACTIVATIONS = (None, "gelu", "tanh", "relu", "silu", "sigmoid", "softmax")
-_OF_KERNELS = {
+_KERNEL_OPTIONS = {
     (): 12,
     (("use_bias", False),): 2,
     (("kernel_regularizer", "l2"),): 1,
     (("kernel_constraint", "unit_norm"),): 1,
     (("kernel_constraint", "max_norm"),): 1,
 }
-_MOST_ELEMENTS = 4096
-_MOST_STEPS = 64
-"""Of a recurrent layer: PyTorch computes each one operation at a time, on all simulated devices."""
 
 
-def layer_for(
-    choices: Choices, shape: Shape, *, attention: bool, favourites: Collection[str] = ()
-) -> tuple[str, Options, Shape]:
-    """A layer that fits a shape: its kind, its options and the shape that it puts out.
-
-    Args:
-        choices: Decides.
-        shape: The shape, without the axis of rows.
-        attention: Whether it may be called with several values.
-        favourites: Kinds that are drawn more often.
-    """
-    fits = {
-        kind: weight + 20 * (kind in favourites)
-        for kind, (ranks, weight, make) in KINDS.items()
-        if len(shape) in ranks
-        and (attention or kind not in ATTENTION)
-        and (make not in (_recurrent, _bidirectional) or shape[0] <= _MOST_STEPS)
-    }
-    while True:
-        kind = choices.weighted(fits)
-        options, after = KINDS[kind][2](choices, shape)
-        if math.prod(after) <= _MOST_ELEMENTS:
-            return kind.replace("*", str(len(shape) - 1)), options, after
-        del fits[kind]
+# -- layers of features
 
 
-# -- of features
+def _draw_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    units, activation = choices.pick_weighted(WIDTHS), choices.pick(*_ACTIVATIONS)
+    kernel_options = dict(choices.pick_weighted(_KERNEL_OPTIONS))
+    return {"units": units, "activation": activation, **kernel_options}, (*shape[:-1], units)
 
 
-def _dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    units, activation = choices.weighted(WIDTHS), choices.one_of(*_ACTIVATIONS)
-    of_kernel = dict(choices.weighted(_OF_KERNELS))
-    return {"units": units, "activation": activation, **of_kernel}, (*shape[:-1], units)
-
-
-def _around_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    units = choices.weighted(WIDTHS)
+def _draw_dense_wrapper(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    units = choices.pick_weighted(WIDTHS)
     return {"layer": Layer("Dense", (("units", units),))}, (*shape[:-1], units)
 
 
-def _einsum_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    equation, _, _, after = heads_of(choices, shape)
-    bias = {"bias_axes": "yz" if "y" in equation else "z"} if choices.one_in(2) else {}
+def _draw_einsum_dense(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    equation, _, _, after = draw_heads_einsum(choices, shape)
+    bias = {"bias_axes": "yz" if "y" in equation else "z"} if choices.is_one_in(2) else {}
     return {"equation": equation, "output_shape": after, **bias}, after
 
 
-def _prelu(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    return {"shared_axes": tuple(range(1, len(shape))) or None} if choices.one_in(2) else {}, shape
+def _draw_prelu(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    return {"shared_axes": tuple(range(1, len(shape))) or None} if choices.is_one_in(2) else {}, shape
 
 
-def _layer_norm(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    return {"axis": tuple(range(1, 1 + len(shape)))} if choices.one_in(4) else {}, shape
+def _draw_layer_norm(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    return {"axis": tuple(range(1, 1 + len(shape)))} if choices.is_one_in(4) else {}, shape
 
 
-# -- windows
+# -- layers with windows
 
 
-def _windows(
+def _draw_windows(
     choices: Choices, space: Shape, *, dilated: bool = True, equal: bool = False
 ) -> tuple[Options, Shape]:
-    """Windows over some axes, how they step, and the number of places along each axis.
+    """Draw sizes, strides, and padding of windows. Returns them with the output size of each axis.
 
     Args:
-        choices: Decides.
+        choices: Makes all choices.
         space: The sizes of the axes.
-        dilated: Whether the layer knows dilation; Keras allows it without strides only.
+        dilated: Whether the layer accepts dilation. Keras does not allow dilation together with strides.
         equal: Whether strides must be equal along all axes.
     """
-    sizes = tuple(choices.weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
-    steps = tuple(choices.weighted({1: 3, 2: 2}) for _ in space)
+    sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
+    steps = tuple(choices.pick_weighted({1: 3, 2: 2}) for _ in space)
     steps, ones = steps[:1] * len(space) if equal else steps, (1,) * len(space)
-    strides, dilation = (ones, steps) if dilated and choices.one_in(3) else (steps, ones)
-    reach = [(size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True)]
-    is_valid = all(n >= length for n, length in zip(space, reach, strict=True)) and choices.one_in(2)
-    least = reach if is_valid else ones
-    places = tuple(-(-(n - length + 1) // s) for n, length, s in zip(space, least, strides, strict=True))
+    strides, dilation = (ones, steps) if dilated and choices.is_one_in(3) else (steps, ones)
+    is_valid, places = draw_padding(choices, space, sizes, strides, dilation)
     options: Options = {"strides": strides, "padding": "valid" if is_valid else "same"}
     return {"kernel_size": sizes, **options, **({"dilation_rate": dilation} if dilated else {})}, places
 
 
-def _convolution(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _windows(choices, shape[:-1])
-    if len(places) == 1 and options["padding"] == "same" and choices.one_in(3):
+def _draw_convolution(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, places = _draw_windows(choices, shape[:-1])
+    if len(places) == 1 and options["padding"] == "same" and choices.is_one_in(3):
         options["padding"] = "causal"
-    filters, activation = choices.weighted(WIDTHS), choices.one_of(*_ACTIVATIONS)
-    groups = choices.one_of(*divisors(shape[-1], filters)) if choices.one_in(2) else 1
-    options |= {"groups": groups, "activation": activation, **dict(choices.weighted(_OF_KERNELS))}
+    filters, activation = choices.pick_weighted(WIDTHS), choices.pick(*_ACTIVATIONS)
+    groups = choices.pick(*find_divisors(shape[-1], filters)) if choices.is_one_in(2) else 1
+    options |= {"groups": groups, "activation": activation, **dict(choices.pick_weighted(_KERNEL_OPTIONS))}
     return {"filters": filters, **options}, (*places, filters)
 
 
-def _depthwise(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _windows(choices, shape[:-1], equal=True)
-    multiplier = choices.one_of(1, 1, 2)
+def _draw_depthwise(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, places = _draw_windows(choices, shape[:-1], equal=True)
+    multiplier = choices.pick(1, 1, 2)
     return {**options, "depth_multiplier": multiplier}, (*places, multiplier * shape[-1])
 
 
-def _separable(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, (*places, _) = _depthwise(choices, shape)
-    filters = choices.weighted(WIDTHS)
+def _draw_separable(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, (*places, _) = _draw_depthwise(choices, shape)
+    filters = choices.pick_weighted(WIDTHS)
     return {"filters": filters, **options}, (*places, filters)
 
 
-def _transposed(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    filters, size = choices.weighted(WIDTHS), choices.one_of(3, 2, 4)
+def _draw_transposed(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    filters, size = choices.pick_weighted(WIDTHS), choices.pick(3, 2, 4)
     options = {"filters": filters, "kernel_size": size, "strides": 2, "padding": "same"}
     return options, (*(2 * n for n in shape[:-1]), filters)
 
 
-def _pooling(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _windows(choices, shape[:-1], dilated=False)
-    # Keras on PyTorch cannot average in 3D over more places than there are.
+def _draw_pooling(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, places = _draw_windows(choices, shape[:-1], dilated=False)
+    # In 3D, Keras on PyTorch cannot average over a window that is larger than the input.
     size = tuple(map(min, options.pop("kernel_size"), shape))
     return {"pool_size": size, **options}, (*places, shape[-1])
 
 
-# -- sequences
+# -- layers of sequences
 
 
-def _recurrent(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    units, every = choices.weighted(WIDTHS), choices.one_in(2)
-    options = {"units": units, "return_sequences": every, "go_backwards": choices.one_in(4)}
-    return options, (*(shape[:1] if every else ()), units)
+def _draw_recurrent(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    units, all_steps = choices.pick_weighted(WIDTHS), choices.is_one_in(2)
+    options = {"units": units, "return_sequences": all_steps, "go_backwards": choices.is_one_in(4)}
+    return options, (*(shape[:1] if all_steps else ()), units)
 
 
-def _bidirectional(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, (*places, units) = _recurrent(choices, shape)
+def _draw_bidirectional(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    options, (*places, units) = _draw_recurrent(choices, shape)
     options["go_backwards"] = False
-    layer = Layer(choices.one_of("LSTM", "GRU", "SimpleRNN"), tuple(options.items()))
-    merged = choices.one_of("concat", "sum")
-    return {"layer": layer, "merge_mode": merged}, (*places, 2 * units if merged == "concat" else units)
+    layer = Layer(choices.pick("LSTM", "GRU", "SimpleRNN"), tuple(options.items()))
+    merge_mode = choices.pick("concat", "sum")
+    return {"layer": layer, "merge_mode": merge_mode}, (
+        *places,
+        2 * units if merge_mode == "concat" else units,
+    )
 
 
-def _heads(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    return {"num_heads": choices.one_of(2, 4, 8, 3), "key_dim": choices.one_of(4, 8)}, shape
+def _draw_attention(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    return {"num_heads": choices.pick(2, 4, 8, 3), "key_dim": choices.pick(4, 8)}, shape
 
 
-def _grouped_heads(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    heads, groups = choices.one_of((4, 2), (8, 4), (8, 2), (4, 1), (6, 3))
-    return {"head_dim": choices.one_of(4, 8), "num_query_heads": heads, "num_key_value_heads": groups}, shape
+def _draw_grouped_attention(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    heads, groups = choices.pick((4, 2), (8, 4), (8, 2), (4, 1), (6, 3))
+    return {"head_dim": choices.pick(4, 8), "num_query_heads": heads, "num_key_value_heads": groups}, shape
 
 
-# -- shapes
+# -- layers that reshape
 
 
-def _reshape(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    """The places in one axis, or the features in two."""
+def _draw_reshape(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
+    """Flatten places into one axis, or split features into two axes."""
     *places, width = shape
     size = math.gcd(4, width)
     after = (math.prod(places), width) if len(places) > 1 else (*places, width // size, size)
@@ -186,29 +157,30 @@ def _reshape(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
 
 _ANY, _PLACES = range(1, 5), range(2, 5)
 ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")
-"""Layers that are called with what asks and with what is asked."""
-KINDS: dict[str, tuple[Collection[int], int, Maker]] = {
-    # kind: the ranks that it takes, how often it is drawn, what makes it; a `*` is the number of axes of places
-    "Dense": (_ANY, 10, _dense),
-    "EinsumDense": (range(1, 4), 5, _einsum_dense),
+"""Layers that take a query and a value."""
+RECURRENT = ("LSTM", "GRU", "SimpleRNN", "Bidirectional")
+KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
+    # kind: (accepted ranks, weight, function that draws options). A `*` stands for the number of place axes.
+    "Dense": (_ANY, 10, _draw_dense),
+    "EinsumDense": (range(1, 4), 5, _draw_einsum_dense),
     "Scale": (_ANY, 2, lambda choices, shape: ({}, shape)),
-    "PReLU": (_ANY, 2, _prelu),
-    "Dropout": (_ANY, 4, lambda choices, shape: ({"rate": 0.25, "seed": choices.below(9)}, shape)),
-    "SpectralNormalization": (_ANY, 1, _around_dense),
-    "LayerNormalization": (_ANY, 4, _layer_norm),
-    "BatchNormalization": (_ANY, 5, lambda choices, shape: ({"momentum": choices.one_of(0.99, 0.9)}, shape)),
+    "PReLU": (_ANY, 2, _draw_prelu),
+    "Dropout": (_ANY, 4, lambda choices, shape: ({"rate": 0.25, "seed": choices.draw_below(9)}, shape)),
+    "SpectralNormalization": (_ANY, 1, _draw_dense_wrapper),
+    "LayerNormalization": (_ANY, 4, _draw_layer_norm),
+    "BatchNormalization": (_ANY, 5, lambda choices, shape: ({"momentum": choices.pick(0.99, 0.9)}, shape)),
     "RMSNormalization": (_ANY, 3, lambda choices, shape: ({}, shape)),
     "GroupNormalization": (
         _ANY,
         3,
-        lambda choices, shape: ({"groups": choices.one_of(*divisors(shape[-1]))}, shape),
+        lambda choices, shape: ({"groups": choices.pick(*find_divisors(shape[-1]))}, shape),
     ),
-    "Conv*D": (_PLACES, 12, _convolution),
-    "DepthwiseConv*D": (range(2, 4), 8, _depthwise),
-    "SeparableConv*D": (range(2, 4), 6, _separable),
-    "Conv*DTranspose": (_PLACES, 3, _transposed),
-    "MaxPooling*D": (_PLACES, 4, _pooling),
-    "AveragePooling*D": (_PLACES, 3, _pooling),
+    "Conv*D": (_PLACES, 12, _draw_convolution),
+    "DepthwiseConv*D": (range(2, 4), 8, _draw_depthwise),
+    "SeparableConv*D": (range(2, 4), 6, _draw_separable),
+    "Conv*DTranspose": (_PLACES, 3, _draw_transposed),
+    "MaxPooling*D": (_PLACES, 4, _draw_pooling),
+    "AveragePooling*D": (_PLACES, 3, _draw_pooling),
     "GlobalAveragePooling*D": (_PLACES, 1, lambda choices, shape: ({}, shape[-1:])),
     "GlobalMaxPooling*D": (_PLACES, 1, lambda choices, shape: ({}, shape[-1:])),
     "UpSampling*D": (
@@ -216,14 +188,14 @@ KINDS: dict[str, tuple[Collection[int], int, Maker]] = {
         1,
         lambda choices, shape: ({"size": 2}, (*(2 * n for n in shape[:-1]), shape[-1])),
     ),
-    "LSTM": ((2,), 4, _recurrent),
-    "GRU": ((2,), 4, _recurrent),
-    "SimpleRNN": ((2,), 3, _recurrent),
-    "Bidirectional": ((2,), 4, _bidirectional),
-    "TimeDistributed": (_PLACES, 2, _around_dense),
-    "MultiHeadAttention": ((2,), 8, _heads),
-    "GroupQueryAttention": ((2,), 7, _grouped_heads),
+    "LSTM": ((2,), 4, _draw_recurrent),
+    "GRU": ((2,), 4, _draw_recurrent),
+    "SimpleRNN": ((2,), 3, _draw_recurrent),
+    "Bidirectional": ((2,), 4, _draw_bidirectional),
+    "TimeDistributed": (_PLACES, 2, _draw_dense_wrapper),
+    "MultiHeadAttention": ((2,), 8, _draw_attention),
+    "GroupQueryAttention": ((2,), 7, _draw_grouped_attention),
     "Flatten": (_PLACES, 1, lambda choices, shape: ({}, (math.prod(shape),))),
-    "Reshape": (_ANY, 3, _reshape),
+    "Reshape": (_ANY, 3, _draw_reshape),
     "RepeatVector": ((1,), 2, lambda choices, shape: ({"n": 4}, (4, *shape))),
 }

@@ -1,5 +1,1 @@
-"""Drawn models of torch."""
-
-from layoutmap.testing.models.torch.drawing import draw_model
-
-__all__ = ["draw_model"]
+"""Random torch models."""

@@ -1,6 +1,6 @@
-"""The kinds of parts that are drawn: lines of programs, with the ranks that each takes and the shape that it returns.
+"""The kinds of layers in random torch models, as lines of a program with accepted ranks and output shapes.
 
-Rows are the first axis of every tensor, and no part of a shape. Modules for places take their channels next.
+Shapes leave out rows, the first axis of each tensor. Convolutions and pooling expect channels as the next axis.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.torch.sequences import attention, recurrent
-from layoutmap.testing.models.torch.windows import convolution, pooling, transposed
-from layoutmap.testing.models.values import WIDTHS, divisors
+from layoutmap.testing.models.torch.sequences import draw_attention, draw_recurrent
+from layoutmap.testing.models.torch.windows import CALL, draw_convolution, draw_pooling, draw_transposed
+from layoutmap.testing.models.values import WIDTHS, find_divisors
 
 Drawing = tuple[str, str, Shape]
-"""The made module, the computation with it, and the shape of its result.
+"""The expression of a module or parameter, the expression of its use, and the output shape.
 
-Made is `{m}`, the value given `{x}`, and the result `{y}`. The first line computes it; others change it.
+`{m}` stands for the module, `{x}` for the input, and `{y}` for the result. The first line of a use computes the result,
+and further lines change it.
 """
 Rule = Callable[[Shape, Mapping[str, Any]], Shape | None]
-"""Returns the shape of a result, for that of a value and what was drawn for a line; `None`: the line does not fit."""
+"""Returns the output shape for an input shape and the values drawn for a line. `None`: it rejects the input shape."""
 Kind = tuple[Collection[int], int, dict[Rule, str] | Callable[[Choices, Shape], Drawing]]
-"""The ranks that it takes, how often it is drawn, and lines by what they do with a shape, or what draws one.
+"""The accepted ranks, the weight, and either lines by rule or a function that draws them.
 
-A line is `what is made -> what is computed`, or one of both. Names in braces are those of `_DRAWN`.
+A line is `module -> use`, or one of both. Names in braces are keys of `_DRAWN`.
 """
-CALL = "{m}({x})"
 
 
-def _matrix(choices: Choices, shape: Shape) -> str:
-    """The expression of a weight that multiplies the features, of a size that keeps that of the values."""
+def _write_matrix(choices: Choices, shape: Shape) -> str:
+    """Return the expression of a weight matrix that keeps the scale of the values."""
     size, scale = "(W, Z)", round(shape[-1] ** -0.5, 2)
-    drawn = choices.one_of(
+    values = choices.pick(
         f"torch.randn{size} * {scale}",
         f"torch.rand{size} * {scale}",
         f"nn.init.xavier_uniform_(torch.empty{size})",
@@ -43,7 +43,7 @@ def _matrix(choices: Choices, shape: Shape) -> str:
         f"torch.empty{size}.uniform_(-{scale}, {scale})",
         f"nn.init.orthogonal_(torch.empty{size})",
     )
-    return f"nn.Parameter({drawn.replace('W', '{w}').replace('Z', '{z}')})"
+    return f"nn.Parameter({values.replace('W', '{w}').replace('Z', '{z}')})"
 
 
 _DRAWN: dict[str, Callable[[Choices, Shape], Any]] = {
@@ -58,48 +58,52 @@ _DRAWN: dict[str, Callable[[Choices, Shape], Any]] = {
     "rest": lambda choices, s: ", ".join(map(str, s[1:])),
     "all": lambda choices, s: ", ".join("-1" for _ in s),
     "axes": lambda choices, s: tuple(range(len(s))),
-    "z": lambda choices, s: choices.weighted(WIDTHS),
-    "k": lambda choices, s: choices.one_of(*(n for n in (2, 4, 1, 8, 3, 7) if s[-1] % n == 0)),
-    "g": lambda choices, s: choices.one_of(*divisors(s[0])),
-    "a": lambda choices, s: choices.one_of(*range(1, len(s) + 1)),
-    "i": lambda choices, s: str([choices.below(s[0]) for _ in range(choices.one_of(4, 3))]),
+    "z": lambda choices, s: choices.pick_weighted(WIDTHS),
+    "k": lambda choices, s: choices.pick(*(n for n in (2, 4, 1, 8, 3, 7) if s[-1] % n == 0)),
+    "g": lambda choices, s: choices.pick(*find_divisors(s[0])),
+    "a": lambda choices, s: choices.pick(*range(1, len(s) + 1)),
+    "i": lambda choices, s: str([choices.draw_below(s[0]) for _ in range(choices.pick(4, 3))]),
     "c": lambda choices, s: f"torch.ones({s[0]}, {s[0]}, dtype=torch.bool, device={{x}}.device).triu(1)",
-    "matrix": _matrix,
-    "size": lambda choices, s: choices.one_of(s[-1:], s),
-    "bias": lambda choices, s: choices.one_of("", "", ", bias=False"),
-    "saved": lambda choices, s: choices.one_of("", ", persistent=False"),
+    "matrix": _write_matrix,
+    "size": lambda choices, s: choices.pick(s[-1:], s),
+    "bias": lambda choices, s: choices.pick("", "", ", bias=False"),
+    "saved": lambda choices, s: choices.pick("", ", persistent=False"),
     "linear": lambda choices, s: {2: "linear", 3: "bilinear", 4: "trilinear"}[len(s)],
 }
 
 
-def _same(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
+# Rules of output shapes; `drawn` has the values that were drawn for a line.
+
+
+def _keep_shape(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
     return shape
 
 
-def _wide(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
+def _replace_width(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
     return (*shape[:-1], drawn["z"])
 
 
-def _some(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
+def _count_indices(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
     return (drawn["i"].count(",") + 1, *shape[1:])
 
 
-def _grown(number: int) -> Rule:
+def _pad_places(number: int) -> Rule:
     return lambda shape, drawn: (
         (shape[0], *(n + 2 * number for n in shape[1:])) if min(shape[1:]) > number else None
     )
 
 
-def _first(change: Callable[[int], int]) -> Rule:
-    """Another size of the first axis; not less than one."""
+def _resize_first(change: Callable[[int], int]) -> Rule:
+    """Return the rule that changes the size of the first axis, unless it becomes 0."""
     return lambda shape, drawn: (change(shape[0]), *shape[1:]) if change(shape[0]) else None
 
 
 _ANY, _PLACES, _SEQUENCE = range(1, 5), range(2, 5), (2,)
-KINDS: dict[str, Kind] = {  # why: decisions/0140
-    "Linear": (_ANY, 12, {_wide: "nn.Linear({w}, {z}{bias})"}),
-    "Bilinear": ((1, 2), 3, {_wide: "nn.Bilinear({w}, {w}, {z}) -> {m}({x}, {x}.sigmoid())"}),
-    "Activation": (_ANY, 5, {_same: """
+# Lines of source are shorter than classes, and a failing case prints them unchanged (why: decisions/0140).
+KINDS: dict[str, Kind] = {
+    "Linear": (_ANY, 12, {_replace_width: "nn.Linear({w}, {z}{bias})"}),
+    "Bilinear": ((1, 2), 3, {_replace_width: "nn.Bilinear({w}, {w}, {z}) -> {m}({x}, {x}.sigmoid())"}),
+    "Activation": (_ANY, 5, {_keep_shape: """
         nn.ReLU()
         nn.GELU()
         nn.Tanh()
@@ -114,24 +118,24 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         nn.Hardswish()
         nn.LogSigmoid()
         nn.ReLU(inplace=True) -> {m}({x} + 0.1)"""}),
-    "PReLU": (_ANY, 3, {_same: """
+    "PReLU": (_ANY, 3, {_keep_shape: """
         nn.PReLU()
         nn.PReLU({f})"""}),
-    "Softmax": (_ANY, 2, {_same: """
+    "Softmax": (_ANY, 2, {_keep_shape: """
         nn.Softmax(-1)
         nn.LogSoftmax(dim=1)"""}),
     "GLU": (_ANY, 2, {lambda s, d: None if s[-1] % 2 else (*s[:-1], s[-1] // 2): "nn.GLU()"}),
-    "LayerNorm": (_ANY, 5, {_same: """
+    "LayerNorm": (_ANY, 5, {_keep_shape: """
         nn.LayerNorm({w}, eps=1e-3)
         nn.LayerNorm({s}, eps=1e-3)
         nn.LayerNorm({w}, eps=1e-3, bias=False)
         nn.LayerNorm({w}, eps=1e-3, elementwise_affine=False)
         F.layer_norm({x}, ({w},), eps=1e-3)"""}),
-    "RMSNorm": (_ANY, 4, {_same: """
+    "RMSNorm": (_ANY, 4, {_keep_shape: """
         nn.RMSNorm({w}, eps=1e-3)
         nn.RMSNorm({s}, eps=1e-3)
         F.rms_norm({x}, ({w},), eps=1e-3)"""}),
-    "BatchNorm": (_ANY, 6, {_same: """
+    "BatchNorm": (_ANY, 6, {_keep_shape: """
         nn.BatchNorm{n}d({f}, eps=1e-3)
         nn.BatchNorm{n}d({f}, eps=1e-3, momentum=0.3)
         nn.BatchNorm{n}d({f}, eps=1e-3, affine=False)
@@ -140,14 +144,14 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         nn.InstanceNorm{n}d({f}, eps=1e-3, affine=True)
         nn.InstanceNorm{n}d({f}, eps=1e-3)
         nn.InstanceNorm{n}d({f}, eps=1e-3, affine=True, track_running_stats=True)"""}),
-    "GroupNorm": (_ANY, 5, {_same: "nn.GroupNorm({g}, {f}, eps=1e-3)"}),
-    "Dropout": (_ANY, 5, {_same: """
+    "GroupNorm": (_ANY, 5, {_keep_shape: "nn.GroupNorm({g}, {f}, eps=1e-3)"}),
+    "Dropout": (_ANY, 5, {_keep_shape: """
         nn.Dropout(0.25)
         nn.AlphaDropout(0.25)
         F.dropout({x}, 0.25, self.training)""", lambda s, d: s if len(s) > 1 else None: "nn.Dropout{n}d(0.25)"}),
-    "Conv": (_PLACES, 14, convolution),
-    "ConvTranspose": (_PLACES, 5, transposed),
-    "Pooling": (_PLACES, 5, pooling),
+    "Conv": (_PLACES, 14, draw_convolution),
+    "ConvTranspose": (_PLACES, 5, draw_transposed),
+    "Pooling": (_PLACES, 5, draw_pooling),
     "AdaptivePooling": (_PLACES, 4, {lambda s, d: (s[0], *(1 for _ in s[1:])): """
         nn.AdaptiveAvgPool{n}d(1)
         nn.AdaptiveMaxPool{n}d(1)""", lambda s, d: (s[0], *(2 for _ in s[1:])): """
@@ -157,7 +161,7 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         nn.Upsample(scale_factor=2)
         nn.Upsample(scale_factor=2, mode='{linear}')
         F.interpolate({x}, scale_factor=2, mode='{linear}', align_corners=True)"""}),
-    "Padding": (_PLACES, 3, {_grown(1): """
+    "Padding": (_PLACES, 3, {_pad_places(1): """
         nn.ZeroPad{n}d(1)
         nn.ReflectionPad{n}d(1)
         nn.ReplicationPad{n}d(1)
@@ -165,27 +169,27 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
     "PixelShuffle": ((3,), 16, {
         lambda s, d: None if s[0] % 4 else (s[0] // 4, 2 * s[1], 2 * s[2]): "nn.PixelShuffle(2)",
         lambda s, d: None if s[1] % 2 or s[2] % 2 else (4 * s[0], s[1] // 2, s[2] // 2): "nn.PixelUnshuffle(2)",
-        _same: "nn.ChannelShuffle({g})"}),
-    "Recurrent": (_SEQUENCE, 9, recurrent),
+        _keep_shape: "nn.ChannelShuffle({g})"}),
+    "Recurrent": (_SEQUENCE, 9, draw_recurrent),
     "Cell": (_SEQUENCE, 10, {lambda s, d: (d["z"],): """
         nn.GRUCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
         nn.RNNCell({w}, {z}) -> {x}.new_zeros({x}.shape[0], {z}); for t in range({f}): {y} = {m}({x}[:, t], {y})
         nn.LSTMCell({w}, {z}) -> c = {x}.new_zeros(len({x}), {z}); for t in {x}.unbind(1): {y}, c = {m}(t, ({y}, c))
         """}),
-    "MultiheadAttention": (_SEQUENCE, 8, attention),
-    "TransformerEncoder": (_SEQUENCE, 6, {_same: """
+    "MultiheadAttention": (_SEQUENCE, 8, draw_attention),
+    "TransformerEncoder": (_SEQUENCE, 6, {_keep_shape: """
         nn.TransformerEncoderLayer({w}, {k}, 16, dropout=0.0, batch_first=True)
         nn.TransformerEncoderLayer({w}, {k}, 16, activation='gelu', norm_first=True, batch_first=True)
         nn.TransformerEncoderLayer({w}, {k}, 16, batch_first=True) -> {m}({x}, src_mask={c}, is_causal=True)
         nn.TransformerEncoder(nn.TransformerEncoderLayer({w}, {k}, 16, batch_first=True), 2)"""}),
-    "GroupedAttention": (_SEQUENCE, 8, {_same: """
+    "GroupedAttention": (_SEQUENCE, 8, {_keep_shape: """
         Attention({w}, heads=4, groups=2, size=4, causal=True)
         Attention({w}, heads=4, groups=4, size=8, causal=False)
         Attention({w}, heads=8, groups=2, size=4, causal=False)
         Attention({w}, heads=6, groups=3, size=4, causal=True)
         Attention({w}, heads=4, groups=1, size=8, causal=True)"""}),
-    "GatedUnit": (_ANY, 3, {_same: "GatedUnit({w}, {z})"}),
-    "Experts": (_ANY, 3, {_same: """
+    "GatedUnit": (_ANY, 3, {_keep_shape: "GatedUnit({w}, {z})"}),
+    "Experts": (_ANY, 3, {_keep_shape: """
         Experts({w}, {z}, 4)
         Experts({w}, {z}, 4, 'full_tensor')
         Experts({w}, {z}, 4, 'redistribute')
@@ -195,7 +199,7 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         lambda s, d: (s[0], math.prod(s[1:])): "nn.Flatten(2)"}),
     "Unflatten": (range(1, 4), 4, {lambda s, d: (*s[:-1], s[-1] // d["d"], d["d"]): "nn.Unflatten(-1, (-1, {d}))"}),
     # Parameters and buffers.
-    "product": (_ANY, 6, {_wide: """
+    "product": (_ANY, 6, {_replace_width: """
         {matrix} -> {x} @ {m}
         {matrix} -> torch.matmul({x}, {m})
         {matrix} -> F.linear({x}, {m}.T)
@@ -209,26 +213,26 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         nn.Parameter(torch.randn(4, {w}, {z}) * 0.3) -> torch.einsum('bld,hdk->bhlk', {x}, {m})""",
         lambda s, d: (s[0], d["z"]) if len(s) == 3 else None: """
         nn.Parameter(torch.randn({z}, {rest}) * 0.3) -> torch.einsum('blhk,zhk->blz', {x}, {m})"""}),
-    "scale": (_ANY, 4, {_same: """
+    "scale": (_ANY, 4, {_keep_shape: """
         nn.Parameter(torch.randn({size}) * 0.2) -> {x} * (1 + {m})
         nn.Parameter(torch.randn({size}) * 0.2) -> {x} + {m}
         nn.Parameter(torch.randn({size}) * 0.2) -> torch.lerp({x}, {m}, 0.25)
         nn.Parameter(torch.tensor(0.5)) -> {x} * {m}"""}),
-    "containers": (_ANY, 5, {_same: """
+    "containers": (_ANY, 5, {_keep_shape: """
         nn.ParameterList(torch.randn({w}) * 0.3 for _ in range(2)) -> {x}; for w in {m}: {y} = {y} + torch.tanh({x} * w)
         nn.ParameterDict({'scale': torch.ones({w}), 'shift': torch.zeros({w})}) -> {x} * {m}['scale'] + {m}['shift']
         nn.ModuleDict({'in': nn.Linear({w}, 16), 'out': nn.Linear(16, {w})}) -> {m}['out']({m}['in']({x}).sigmoid())
         nn.ModuleList(nn.Linear({w}, {w}) for _ in range(2)) -> {x}; for layer in {m}: {y} = layer({y}).tanh()
         nn.ModuleList(nn.Linear({w}, {w}) for _ in range(3)) -> {x}; for layer in {m}: {y} = {y} + layer({y}).relu() / 2
         nn.Sequential(nn.Linear({w}, 4), nn.Linear(4, {w})) -> {x} + {m}[1]({m}[0]({x}))"""}),
-    "buffer": (_ANY, 4, {_same: """
+    "buffer": (_ANY, 4, {_keep_shape: """
         nn.Buffer(torch.ones({size}){saved}) -> {x} * {m}
         nn.Buffer(torch.rand({size}){saved}) -> {x} - {m}
         nn.Buffer(torch.zeros({w}){saved}) -> {x} - {m}; {m}.mul_(0.9).add_({x}.detach().mean({axes}), alpha=0.1)
         nn.Buffer(torch.zeros({w}){saved}) -> {x} - {m}; {m}.copy_(0.5 * {m} + {x}.detach().mean({axes}))
         nn.Buffer(torch.zeros({w}){saved}) -> {x} - {m}; {m} = torch.lerp({m}, {x}.detach().mean({axes}), 0.1)
         nn.Buffer(torch.zeros({s}){saved}) -> {x} - {m}; with torch.no_grad(): {m}[:1] += {x}[0, :1]"""}),
-    "flat_rows": (_PLACES, 8, {_wide: """
+    "flat_rows": (_PLACES, 8, {_replace_width: """
         nn.Linear({w}, {z}) -> {m}({x}.flatten(0, -2)).view({x}.shape[0], {p}, {z})
         nn.Linear({w}, {z}) -> {m}({x}.reshape(-1, {w})).unflatten(0, (-1, {p}))"""}),
     "conv1d": (_SEQUENCE, 8, {lambda s, d: (d["z"], s[1]): """
@@ -236,8 +240,8 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         nn.Parameter(torch.randn({z}, {f}, 3) * 0.2) -> F.conv1d(F.pad({x}, (2, 0)), {m})"""}),
     # Axes.
     "slice": (_ANY, 4, {
-        _first(lambda n: -(-n // 2)): "{x}[:, ::2]",
-        _first(lambda n: n - 1): """
+        _resize_first(lambda n: -(-n // 2)): "{x}[:, ::2]",
+        _resize_first(lambda n: n - 1): """
         {x}[:, 1:] - {x}[:, :-1]
         {x}.diff(dim=1)
         {x}.narrow(1, 1, {f} - 1)""",
@@ -272,7 +276,7 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         {x}.view({x}.shape[0], {f}, {d}, -1).transpose(1, 2)""",
         lambda s, d: (s[1], s[0] * s[2]) if len(s) == 3 else None: "{x}.transpose(1, 2).flatten(2)"}),
     "repeat": (range(1, 4), 3, {
-        _first(lambda n: 2 * n): """
+        _resize_first(lambda n: 2 * n): """
         {x}.repeat_interleave(2, dim=1)
         torch.cat([{x}, 0.5 * {x}.roll(1, 1)], 1)""",
         lambda s, d: (2, *s): """
@@ -289,25 +293,25 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         {x}.max(dim=1).values
         torch.einsum('bl...,bl...->b...', {x}, {x}.softmax(1))"""}),
     "lookup": (_ANY, 3, {
-        _some: """
+        _count_indices: """
         {x}[:, torch.tensor({i}, device={x}.device)]
         {x}.index_select(1, torch.tensor({i}, device={x}.device))""",
-        _same: """
+        _keep_shape: """
         {x}.gather(-1, torch.arange({w}, device={x}.device).flip(0).expand({x}.shape))
         torch.zeros_like({x}).scatter_add(1, torch.zeros_like({x}, dtype=torch.long), {x})
         torch.zeros_like({x}).index_add(1, torch.arange({f}, device={x}.device).flip(0), {x})"""}),
-    "along": (_ANY, 4, {_same: """
+    "along": (_ANY, 4, {_keep_shape: """
         {x}.softmax({a})
         {x}.cumsum({a}) / 8
         F.log_softmax({x}, {a})
         {x}.roll(1, {a})
         {x}.flip({a})
         {x} / (1 + {x}.abs().sum({a}, keepdim=True))"""}),
-    "scores": (_SEQUENCE, 5, {_same: """
+    "scores": (_SEQUENCE, 5, {_keep_shape: """
         {x} @ {x}.transpose(1, 2) / {w}; {y} = {y}.softmax(-1) @ {x}
         torch.bmm({x}, {x}.mT) / {w}; {y} = {y}.masked_fill({c}, -1e9).softmax(-1) @ {x}
         torch.einsum('bld,bmd->blm', {x}, {x}) / {w}; {y} = ({y} - 9.0 * {c}).softmax(-1) @ {x}"""}),
-    "rows": (_ANY, 2, {_same: """
+    "rows": (_ANY, 2, {_keep_shape: """
         {x} - {x}.mean(0, keepdim=True)
         ({x} - {x}.mean(0)) / ({x}.var(0) + 1e-3).sqrt()
         {x} + 0.1 * {x}.roll(1, 0)
@@ -315,13 +319,13 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         {x} / (1 + {x}.abs().amax())
         {x} + {x}[:1]"""}),
     # Elements.
-    "where": (_ANY, 3, {_same: """
+    "where": (_ANY, 3, {_keep_shape: """
         torch.where({x} > 0, {x}, 0.1 * {x})
         {x}.masked_fill(torch.arange({w}, device={x}.device) % 3 == 0, 0.0)
         {x} * ({x} > 0)
         {x}.clamp(-1, 1)
         torch.where(torch.arange({w}, device={x}.device) < 2, {x}, {x}.tanh())"""}),
-    "in_place": (_ANY, 5, {_same: """
+    "in_place": (_ANY, 5, {_keep_shape: """
         {x} * 1; {y}.add_(1).mul_(0.5)
         {x}.clone(); {y}.relu_()
         {x} + 0; {y}[:, :1] = 0
@@ -333,11 +337,11 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
         {x} * 1; {y} -= {y}.mean(-1, keepdim=True)
         torch.empty_like({x}); {y}[:] = {x} * 0.5; {y}.sub_(0.1)
         {x}.clone(); {y}.masked_fill_({y} > 2, 2.0)"""}),
-    "norm": (_ANY, 5, {_same: """
+    "norm": (_ANY, 5, {_keep_shape: """
         {x} * ({x}.pow(2).mean(-1, keepdim=True) + 1e-3).rsqrt()
         ({x} - {x}.mean(-1, keepdim=True)) / ({x}.var(-1, keepdim=True, correction=0) + 1e-3).sqrt()
         F.normalize({x} + 2, dim=-1)"""}),
-    "elementwise": (_ANY, 4, {_same: """
+    "elementwise": (_ANY, 4, {_keep_shape: """
         {x} * {x}.sigmoid()
         {x} * {x}.detach().tanh()
         torch.sin({x}) + {x}
@@ -350,26 +354,26 @@ KINDS: dict[str, Kind] = {  # why: decisions/0140
 }  # fmt: skip
 
 
-def drawing_of(choices: Choices, kind: str, shape: Shape) -> Drawing | None:
-    """A line of a kind, filled in for a shape; `None`: the one that was drawn does not fit."""
+def draw_lines(choices: Choices, kind: str, shape: Shape) -> Drawing | None:
+    """Draw a line of a kind for an input shape. `None`: that line does not accept the shape."""
     lines = KINDS[kind][2]
     if callable(lines):
         return lines(choices, shape)
-    rule, line = choices.one_of(
+    rule, line = choices.pick(
         *[(rule, line.strip()) for rule, text in lines.items() for line in text.strip().split("\n")]
     )
     drawn: dict[str, Any] = {}
 
-    def filled(found: re.Match[str]) -> str:
-        name = found[1]
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
         if name in _DRAWN and name not in drawn:
             drawn[name] = _DRAWN[name](choices, shape)
-        return str(drawn.get(name, found[0]))
+        return str(drawn.get(name, match[0]))
 
-    for _ in range(2):  # what is drawn may have names in it, too
-        line = re.sub(r"\{(\w+)\}", filled, line)
-    made, arrow, used = line.partition(" -> ")
+    for _ in range(2):  # twice, since drawn values may contain names
+        line = re.sub(r"\{(\w+)\}", fill, line)
+    module, arrow, use = line.partition(" -> ")
     if not arrow:
-        made, used = (line, CALL) if "{x}" not in line else ("", line)
+        module, use = (line, CALL) if "{x}" not in line else ("", line)
     after = rule(shape, drawn)
-    return None if after is None else (made, used.replace("; ", "\n"), after)
+    return None if after is None else (module, use.replace("; ", "\n"), after)

@@ -1,17 +1,17 @@
-"""Torch models as values: what their classes hold, what `forward` does with it, and the program that makes one."""
+"""Torch models as values: classes with modules and `forward`, and the program that creates the model."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.torch.own import OWN
-from layoutmap.testing.models.values import Value, batch_source
+from layoutmap.testing.models.torch.modules import SOURCES
+from layoutmap.testing.models.values import Value, write_batch, write_losses
 
 _INDENT = "    "
 _IN_BFLOAT16 = """
@@ -61,23 +61,23 @@ _SGD = "partial(torch.optim.SGD, lr=0.05, momentum=0.9)"
 
 @dataclass(frozen=True)
 class Part:
-    """A few lines of a class that belong together: what they make in `__init__`, and compute in `forward`.
+    """Lines of a class for one layer: lines of `__init__` and lines of `forward`.
 
-    In lines and expressions, `{l3}` stands for the attribute that holds what the part of that name has made.
+    In lines and expressions, `{l3}` stands for the attribute of the part `l3`.
 
     Args:
         name: Its name.
-        kinds: Its kind, and those of what is around it.
-        made: The expression of the module, parameter or buffer that it holds; empty: none.
+        kinds: The kind of the layer and those of its wrappers.
+        module: The expression of its module, parameter, or buffer. Empty: it has none.
         setup: Further lines of `__init__`.
         lines: The lines of `forward`.
-        value: What `forward` calls the result.
+        value: The variable of the result.
         shape: The shape of the result, without rows.
     """
 
     name: str
     kinds: tuple[str, ...]
-    made: str
+    module: str
     setup: tuple[str, ...]
     lines: tuple[str, ...]
     value: str
@@ -85,26 +85,26 @@ class Part:
 
     @property
     def is_module(self) -> bool:
-        """Whether it holds a module."""
-        return bool(self.made) and not self.made.startswith(("nn.Parameter(", "nn.Buffer("))
+        """Whether it has a module, and not a parameter or a buffer."""
+        return bool(self.module) and not self.module.startswith(("nn.Parameter(", "nn.Buffer("))
 
     @property
     def is_call(self) -> bool:
-        """Whether all it does is to call its module with one value."""
+        """Whether it only calls its module with one value."""
         pattern = rf"\w+ = {{{self.name}}}\(\w+\)"
         return not self.setup and len(self.lines) == 1 and re.fullmatch(pattern, self.lines[0]) is not None
 
 
 @dataclass(frozen=True)
 class Class:
-    """A class of modules.
+    """A subclass of `nn.Module`.
 
     Args:
         name: Its name.
-        style: `"attributes"`: each part is an attribute; `"list"`, `"dict"`: modules and parameters are in containers.
+        style: `"attributes"`: each part is an attribute. `"list"` or `"dict"`: containers hold modules and parameters.
         inputs: The arguments of `forward`.
         parts: Its parts, in order.
-        outputs: What `forward` returns.
+        outputs: The variables that `forward` returns.
     """
 
     name: str
@@ -115,56 +115,57 @@ class Class:
 
     @cached_property
     def attributes(self) -> Mapping[str, str]:
-        """The attribute that holds what a part has made, by the part's name, as in `parts[3]`."""
-        found, numbers = dict[str, str](), Counter[str]()
+        """The attribute of each part, such as `parts[3]`, by the part's name."""
+        attributes, numbers = dict[str, str](), Counter[str]()
         for part in self.parts:
             container = "parts" if part.is_module else "weights"
-            found[part.name] = part.name
-            if part.made and self.style != "attributes" and not part.made.startswith("nn.Buffer("):
+            attributes[part.name] = part.name
+            if part.module and self.style != "attributes" and not part.module.startswith("nn.Buffer("):
                 key = repr(part.name) if self.style == "dict" else numbers[container]
-                found[part.name] = f"{container}[{key}]"
+                attributes[part.name] = f"{container}[{key}]"
                 numbers[container] += 1
-        return found
+        return attributes
 
-    def path(self, name: str) -> str:
-        """The path of what a part has made."""
+    def get_path(self, name: str) -> str:
+        """Return the path of a part's module in a state dict."""
         return re.sub(r"\['?(\w+)'?\]", r".\1", self.attributes[name])
 
     @property
     def source(self) -> str:
-        """The lines that define it."""
-        made = [f"self.{self.attributes[each.name]} = {each.made}" for each in self.parts if each.made]
+        """The lines that define the class."""
+        members = [f"self.{self.attributes[part.name]} = {part.module}" for part in self.parts if part.module]
         if self.style != "attributes":
-            made = self._containers()
+            members = self._write_containers()
         setup = [line for part in self.parts for line in part.setup]
         lines = [line for part in self.parts for line in part.lines]
         return "\n".join(
             [
                 f"class {self.name}(nn.Module):",
                 f"{_INDENT}def __init__(self):",
-                *(2 * _INDENT + self._filled(line) for line in ["super().__init__()", *made, *setup]),
+                *(2 * _INDENT + self._fill(line) for line in ["super().__init__()", *members, *setup]),
                 "",
                 f"{_INDENT}def forward(self, {', '.join(self.inputs)}):",
-                *(2 * _INDENT + self._filled(line) for line in lines),
+                *(2 * _INDENT + self._fill(line) for line in lines),
                 f"{2 * _INDENT}return {', '.join(self.outputs)}",
                 "\n\n",
             ]
         )
 
-    def _containers(self) -> list[str]:
+    def _write_containers(self) -> list[str]:
         lines: list[str] = []
         for name, kind in (("parts", "Module"), ("weights", "Parameter")):
-            held = [each for each in self.parts if self.attributes[each.name].startswith(f"{name}[")]
+            items = [part for part in self.parts if self.attributes[part.name].startswith(f"{name}[")]
             is_list = self.style == "list"
-            keys = ["" if is_list else f"{each.name!r}: " for each in held]
-            inner = [f"{_INDENT}{key}{each.made}," for key, each in zip(keys, held, strict=True)]
+            keys = ["" if is_list else f"{part.name!r}: " for part in items]
+            inner = [f"{_INDENT}{key}{part.module}," for key, part in zip(keys, items, strict=True)]
             opening, closing = ("List([", "])") if is_list else ("Dict({", "})")
-            lines += [f"self.{name} = nn.{kind}{opening}", *inner, closing] if held else []
-        buffers = [each for each in self.parts if each.made.startswith("nn.Buffer(")]
-        return [*lines, *(f"self.{each.name} = {each.made}" for each in buffers)]
+            lines += [f"self.{name} = nn.{kind}{opening}", *inner, closing] if items else []
+        buffers = [part for part in self.parts if part.module.startswith("nn.Buffer(")]
+        return [*lines, *(f"self.{part.name} = {part.module}" for part in buffers)]
 
-    def _filled(self, line: str) -> str:
-        return re.sub(r"\{(l\d+)\}", lambda found: f"self.{self.attributes[found[1]]}", line)
+    def _fill(self, line: str) -> str:
+        """Replace names of parts in braces by their attributes."""
+        return re.sub(r"\{(l\d+)\}", lambda match: f"self.{self.attributes[match[1]]}", line)
 
 
 _WITH_LOSS = """
@@ -189,15 +190,15 @@ class Model:
     """A torch model.
 
     Args:
-        is_sequential: Whether it is an `nn.Sequential` of its parts, and of no class of its own.
+        is_sequential: Whether it is an `nn.Sequential` of its parts, without a class.
         inputs: Its inputs.
-        classes: Its classes, each after those that it uses; the last one is the model's.
+        classes: Its classes, each after those that it uses. The last class is the model's.
         outputs: Its outputs.
-        returns_loss: Whether it is inside of a module that is passed the targets, too, and returns the loss and the
-            outputs, as models of transformers do: a loss in layouts.
-        hooks: Lines of `make_model` that give a `weight` hooks on its gradient.
-        hooked: Which weights have them: each one from the first number on, by steps of the second.
-        num_passes: How many backward passes add up their gradients before a step.
+        returns_loss: Whether a module around the model also takes the targets and returns loss and outputs, as models
+            of Hugging Face transformers do. The loss is then computed on sharded outputs.
+        hooks: Lines of `make_model` that register hooks on the gradient of a `weight`.
+        hooked: The first weight with hooks, and the step to the next one.
+        num_passes: The number of backward passes that accumulate gradients before a step.
     """
 
     library: ClassVar[str] = "torch"
@@ -231,8 +232,8 @@ from layoutmap.adapters.torch import train_with
         "bfloat16": _IN_BFLOAT16.replace("CHANGED", f"model.bfloat16().register_forward_pre_hook({_CAST})"),
         "mixed_bfloat16": _IN_BFLOAT16.replace("CHANGED", "model.forward = autocast(model.forward)"),
     }
-    in_float64: ClassVar[str] = _IN_FLOAT64
-    planned_with: ClassVar[str] = ""
+    float64_lines: ClassVar[str] = _IN_FLOAT64
+    plan_inputs: ClassVar[str] = ""
 
     is_sequential: bool
     inputs: tuple[Value, ...]
@@ -246,38 +247,43 @@ from layoutmap.adapters.torch import train_with
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of all its parts, in order."""
-        return tuple(kind for each in self.classes for part in each.parts for kind in part.kinds)
+        return tuple(
+            kind for module_class in self.classes for part in module_class.parts for kind in part.kinds
+        )
 
     @property
     def layer_outputs(self) -> Mapping[str, Shape]:
-        """The shapes of outputs of modules that are called once, with one value, by their paths."""
-        own = self.classes[-1]
-        uses = Counter(re.findall(r"\{(l\d+)\}", str([part.lines for part in own.parts])))
-        called = [part for part in own.parts if part.is_call and uses[part.name] == 1]
-        paths = [str(own.parts.index(part)) if self.is_sequential else own.path(part.name) for part in called]
-        around = "net." if self.returns_loss else ""
-        return {f"{around}{path}": part.shape for path, part in zip(paths, called, strict=True)}
+        """Output shapes of modules that are called once and with one value, by path."""
+        net = self.classes[-1]
+        num_uses = Counter(re.findall(r"\{(l\d+)\}", str([part.lines for part in net.parts])))
+        parts = [part for part in net.parts if part.is_call and num_uses[part.name] == 1]
+        prefix = "net." if self.returns_loss else ""
+        if self.is_sequential:
+            return {f"{prefix}{net.parts.index(part)}": part.shape for part in parts}
+        return {f"{prefix}{net.get_path(part.name)}": part.shape for part in parts}
 
-    def data(self, rows: int) -> str:
-        """The expression of a batch, drawn from `rng`."""
+    def write_data(self, rows: int) -> str:
+        """Return the expression that draws a batch from `rng`."""
         if not self.returns_loss:
-            return batch_source(self.inputs, self.outputs, rows)
-        inputs, targets = ([each.data(rows) for each in values] for values in (self.inputs, self.outputs))
-        return f"with_targets([{', '.join(inputs)}], [{', '.join(targets)}])"
+            return write_batch(self.inputs, self.outputs, rows)
+        inputs, targets = (
+            ", ".join(value.write_data(rows) for value in values) for values in (self.inputs, self.outputs)
+        )
+        return f"with_targets([{inputs}], [{targets}])"
 
-    def source(self, optimizer: str) -> str:
-        """The program of `make_model`, a function that returns the model and says how it is trained.
+    def write_source(self, optimizer: str) -> str:
+        """Return the program of `make_model`, which returns the model with its loss and optimizer.
 
         Args:
-            optimizer: The expression that makes the optimizer.
+            optimizer: The expression of the optimizer.
         """
-        text = " ".join(part.made for each in self.classes for part in each.parts)
-        own = "".join(source for name, source in OWN.items() if f"{name}(" in text)
-        *inner, last = self.classes
+        text = " ".join(part.module for module_class in self.classes for part in module_class.parts)
+        custom = "".join(source for name, source in SOURCES.items() if f"{name}(" in text)
+        *inner, net = self.classes
         classes = "".join(each.source for each in (inner if self.is_sequential else self.classes))
-        model = [f"model = {last.name}()"]
+        model = [f"model = {net.name}()"]
         if self.is_sequential:
-            model = ["model = nn.Sequential(", *(f"{_INDENT}{part.made}," for part in last.parts), ")"]
+            model = ["model = nn.Sequential(", *(f"{_INDENT}{part.module}," for part in net.parts), ")"]
         options = f"optimizer={optimizer}" + f", num_passes={self.num_passes}" * (self.num_passes > 1)
         if self.hooks:
             first, step = self.hooked
@@ -286,30 +292,18 @@ from layoutmap.adapters.torch import train_with
                 f"for weight in trained[{first}::{step}]:",
                 *(_INDENT + hook for hook in self.hooks),
             ]
-        returned = f"return train_with(model, loss=loss, {options})"
-        around = ""
+        result, with_loss = f"return train_with(model, loss=loss, {options})", ""
         if self.returns_loss:
-            returned = f"return train_with(WithLoss(model), {options})"
+            result = f"return train_with(WithLoss(model), {options})"
             targets = "given[-1]" if len(self.outputs) == 1 else f"given[{-len(self.outputs)}:]"
-            around = _WITH_LOSS.format(number=len(self.inputs), targets=targets)
+            with_loss = _WITH_LOSS.format(number=len(self.inputs), targets=targets)
         return "\n".join(
             [
-                f"{own}{classes}def loss(outputs, targets):",
-                f"{_INDENT}return {_loss(self.outputs)}",
-                f"\n{around}{_HOOKS * bool(self.hooks)}",
+                f"{custom}{classes}def loss(outputs, targets):",
+                f"{_INDENT}return {write_losses(self.outputs, 'o')}",
+                f"\n{with_loss}{_HOOKS * bool(self.hooks)}",
                 "def make_model():",
-                *(_INDENT + line for line in [*model, returned]),
+                *(_INDENT + line for line in [*model, result]),
                 "",
             ]
         )
-
-
-def _loss(outputs: Sequence[Value]) -> str:
-    """The expression of the loss of all outputs; in that of one, `o` is the output and `t` its targets."""
-    if len(outputs) == 1:
-        return _named(outputs[0].loss, "outputs", "targets")
-    return " + ".join(_named(each.loss, f"outputs[{n}]", f"targets[{n}]") for n, each in enumerate(outputs))
-
-
-def _named(loss: str, output: str, target: str) -> str:
-    return re.sub(r"\b[ot]\b", lambda found: output if found[0] == "o" else target, loss)

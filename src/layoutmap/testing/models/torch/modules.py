@@ -1,6 +1,6 @@
-"""Classes that a drawn program of torch defines itself."""
+"""Source of module classes that a torch program may define."""
 
-OWN = {
+SOURCES = {
     "Attention": """\
 class Attention(nn.Module):
     def __init__(self, width, heads, groups, size, causal):
@@ -52,4 +52,4 @@ class Experts(nn.Module):
 
 """,
 }
-"""Source by name."""
+"""Source of each class, by its name."""

@@ -1,0 +1,142 @@
+"""Laws about stored values: they survive a checkpoint and `apply`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from layoutmap.engines import installed_engines
+from layoutmap.saving.describe import describe
+from layoutmap.saving.load import load
+from layoutmap.saving.save import save
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.plan import Plan
+from layoutmap.testing.laws.trial import NotApplicable, Trial
+from layoutmap.testing.models.maps import DrawnMap, draw_map
+
+_TRIES = 8
+_OTHER_ENGINE = {"jax": "torch", "torch": "tensorflow", "tensorflow": "jax"}
+_LOADS = """
+from layoutmap.adapters import get_adapter
+plan = lm.plan(make_model, layout_map, inputs={inputs}, library={library!r})
+if plan.errors:
+    raise SystemExit({refused})
+model = lm.load(make_model, {folder!r}, layout_map=layout_map, inputs={inputs}, library={library!r}, progress=False)
+variables = get_adapter({library!r}).variables(model)
+np.savez({arrays!r}, **{{path: get_adapter({library!r}).read(variable) for path, variable in variables.items()}})
+"""
+_REFUSED = 3
+"""The exit code of a program that stops because of errors in the plan."""
+
+
+def load_on_other_mesh(trial: Trial) -> Iterator[str]:
+    """Save a trained model, load it with another layout map, and compare bits and layouts."""
+    case, sharded = trial.case, trial.pair[1]
+    other, plan = _draw_other_map(trial)
+    with trial.shared_folder() as folder:
+        save(sharded, folder, progress=False)
+        saved = describe(folder)
+        variables = trial.adapter.variables(sharded)
+        expected = {path: trial.adapter.read(v) for path, v in variables.items() if path in saved}
+        model = load(
+            case.make_model,
+            folder,
+            layout_map=_to_layout_map(other),
+            inputs=case.inputs,
+            library=case.library,
+            batch_dim=other.batch_dim,
+            progress=False,
+        )
+        loaded = trial.adapter.variables(model)
+        actual = {path: trial.adapter.read(variable) for path, variable in loaded.items()}
+    planned = {a.variable.path: a.layout for a in plan.assignments}
+    yield from (f"{path}: saved, and not loaded" for path in expected if path not in loaded)
+    for path, variable in loaded.items():
+        if path in expected and not np.array_equal(expected[path], actual[path], equal_nan=True):
+            yield f"{path}: loaded on {other.mesh} with other bits"
+        if path in planned and variable.layout != planned[path]:
+            yield f"{path}: planned {planned[path]}, loaded in {variable.layout}"
+
+
+def load_on_other_engine(trial: Trial) -> Iterator[str]:
+    """Save a trained Keras model, load it on another engine, and compare bits.
+
+    An eighth of the cases run, since loading needs a process.
+    """
+    case, sharded = trial.case, trial.pair[1]
+    if case.library != "keras":
+        raise NotApplicable("its library has one engine")
+    engine = _OTHER_ENGINE[trial.adapter.engine_name]
+    if trial.group.several or not case.devices.simulated or engine not in installed_engines():
+        raise NotApplicable(f"{engine} may have other devices, or none")
+    if not trial.choices.is_one_in(8):
+        raise NotApplicable("one case in eight is tried")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint, arrays = str(Path(folder, "checkpoint")), str(Path(folder, "arrays.npz"))
+        save(sharded, checkpoint, progress=False)
+        program = case.program + _LOADS.format(
+            inputs=case.model.plan_inputs or None,
+            library=case.library,
+            folder=checkpoint,
+            arrays=arrays,
+            refused=_REFUSED,
+        )
+        process = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"KERAS_BACKEND": engine},
+            capture_output=True,
+            text=True,
+        )
+        if process.returncode == _REFUSED:
+            raise NotApplicable(f"the plan on {engine} refuses its map")
+        if process.returncode:
+            yield f"loaded on {engine}: {process.stderr[-3000:]}"
+            return
+        actual = dict(np.load(arrays))
+        saved = describe(checkpoint)
+    for path, variable in trial.adapter.variables(sharded).items():
+        if path not in saved:
+            continue
+        if path not in actual:
+            yield f"{path}: saved, and not loaded on {engine}"
+        elif not np.array_equal(trial.adapter.read(variable), actual[path], equal_nan=True):
+            yield f"{path}: loaded on {engine} with other bits"
+
+
+def apply_to_existing_model(trial: Trial) -> Iterator[str]:
+    """Apply the layout map to an unsharded model, and compare bits with before and layouts with the plan."""
+    model = trial.make_unsharded()
+    planned = {a.variable.path: a.layout for a in trial.plan.assignments}
+    paths = {path for path in trial.adapter.variables(model) if not path.startswith("optimizer.")}
+    if not paths <= planned.keys():
+        raise NotApplicable("in an existing model, Keras numbers layers without a name")
+    expected = [trial.adapter.read(variable) for variable in trial.adapter.variables(model).values()]
+    sharded = trial.case.layout_map.apply(model, batch_dim=trial.case.map.batch_dim)
+    model = model if sharded is None else sharded
+    for value, (path, variable) in zip(expected, trial.adapter.variables(model).items(), strict=True):
+        if not np.array_equal(value, trial.adapter.read(variable), equal_nan=True):
+            yield f"{path}: other bits after apply"
+        if path in planned and variable.layout != planned[path]:
+            yield f"{path}: planned {planned[path]}, laid out in {variable.layout}"
+
+
+def _draw_other_map(trial: Trial) -> tuple[DrawnMap, Plan]:
+    """Draw maps until the plan accepts one, since an engine may not support all layouts."""
+    choices = trial.choices
+    shapes = {a.variable.path: a.variable.shape for a in trial.rule_assignments if a.variable.shape}
+    for _ in range(_TRIES):
+        drawn_map = draw_map(choices, shapes, {}, trial.case.devices)
+        plan = trial.case.plan(_to_layout_map(drawn_map))
+        if not plan.errors:
+            return drawn_map, plan
+    raise NotApplicable(f"none of {_TRIES} other maps fits")
+
+
+def _to_layout_map(drawn_map: DrawnMap) -> LayoutMap:
+    return LayoutMap(drawn_map.mesh, dict(drawn_map.rules), uneven=drawn_map.uneven, rest="replicated")

@@ -1,0 +1,285 @@
+"""Laws about plans: a plan predicts the built model, contains each problem, and agrees with all its reports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from layoutmap.core.errors import LayoutMapError
+from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, itemsize
+from layoutmap.engines import get_engine
+from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.scope import build
+from layoutmap.testing.laws.trial import NotApplicable, Trial, flatten_arrays
+from layoutmap.testing.models.choices import Choices
+from layoutmap.testing.models.maps import Specs
+
+Dims = tuple[str, ...]
+
+
+def compare_repeated_plans(trial: Trial) -> Iterator[str]:
+    """Compare the fingerprint of the plan with those of later plans."""
+    later = [trial.case.plan().fingerprint for _ in range(2)]
+    if set(later) != {trial.plan.fingerprint}:
+        yield f"fingerprints {trial.plan.fingerprint}, {', '.join(later)}"
+
+
+def compare_built_model(trial: Trial) -> Iterator[str]:
+    """Compare paths, layouts, and bytes on each device with the plan, also after training steps."""
+    engine = get_engine(trial.adapter.engine_name)
+    planned = {a.variable.path: a for a in trial.plan.assignments}
+    stored = {each.variable.path: each.array for each in trial.adapter.stored(trial.pair[1])}
+    for path, variable in trial.adapter.variables(trial.pair[1]).items():
+        if path not in planned:
+            if not path.startswith("optimizer."):  # a plan cannot predict all slots of an optimizer
+                yield f"{path}: built, and not planned"
+            continue
+        expected = planned[path]
+        if variable.layout != expected.layout:
+            yield f"{path}: planned {expected.layout}, built {variable.layout}"
+        if path in stored:
+            sizes = {np.asarray(shard).nbytes for _, shard in engine.to_shards(stored[path])}
+            if sizes != {expected.shard_bytes}:
+                yield f"{path}: planned {expected.shard_bytes} bytes on each device, built {sorted(sizes)}"
+
+
+def compare_with_rules(trial: Trial) -> Iterator[str]:
+    """Compare each layout with the first rule that matches one of the variable's paths from its start."""
+    drawn_map = trial.case.map
+    for a in trial.rule_assignments:
+        paths = (a.variable.path, *a.variable.aliases)
+        specs = next(
+            (specs for pattern, specs in drawn_map.rules if any(re.match(pattern, p) for p in paths)), ()
+        )
+        dims = [() if spec is None else (spec,) if isinstance(spec, str) else spec for spec in specs]
+        yield from _compare_dims(trial, a, dims, drawn_map.uneven)
+
+
+def compare_shrunk_axis(trial: Trial) -> Iterator[str]:
+    """Plan one axis over all mesh dims, and compare it with the dims that split it evenly into the most shards."""
+    chosen = _pick_variable(trial)
+    axis, mesh = trial.choices.pick(*range(len(chosen.shape))), trial.case.map.mesh
+    dims = [trial.plan.mesh.dim_names if at == axis else () for at in range(len(chosen.shape))]
+    rules = {f"{re.escape(chosen.path)}$": dims}
+    plan = trial.case.plan(LayoutMap(mesh, rules, uneven="shrink", rest="replicated"))
+    yield from _compare_dims(trial, plan[chosen.path], dims, "shrink")
+
+
+def _pick_variable(trial: Trial) -> VariableSpec:
+    """Return a variable with at least one axis."""
+    candidates = [a.variable for a in trial.rule_assignments if a.variable.shape]
+    if not candidates:
+        raise NotApplicable("no variable has an axis")
+    return trial.choices.pick(*candidates)
+
+
+def _compare_dims(
+    trial: Trial, assignment: Assignment, rule_dims: Sequence[Dims], uneven: str
+) -> Iterator[str]:
+    """Yield the difference between a layout and the dims that a rule assigns to each axis.
+
+    An axis that does not divide is replicated or sharded over fewer dims. An engine without support for several dims
+    along one axis uses the largest.
+    """
+    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
+    shape = assignment.variable.shape
+    expected = list(rule_dims) or [()] * len(shape)
+    for axis, dims in enumerate(expected):
+        if shape[axis] % math.prod(sizes[dim] for dim in dims):
+            numbers = [0] if uneven == "replicate" else range(len(dims) + 1)
+            options = [option for number in numbers for option in itertools.combinations(dims, number)]
+            even = [option for option in options if not shape[axis] % math.prod(sizes[d] for d in option)]
+            expected[axis] = max(even, key=lambda option: math.prod(sizes[dim] for dim in option))
+    if not get_engine(trial.adapter.engine_name).several_dims:
+        expected = [dims and (max(dims, key=sizes.__getitem__),) for dims in expected]
+    actual = [assignment.layout.mesh_dims_of(axis) for axis in range(assignment.layout.rank)]
+    if [_drop_unit_dims(dims, sizes) for dims in expected] != [_drop_unit_dims(d, sizes) for d in actual]:
+        yield f"{assignment.variable.path}: its rule says {expected}, and it has {assignment.layout}"
+
+
+def _drop_unit_dims(dims: Dims, sizes: Mapping[str, int]) -> Dims:
+    """Return the dims without those of size 1, which shard nothing."""
+    return tuple(dim for dim in dims if sizes[dim] > 1)
+
+
+def compare_memory(trial: Trial) -> Iterator[str]:
+    """Compare the planned memory with the sum of the shards of weights, gradients, slots, and states."""
+    sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
+    total = slots = 0
+    for a in trial.plan.assignments:
+        shards = math.prod(sizes[d] for axis in range(a.layout.rank) for d in a.layout.mesh_dims_of(axis))
+        num_bytes = math.ceil(math.prod(a.variable.shape) // shards * itemsize(a.variable.dtype))
+        total += 2 * num_bytes if a.variable.is_trained else num_bytes
+        slots += num_bytes * (a.variable.kind is Kind.SLOT)
+    if (total, slots) != (trial.plan.memory.total, trial.plan.memory.slots):
+        yield f"{total} bytes by hand, {slots} of slots, and in the plan {trial.plan.memory!r}"
+
+
+def compare_slots(trial: Trial) -> Iterator[str]:
+    """Compare the layouts of slots and weights along each axis with a size that occurs once in the weight's shape.
+
+    Half of the cases use Adafactor, which creates slots with fewer axes than their weights.
+    """
+    factored = [optimizer for optimizer in trial.case.model.optimizers if "Adafactor" in optimizer]
+    is_factored = bool(factored) and trial.choices.is_one_in(2)
+    plan = replace(trial.case, optimizer=factored[0]).plan() if is_factored else trial.plan
+    weights = {a.variable.path: a for a in plan.assignments if a.variable.kind is Kind.WEIGHT}
+    slots = [a for a in plan.assignments if a.variable.kind is Kind.SLOT and a.variable.parent in weights]
+    if not slots:
+        raise NotApplicable("its plan has no slots")
+    for slot in slots:
+        weight = weights[slot.variable.parent or ""]
+        shape = weight.variable.shape
+        for axis, size in enumerate(slot.variable.shape):
+            if shape.count(size) == 1:
+                dims = weight.layout.mesh_dims_of(shape.index(size))
+                if slot.layout.mesh_dims_of(axis) != dims:
+                    yield f"{slot.variable.path}: {slot.layout}, and axis {axis} of its weight is over {dims}"
+
+
+def check_misspelled_rule(trial: Trial) -> Iterator[str]:
+    """Change a letter of a rule so that it matches nothing, and look for the rule in the plan's problems."""
+    rules = dict(trial.case.map.rules)
+    if not rules:
+        raise NotApplicable("it has no rule")
+    right = trial.choices.pick(*rules)
+    letters = [i for i, letter in enumerate(right) if letter.isalpha() and right[i - 1 : i] != "\\"]
+    if not letters:
+        raise NotApplicable("the rule has no letter")
+    at = trial.choices.pick(*letters)
+    wrong = f"{right[:at]}{'q' if right[at] != 'q' else 'z'}{right[at + 1 :]}"
+    if any(re.match(wrong, path) for path in _list_paths(trial)):
+        raise NotApplicable("the changed rule matches, too")
+    changed = {wrong if pattern == right else pattern: specs for pattern, specs in rules.items()}
+    layout_map = LayoutMap(trial.case.map.mesh, changed, uneven=trial.case.map.uneven, rest="replicated")
+    if not any(wrong in str(problem) for problem in trial.case.plan(layout_map).problems):
+        yield f"{wrong} matches nothing, and no problem of the plan names it"
+
+
+def _list_paths(trial: Trial) -> list[str]:
+    return [path for a in trial.plan.assignments for path in (a.variable.path, *a.variable.aliases)]
+
+
+def check_last_name_rule(trial: Trial) -> Iterator[str]:
+    """Plan with a rule for only the last name of a path, and look for it among the unused rules."""
+    names = {a.variable.path.rpartition(".")[2] for a in trial.rule_assignments if a.variable.shape}
+    paths = _list_paths(trial)
+    inner = sorted(name for name in names if not any(path.startswith(name) for path in paths))
+    if not inner:
+        raise NotApplicable("a path has one name")
+    pattern = f"{re.escape(trial.choices.pick(*inner))}$"
+    plan = trial.case.plan(LayoutMap(trial.case.map.mesh, {pattern: ()}, rest="replicated"))
+    if ("unused rule", pattern) not in {(problem.kind, problem.subject) for problem in plan.problems}:
+        yield f"{pattern} is at the start of no path, and the plan does not say that it is unused"
+
+
+def check_impossible_rule(trial: Trial) -> Iterator[str]:
+    """Add a rule that no layout can satisfy. Its creation, the plan, or the build must name the rule or variable."""
+    chosen = _pick_variable(trial)
+    case, pattern = trial.case, re.escape(chosen.path) + "$"
+    assert case.layout_map.mesh is not None
+    specs = _draw_impossible_specs(trial.choices, case.layout_map.mesh, chosen.shape)
+    try:
+        layout_map = LayoutMap(case.map.mesh, {pattern: specs}, rest="replicated")
+    except LayoutMapError as error:
+        if repr(pattern) not in str(error):
+            yield f"{specs} for {chosen.path}: the error does not name the rule: {error}"
+        return
+    plan = case.plan(layout_map)
+    if chosen.path not in {problem.subject for problem in plan.errors}:
+        yield f"{specs} for {chosen.path} of shape {chosen.shape}: the plan has no error that names it"
+    try:
+        build(case.make_model, layout_map, inputs=case.inputs, library=case.library, progress=False)
+    except LayoutMapError:
+        return
+    yield f"{specs} for {chosen.path} of shape {chosen.shape}: it was built"
+
+
+def _draw_impossible_specs(choices: Choices, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
+    """Draw too many specs, an unknown dim, a dim on two axes, or an axis that does not divide."""
+    first = mesh.dim_names[0]
+    options: list[Callable[[], Specs]] = [
+        lambda: (*(None for _ in shape), first),
+        lambda: ("nowhere", *(None for _ in shape[1:])),
+    ]
+    if len(shape) > 1:
+        options.append(lambda: (first, first, *(None for _ in shape[2:])))
+    uneven = [
+        tuple(dim if at == axis else None for at in range(len(shape)))
+        for axis in range(len(shape))
+        for dim in mesh.dim_names
+        if Layout([dim if at == axis else None for at in range(len(shape))], mesh).uneven_axes(shape)
+    ]
+    if uneven:
+        options.append(lambda: choices.pick(*uneven))
+    return choices.pick(*options)()
+
+
+def compare_exit_code(trial: Trial) -> Iterator[str]:
+    """Plan on the command line with a memory limit, and compare terminal, page, JSON, and exit code with the verdict.
+
+    A quarter of the cases run, since the command needs a process.
+    """
+    if not trial.choices.is_one_in(4):
+        raise NotApplicable("one case in four runs the command")
+    case, needed = trial.case, trial.plan.memory.total
+    limit = trial.choices.pick(2 * needed, needed + 2, needed, needed - 2, needed // 2) // 2 * 2
+    expected = trial.plan.judged(device_memory=limit).verdict
+    with tempfile.TemporaryDirectory() as folder:
+        rules, page, plan_file = (Path(folder) / name for name in ("rules.yaml", "plan.html", "plan.json"))
+        rules.write_text(case.layout_map.to_yaml(), encoding="utf-8")
+        (Path(folder) / "drawn_model.py").write_text(case.program, encoding="utf-8")
+        arguments = ["plan", "drawn_model:make_model", "--rules", str(rules), "--library", case.library]
+        arguments += ["--device-memory", _format_kib(limit), "--html", str(page), "--json", str(plan_file)]
+        if case.model.plan_inputs:
+            arrays = map(np.asarray, flatten_arrays(case.batch[0]))
+            arguments += ["--inputs", *(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in arrays)]
+        command = _run_command(folder, arguments)
+        if command.returncode != (0 if expected.passes else 1):
+            yield f"exit code {command.returncode}, and the verdict is {expected.headline!r}: {command.stderr}"
+            return
+        half = limit // 4 * 2
+        half_verdict = trial.plan.judged(device_memory=half).verdict
+        reread = _run_command(folder, ["plan", str(plan_file), "--device-memory", _format_kib(half)])
+        if reread.returncode != (0 if half_verdict.passes else 1):
+            yield f"exit code {reread.returncode} of the plan's file: {half_verdict.headline!r}"
+        reports = {
+            "terminal": command.stdout.partition("\n")[0],
+            "page": page.read_text(encoding="utf-8"),
+            "JSON": json.loads(plan_file.read_text(encoding="utf-8"))["verdict"]["says"],
+        }
+    for name, text in reports.items():
+        if expected.headline not in text:
+            yield f"{name}: {text[:300]!r} is not the verdict {expected.headline!r}"
+
+
+def _format_kib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024:.9f}KiB"
+
+
+def _run_command(folder: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a folder, in one process without a launcher."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "TF_CONFIG")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, map(os.path.abspath, sys.path))])
+    return subprocess.run(
+        [sys.executable, "-m", "layoutmap", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

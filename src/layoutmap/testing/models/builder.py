@@ -1,0 +1,156 @@
+"""Growth of a random model, layer by layer: the steps that drawn models of all libraries share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
+
+from layoutmap.testing.models.choices import Choices
+from layoutmap.testing.models.maps import Shape
+from layoutmap.testing.models.values import WIDTHS, Value
+
+T = TypeVar("T")
+_NUM_PLACE_AXES = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}
+_SIDES = (8, 8, 4, 6, 16)
+
+
+class ModelBuilder(ABC):
+    """A model under construction.
+
+    A method `add_...` takes the variable of a value in the program and returns the variable of its result.
+    Axes between rows and features are called places: steps of a sequence, or pixels.
+
+    Args:
+        choices: Makes all choices.
+        favorites: Kinds of layers that this model draws more often. Without favorites, one model would rarely contain
+            two rare kinds.
+        is_chain: Whether each layer takes only the result of the layer before.
+    """
+
+    favorite_weight = 20
+    """The weight that is added to favorite kinds."""
+
+    def __init__(self, choices: Choices, favorites: Collection[str], *, is_chain: bool = False):
+        self.choices, self.favorites, self.is_chain = choices, favorites, is_chain
+        self.inputs: list[Value] = []
+        self.outputs: list[Value] = []
+        self.shapes: dict[str, Shape] = {}
+
+    @abstractmethod
+    def add_input(self) -> str:
+        """Add an input. Token inputs get an embedding at once."""
+
+    @abstractmethod
+    def add_output(self, value: str) -> None:
+        """Add an output for each place or for all places."""
+
+    @abstractmethod
+    def add_layer(self, value: str) -> str:
+        """Add a layer that accepts the shape of the value."""
+
+    @abstractmethod
+    def add_linear(self, value: str, width: int) -> str:
+        """Add a linear layer without an activation."""
+
+    @abstractmethod
+    def add_sum(self, value: str, other: str) -> str:
+        """Add the sum of two values of one shape."""
+
+    @abstractmethod
+    def add_gate(self, value: str) -> str:
+        """Add a gate that scales the value elementwise."""
+
+    @abstractmethod
+    def add_shared(self, value: str) -> str:
+        """Add a layer that is called twice."""
+
+    @abstractmethod
+    def join_input(self, value: str, other: str) -> str:
+        """Combine a value with one that was computed from another input."""
+
+    def build(self, max_parts: int) -> None:
+        """Add an input, at most `max_parts` parts, and an output."""
+        value = self.add_input()
+        for _ in range(1 + self.choices.draw_below(max_parts)):
+            value = self.add_part(value)
+        self.add_output(value)
+
+    def name_value(self, shape: Shape) -> str:
+        """Return the variable of a new value of this shape."""
+        name = f"x{len(self.shapes)}"
+        self.shapes[name] = shape
+        return name
+
+    def draw_input(
+        self, weights: Mapping[str, int], sides: Mapping[str, tuple[int, ...]]
+    ) -> tuple[str, Shape, int | None]:
+        """Add an input.
+
+        Args:
+            weights: The weights of kinds of inputs.
+            sides: The possible sizes of place axes, by kind of input.
+
+        Returns:
+            Its variable, its shape with features, and the number of tokens.
+        """
+        choices, kind = self.choices, self.choices.pick_weighted(weights)
+        places = tuple(choices.pick(*sides.get(kind, _SIDES)) for _ in range(_NUM_PLACE_AXES[kind]))
+        shape = (*places, choices.pick_weighted(WIDTHS))
+        vocabulary = choices.pick(32, 64, 30) if kind == "tokens" else None
+        value = self.name_value(places if vocabulary else shape)
+        self.inputs.append(Value(value, self.shapes[value], vocabulary))
+        return value, shape, vocabulary
+
+    def draw_kind(self, weights: Mapping[str, int], draw: Callable[[str], T | None]) -> tuple[str, T]:
+        """Draw kinds until `draw` returns a layer for one."""
+        left = {
+            kind: weight + self.favorite_weight * (kind in self.favorites) for kind, weight in weights.items()
+        }
+        while True:
+            kind = self.choices.pick_weighted(left)
+            if layer := draw(kind):
+                return kind, layer
+            del left[kind]
+
+    def weigh_parts(self) -> dict[Callable[[str], str], int]:
+        """Return the methods that add a part, with their weights."""
+        return {
+            self.add_layer: 9,
+            self.add_residual: 3,
+            self.add_gate: 1,
+            self.add_shared: 2,
+            self.add_joined_input: 3,
+            self.add_second_output: 1,
+        }
+
+    def add_part(self, value: str) -> str:
+        """Add a layer, or several layers that belong together."""
+        add = self.add_layer if self.is_chain else self.choices.pick_weighted(self.weigh_parts())
+        return add(value)
+
+    def add_residual(self, value: str) -> str:
+        """Add one or two layers and a skip connection."""
+        inner, shape = self.add_layer(value), self.shapes[value]
+        if self.choices.is_one_in(2):
+            inner = self.add_layer(inner)
+        if shape[:-1] != self.shapes[inner][:-1]:
+            return inner
+        if shape != self.shapes[inner]:
+            inner = self.add_linear(inner, shape[-1])
+        return self.add_sum(value, inner)
+
+    def add_joined_input(self, value: str) -> str:
+        """Add another input, and combine the value with it."""
+        if len(self.inputs) > 2:
+            return self.add_layer(value)
+        other = self.add_input()
+        for _ in range(self.choices.draw_below(3)):
+            other = self.add_layer(other)
+        return self.join_input(value, other)
+
+    def add_second_output(self, value: str) -> str:
+        """Add an output in the middle of the model."""
+        if len(self.outputs) < 2:
+            self.add_output(value)
+        return self.add_layer(value)

@@ -1,0 +1,211 @@
+"""JAX models as values: containers of weights and modules, and the lines of the forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from layoutmap.testing.models.jax.functions import HELPERS
+from layoutmap.testing.models.maps import Shape
+from layoutmap.testing.models.values import Value, write_batch, write_losses, write_one_or_list
+
+INDENT = "    "
+CONTAINERS = {  # kind: (opening, prefix of an item, closing, access of an item)
+    "dict": ("{{", "{key!r}: ", "}}", "[{key!r}]"),
+    "list": ("[", "", "]", "[{number}]"),
+    "tuple": ("(", "", ",)", "[{number}]"),
+    "namedtuple": ("{name}(", "{key}=", ")", ".{key}"),
+    "dataclass": ("{name}(", "{key}=", ")", ".{key}"),
+    "attributes": ("", "{key}=", "", ".{key}"),
+    "nnx.Dict": ("nnx.Dict(", "{key}=", ")", ".{key}"),
+    "nnx.List": ("nnx.List([", "", "])", "[{number}]"),
+    "nnx.data": ("nnx.data([", "", "])", "[{number}]"),
+}
+_CLASSES = {
+    "namedtuple": "{name} = collections.namedtuple({name!r}, {keys})\n",
+    "dataclass": "{name} = jax.tree_util.register_dataclass(dataclasses.make_dataclass({name!r}, {keys}))\n",
+}
+CAST = """
+
+def cast(values):
+    of_float32 = lambda x: getattr(x, "dtype", None) == jnp.float32
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if of_float32(x) else x, values)
+
+
+"""
+_IN_BFLOAT16 = f"""{CAST}def called(model, *inputs, **named):
+    return model(*inputs, **named)
+
+
+def train_with(model, forward=called, train_with=train_with, **options):
+    of_bfloat16 = lambda model, *inputs, **named: forward(model, *cast(inputs), **cast(named))
+    return train_with(cast(model), forward=of_bfloat16, **options)
+"""
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container of arrays, modules, and other containers.
+
+    Args:
+        kind: A key of `CONTAINERS`.
+        name: The name of its class, for a namedtuple or dataclass.
+        items: Expressions or containers, by key.
+    """
+
+    kind: str
+    name: str
+    items: tuple[tuple[str, str | Container], ...]
+
+    def write_source(self, *, is_long: bool = False) -> str:
+        """Return the expression that creates the container.
+
+        Args:
+            is_long: Whether each item is on a line of its own.
+        """
+        opening, prefix, closing, _ = CONTAINERS[self.kind]
+        items = [
+            prefix.format(key=key) + (item.write_source() if isinstance(item, Container) else item)
+            for key, item in self.items
+        ]
+        if self.kind == "nnx.data":  # the outer call marks nested attributes as data, too
+            items = [item.removeprefix("nnx.data") for item in items]
+        inner = "".join(f"\n{INDENT}{item}," for item in items) + "\n" if is_long else ", ".join(items)
+        return opening.format(name=self.name) + inner + (closing.lstrip(",") if is_long else closing).format()
+
+    def write_accesses(self, owner: str) -> dict[str, str]:
+        """Return expressions that read all items and nested items, by key.
+
+        Args:
+            owner: The expression of the container.
+        """
+        accesses = dict[str, str]()
+        for number, (key, item) in enumerate(self.items):
+            accesses[key] = owner + CONTAINERS[self.kind][3].format(key=key, number=number)
+            if isinstance(item, Container):
+                accesses |= item.write_accesses(accesses[key])
+        return accesses
+
+    def write_classes(self) -> Iterator[str]:
+        """Yield the definitions of its class and of nested containers' classes."""
+        if self.kind in _CLASSES:
+            yield _CLASSES[self.kind].format(name=self.name, keys=[key for key, _ in self.items])
+        for _, item in self.items:
+            if isinstance(item, Container):
+                yield from item.write_classes()
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the forward pass.
+
+    Args:
+        kinds: The kind of the layer and of its wrapper.
+        call: The expression of the result. `{l3}` stands for the contents of the layer `l3`.
+        value: The variable of the result.
+        shape: The shape of the result, without rows.
+        module: The name of the layer if it is a module with an output of this shape. Otherwise empty.
+    """
+
+    kinds: tuple[str, ...]
+    call: str
+    value: str
+    shape: Shape
+    module: str = ""
+
+
+# Pytrees and modules of flax.nnx share it, since only the syntax of contents differs (why: decisions/0140).
+@dataclass(frozen=True)
+class Model:
+    """A JAX model.
+
+    Args:
+        inputs: Its inputs.
+        parts: The lines of its forward pass, in order.
+        contents: Its weights and modules.
+        outputs: Its outputs.
+        keyword_inputs: Whether inputs are keyword arguments.
+    """
+
+    library: ClassVar[str] = "jax"
+    plan_inputs: ClassVar[str] = ""
+    optimizers: ClassVar[Mapping[str, int]] = {
+        "optax.sgd(0.05, momentum=0.9)": 6,
+        "optax.sgd(0.05)": 1,
+        "optax.sgd(0.05, momentum=0.9, nesterov=True)": 1,
+        "optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05))": 1,
+        "optax.adam(0.001)": 1,
+        "optax.adamw(0.001, mask=lambda weights: jax.tree.map(lambda w: w.ndim > 1, weights))": 1,
+        "optax.rmsprop(0.001, momentum=0.9)": 1,
+        "optax.lion(0.001)": 1,
+        "optax.masked(optax.sgd(0.05), lambda weights: jax.tree.map(lambda w: w.ndim > 1, weights))": 1,
+        "optax.adafactor(0.001, min_dim_size_to_factor=4)": 1,
+    }
+
+    precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
+    # JAX enables float64 for the whole process, which would change other models.
+    float64_lines: ClassVar[str] = ""
+
+    inputs: tuple[Value, ...]
+    parts: tuple[Line, ...]
+    contents: Container
+    outputs: tuple[Value, ...]
+    keyword_inputs: bool = False
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of all its layers, in order."""
+        return tuple(kind for part in self.parts for kind in part.kinds)
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The path of each layer's contents, by the layer's name."""
+        accesses = self.contents.write_accesses("").items()
+        return {name: re.sub(r"\['?(\w+)'?\]", r".\1", access).removeprefix(".") for name, access in accesses}
+
+    def write_data(self, rows: int) -> str:
+        """Return the expression that draws a batch from `rng`."""
+        if not self.keyword_inputs:
+            return write_batch(self.inputs, self.outputs, rows)
+        inputs = ", ".join(f"{value.name}={value.write_data(rows)}" for value in self.inputs)
+        return f"dict({inputs}), {write_one_or_list([value.write_data(rows) for value in self.outputs])}"
+
+    def write_forward(self, owner: str) -> list[str]:
+        """Return the lines of the forward pass.
+
+        Args:
+            owner: The expression of the contents.
+        """
+        accesses = self.contents.write_accesses(owner)
+        lines = [
+            f"{part.value} = " + re.sub(r"{(l\d+)}", lambda match: accesses[match[1]], part.call)
+            for part in self.parts
+        ]
+        return [*lines, f"return {write_one_or_list([value.name for value in self.outputs])}"]
+
+    def write_program(self, forward: str, setup: Sequence[str], model: str, optimizer: str) -> str:
+        """Return the program of `make_model`, which returns the model with its loss and optimizer.
+
+        Args:
+            forward: The definition of the forward pass.
+            setup: The first lines of `make_model`.
+            model: The expression of the model, with further arguments of `train_with`.
+            optimizer: The expression of the optimizer.
+        """
+        result = f"return train_with({model}, loss=loss, optimizer={optimizer})"
+        parts = [
+            "".join(self.contents.write_classes()).rstrip(),
+            *(source.rstrip() for name, source in HELPERS.items() if re.search(rf"\b{name}\(", forward)),
+            forward,
+            write_block("def loss(outputs, targets):", [f"return {write_losses(self.outputs, 'y')}"]),
+            write_block("def make_model():", [*setup, result]),
+        ]
+        return "\n\n\n".join(part for part in parts if part) + "\n"
+
+
+def write_block(first: str, lines: Sequence[str]) -> str:
+    """Return a line followed by indented lines."""
+    return "\n".join([first, *(INDENT + line if line else "" for text in lines for line in text.split("\n"))])

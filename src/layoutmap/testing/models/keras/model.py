@@ -1,0 +1,278 @@
+"""Keras models as values: layers, their calls, and the program that creates the model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from layoutmap.testing.models.maps import Shape
+from layoutmap.testing.models.values import Value, write_batch, write_one_or_list
+
+SGD = "keras.optimizers.SGD(0.05, momentum=0.9)"
+
+CUSTOM = {
+    "Scale": """\
+class Scale(L.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="random_normal", name="scale")
+
+    def call(self, x):
+        return x * (1 + self.scale)
+
+
+"""
+}
+"""Source of custom layers, by kind."""
+
+_IN_POLICY = """
+
+def make_model(make=make_model):
+    keras.config.set_dtype_policy({policy!r})
+    try:
+        return make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+"""
+_QUANTIZED = """
+
+def make_model(make=make_model):
+    model = make()
+    {first_call}model.quantize({mode!r})
+    return model
+"""
+_MERGE_LAYERS = ("Add", "Multiply", "Concatenate")  # their argument is a list
+_INDENT = "    "
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer.
+
+    Args:
+        kind: Its class in `keras.layers`, a key of `CUSTOM`, or `"Sequential"`.
+        options: Its constructor's arguments by name. Nested layers are instances of this class.
+        name: Its name. It is empty for nested layers.
+
+    Example:
+        >>> print(Layer("Bidirectional", (("layer", Layer("LSTM", (("units", 8),))),)).write_source())
+        L.Bidirectional(layer=L.LSTM(units=8))
+    """
+
+    kind: str
+    options: tuple[tuple[str, Any], ...] = ()
+    name: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of the layer and those of nested layers."""
+        values = [
+            value for _, option in self.options for value in (option if type(option) is tuple else [option])
+        ]
+        return (self.kind, *(kind for value in values if isinstance(value, Layer) for kind in value.kinds))
+
+    def write_source(self, name: str = "") -> str:
+        """Return the expression that creates the layer."""
+        options = dict(self.options) | ({"name": name} if name else {})
+        module = {"Sequential": "keras."}.get(self.kind, "" if self.kind in CUSTOM else "L.")
+        return f"{module}{self.kind}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+
+    __repr__ = write_source  # of a nested layer, in the options of another layer
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a layer.
+
+    Args:
+        value: The variable of the result.
+        layer: The layer's name.
+        inputs: The variables of the arguments.
+        shape: The shape of the result.
+        options: Further arguments, by name.
+    """
+
+    value: str
+    layer: str
+    inputs: tuple[str, ...]
+    shape: Shape
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Keras model.
+
+    Args:
+        style: `"functional"`, `"sequential"`, `"subclassed"` with layers in attributes, or `"listed"`, which is a
+            subclass with layers in a list.
+        inputs: Its inputs.
+        layers: Its layers, in the order of their first call.
+        calls: The calls of its layers, in order.
+        outputs: Its outputs.
+        named: Whether the program gives names to its layers.
+        lora: The layer that gets LoRA factors after the build. Empty: no layer.
+    """
+
+    library: ClassVar[str] = "keras"
+    imports: ClassVar[str] = """\
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+import keras
+import numpy as np
+
+L = keras.layers
+"""
+    optimizers: ClassVar[Mapping[str, int]] = {
+        SGD: 6,
+        "keras.optimizers.SGD(0.05)": 1,
+        "keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=1.0)": 1,
+        "keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, weight_decay=0.01)": 1,
+        "keras.optimizers.Adam(0.001)": 2,
+        "keras.optimizers.AdamW(0.001, global_clipnorm=1.0)": 1,
+        "keras.optimizers.RMSprop(0.001)": 1,
+        "keras.optimizers.Adafactor(0.001)": 1,
+        "keras.optimizers.Lion(0.001)": 1,
+    }
+
+    style: str
+    inputs: tuple[Value, ...]
+    layers: tuple[Layer, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[Value, ...]
+    named: bool = True
+    lora: str = ""
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of all layers, in order."""
+        return tuple(kind for layer in self.layers for kind in layer.kinds)
+
+    @property
+    def precisions(self) -> Mapping[str, str]:
+        """Lines that set a dtype policy or quantize the model."""
+        # Backends cannot create the orthogonal initial values of recurrent kernels in bfloat16.
+        has_recurrent = re.search("RNN|LSTM|GRU", str(self.kinds))
+        policies = ["mixed_bfloat16"] if has_recurrent else ["bfloat16", "mixed_bfloat16"]
+        lines = {policy: _IN_POLICY.format(policy=policy) for policy in policies}
+        if re.search("Dense|Embedding|Attention", str(self.kinds)):
+            first_call = f"model({self.plan_inputs})\n    " if self.is_subclassed else ""
+            lines |= {mode: _QUANTIZED.format(first_call=first_call, mode=mode) for mode in ("int8", "int4")}
+        return lines
+
+    @property
+    def float64_lines(self) -> str:
+        """Lines that set the dtype policy float64."""
+        return _IN_POLICY.format(policy="float64")
+
+    @property
+    def is_subclassed(self) -> bool:
+        """Whether it is a subclass of `keras.Model`, which creates its weights in the first call."""
+        return self.style in ("subclassed", "listed")
+
+    @property
+    def plan_inputs(self) -> str:
+        """The expression of the inputs of a subclassed model. Empty for other models."""
+        return write_one_or_list([_write_input(value) for value in self.inputs]) if self.is_subclassed else ""
+
+    @property
+    def layer_outputs(self) -> Mapping[str, Shape]:
+        """Output shapes of named layers that are called once, by layer path."""
+        num_calls = Counter(call.layer for call in self.calls) if self.named else {}
+        return {
+            self.get_path(call.layer): call.shape for call in self.calls if num_calls.get(call.layer) == 1
+        }
+
+    def write_data(self, rows: int) -> str:
+        """Return the expression that draws a batch from `rng`."""
+        return write_batch(self.inputs, self.outputs, rows)
+
+    def get_path(self, layer: str) -> str:
+        """Return the path of a layer in a model with named layers."""
+        return f"parts.{list(self._layers_by_name).index(layer)}" if self.style == "listed" else layer
+
+    def write_source(self, optimizer: str) -> str:
+        """Return the program of `make_model`, which returns the compiled model.
+
+        Args:
+            optimizer: The expression of the optimizer.
+        """
+        custom = "".join(CUSTOM[kind] for kind in dict.fromkeys(self.kinds) if kind in CUSTOM)
+        lines = ["model = Net()"] if self.is_subclassed else self._write_functional()
+        if self.style == "sequential":
+            parts = [_write_input(self.inputs[0]), *(self._write_layer(layer) for layer in self.layers)]
+            lines = ["model = keras.Sequential([", *(f"{_INDENT}{part}," for part in parts), "])"]
+        if self.lora and self.is_subclassed:
+            lora_layer = self._write_attribute("model", self.lora)
+            lines += [f"model({self.plan_inputs})", f"{lora_layer}.enable_lora(2)"]
+        elif self.lora:
+            lines.append(f"model.get_layer({self.lora!r}).enable_lora(2)")
+        losses = write_one_or_list([_write_loss(output) for output in self.outputs])
+        lines += [f"model.compile({optimizer}, {losses})", "return model"]
+        net = "\n".join([*self._write_class(), "\n\n"]) if self.is_subclassed else ""
+        return "\n".join([f"{custom}{net}def make_model():", *(_INDENT + line for line in lines), ""])
+
+    @cached_property
+    def _layers_by_name(self) -> Mapping[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    def _write_layer(self, layer: Layer) -> str:
+        return layer.write_source(layer.name if self.named else "")
+
+    def _write_attribute(self, owner: str, layer: str) -> str:
+        number = list(self._layers_by_name).index(layer)
+        return f"{owner}.parts[{number}]" if self.style == "listed" else f"{owner}.{layer}"
+
+    def _write_call(self, call: Call, layer: str) -> str:
+        inputs = ", ".join(call.inputs)
+        if self._layers_by_name[call.layer].kind in _MERGE_LAYERS:
+            inputs = f"[{inputs}]"
+        options = "".join(f", {key}={value!r}" for key, value in call.options)
+        return f"{call.value} = {layer}({inputs}{options})"
+
+    def _write_functional(self) -> list[str]:
+        lines = [f"{value.name} = {_write_input(value)}" for value in self.inputs]
+        num_calls, written = Counter(call.layer for call in self.calls), set[str]()
+        for call in self.calls:
+            layer = self._write_layer(self._layers_by_name[call.layer])
+            if num_calls[call.layer] > 1:  # assign a shared layer to a variable before its first call
+                lines += [] if call.layer in written else [f"{call.layer} = {layer}"]
+                written.add(call.layer)
+                layer = call.layer
+            lines.append(self._write_call(call, layer))
+        inputs = write_one_or_list([value.name for value in self.inputs])
+        return [*lines, f"model = keras.Model({inputs}, {self._result})"]
+
+    def _write_class(self) -> list[str]:
+        layers = [f"self.{layer.name} = {layer.write_source()}" for layer in self.layers]
+        if self.style == "listed":
+            layers = ["self.parts = [", *(f"{_INDENT}{layer.write_source()}," for layer in self.layers), "]"]
+        names = [value.name for value in self.inputs]
+        lines = [] if len(names) == 1 else [f"{', '.join(names)} = inputs"]
+        lines += [self._write_call(call, self._write_attribute("self", call.layer)) for call in self.calls]
+        return [
+            "class Net(keras.Model):",
+            f"{_INDENT}def __init__(self):",
+            *(2 * _INDENT + line for line in ["super().__init__()", *layers]),
+            "",
+            f"{_INDENT}def call(self, {names[0] if len(names) == 1 else 'inputs'}):",
+            *(2 * _INDENT + line for line in [*lines, f"return {self._result}"]),
+        ]
+
+    @property
+    def _result(self) -> str:
+        return write_one_or_list([value.name for value in self.outputs])
+
+
+def _write_input(value: Value) -> str:
+    return f"keras.Input({value.shape}{', dtype=' + repr('int32') if value.classes else ''})"
+
+
+def _write_loss(value: Value) -> str:
+    if value.classes:
+        return "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
+    return repr(value.loss)

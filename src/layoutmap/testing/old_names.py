@@ -1,0 +1,33 @@
+"""Old spellings of public names, which work with a warning until the next minor version."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+
+def warn_about_old_name(old: str, new: str) -> None:
+    """Warn that a name has a new spelling."""
+    warnings.warn(f"{old} has the new name {new}", DeprecationWarning, stacklevel=3)
+
+
+class OldMethodNames:
+    """A base class that lets subclasses define and call methods by their old names."""
+
+    old_names: ClassVar[Mapping[str, str]] = {}
+    """The new name of each method, by its old name."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for old in vars(cls).keys() & cls.old_names.keys():
+            warn_about_old_name(old, cls.old_names[old])
+            setattr(cls, cls.old_names[old], vars(cls)[old])
+
+    if not TYPE_CHECKING:  # otherwise type checkers would accept any method
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in self.old_names:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            warn_about_old_name(name, self.old_names[name])
+            return getattr(self, self.old_names[name])

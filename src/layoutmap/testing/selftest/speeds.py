@@ -1,0 +1,204 @@
+"""Measured speeds, as a table beside those of a machine file, and as a new machine file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from statistics import median
+from typing import Any
+
+import yaml
+
+from layoutmap.core.mesh import Mesh
+from layoutmap.core.text_table import size
+from layoutmap.cost.cost import duration
+from layoutmap.cost.machine import Device, Group, Machine, Network
+from layoutmap.testing.laws import Outcome
+from layoutmap.testing.schedule import LawResult
+
+COLUMNS = ("on", "what", "over", "measured", "expected")
+_MAX_SLOWDOWN = {True: 3, False: 10}
+"""How many times slower a collective may be than the machine file (True), or than on another mesh dim (False)."""
+_HEAD = """\
+# Written by layoutmap selftest. The bandwidth of a network is the median over all its collectives.
+# A network that was not measured has the bandwidth of the other one.
+"""
+_DEVICE_FIGURES = {"memory": ("memory", "B"), "memory_bandwidth": ("copy in memory", "B/s")}
+_FIELDS = {"memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth"}
+_STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "step": ("a step", duration),
+    "step_bytes": ("peak of a step", size),
+    "created_bytes": ("peak of creation", size),
+}
+LAW = "no collective is far slower than expected"
+_Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The measured speeds of an engine's devices.
+
+    Args:
+        engine: The engine's name.
+        node_size: The number of devices on a host.
+        results: The results with figures.
+        on: The device of a machine file to compare with, if the user chose one.
+        share_cores: Whether there are fewer cores than devices, so that one device slows another down.
+        predicted: The predicted cost of the measured step.
+    """
+
+    engine: str
+    node_size: int
+    results: Sequence[LawResult]
+    on: Device | None = None
+    share_cores: bool = False
+    predicted: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def has_enough_figures(self) -> bool:
+        """Whether there are enough figures for a machine file."""
+        return bool(self._collectives) and "memory" in self._best
+
+    @cached_property
+    def step(self) -> Mapping[str, Any]:
+        """The first measured step, or an empty mapping."""
+        return next((figure for figure in self.figures if "step" in figure), {})
+
+    @property
+    def figures(self) -> list[Mapping[str, Any]]:
+        """All measurements."""
+        return [figure for result in self.results for figure in result.outcome.figures]
+
+    @cached_property
+    def _collectives(self) -> dict[_Key, tuple[Mapping[str, Any], Group, float]]:
+        """The fastest collective of each kind, group size, and stride, with its group and bandwidth."""
+        collectives: dict[_Key, tuple[Mapping[str, Any], Group, float]] = {}
+        for figure in self.figures:
+            if "kind" not in figure:
+                continue
+            mesh = Mesh(None, figure["mesh"])
+            group = Machine(_make_unit_device(self.node_size), mesh.size).group(mesh, [figure["dim"]])
+            # At one byte per second, the seconds of a collective equal its bytes on the slowest network.
+            device = _make_unit_device(self.node_size, fast=1.0 if group.nodes == 1 else math.inf)
+            num_bytes = Machine(device, mesh.size).seconds(figure["kind"], figure["bytes"], group)
+            bandwidth = num_bytes / figure["seconds"]
+            key = figure["kind"], group.size, mesh.strides[mesh.dim_names.index(figure["dim"])]
+            if key not in collectives or bandwidth > collectives[key][2]:
+                collectives[key] = figure, group, bandwidth
+        return collectives
+
+    @cached_property
+    def _best(self) -> dict[str, float]:
+        """The best measurement of each figure that involves no mesh, by name."""
+        best: dict[str, float] = {}
+        for figure in self.figures:
+            named = {figure["dtype"]: figure["flops"]} if "dtype" in figure else figure
+            if "mesh" not in figure:
+                best |= {name: max(number, best.get(name, 0.0)) for name, number in named.items()}
+        return best
+
+    def judge_collectives(self) -> LawResult:
+        """Return the result of the law about slow collectives."""
+        first = self.results[0]
+        what, why = "held", "\n".join(self._describe_slow_collectives())
+        if self.share_cores:
+            what, why = "not tried", "there are more devices than cores: one slows another down"
+        elif not any(self._expect_bandwidth(key) for key in self._collectives):
+            what, why = "not tried", "there is nothing to compare with: no machine by --on, no other mesh dim"
+        elif why:
+            what, why = "wrong", f"{why}\nMeasure again: layoutmap selftest --only {first.subject}"
+        return LawResult(first.subject, first.seed, Outcome(LAW, what, why, 0.0))
+
+    def _describe_slow_collectives(self) -> Iterator[str]:
+        for key, (figure, _, bandwidth) in self._collectives.items():
+            expected = self._expect_bandwidth(key)
+            if expected and bandwidth * _MAX_SLOWDOWN[self.on is not None] < expected:
+                reference = f"{self.on.name} has" if self.on else "over other dims it has"
+                name = f"{_format_kind(figure)} over {figure['dim']} of {figure['mesh']}"
+                yield f"{name}: {_format_rate(bandwidth)}, and {reference} {_format_rate(expected)}"
+
+    def _expect_bandwidth(self, key: _Key) -> float | None:
+        """Return the bandwidth of the machine file, or the best bandwidth of the same kind over other mesh dims."""
+        group = self._collectives[key][1]
+        if self.on is not None:
+            return self.on.slow.bandwidth if group.nodes > 1 else self.on.fast.bandwidth_among(group.size)
+        others = [
+            bandwidth
+            for other, (_, g, bandwidth) in self._collectives.items()
+            if other != key and other[0] == key[0] and (g.nodes > 1) == (group.nodes > 1)
+        ]
+        return max(others, default=None)
+
+    def make_rows(self) -> list[list[str]]:
+        """Return a table row for each figure, beside the expected or predicted figure."""
+        rows: list[list[str]] = []
+        for key, (figure, group, bandwidth) in sorted(self._collectives.items()):
+            over = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
+            expected = self._expect_bandwidth(key) if self.on else None
+            what = f"{_format_kind(figure)} of {size(figure['bytes'])}"
+            rows.append(self._make_row(what, over, _format_rate, bandwidth, expected))
+        for name, number in self._best.items():
+            what, unit = _DEVICE_FIGURES.get(name, (f"product in {name}", "FLOP/s"))
+            expected = self.on and (self.on.flops.get(name) or getattr(self.on, _FIELDS.get(name, ""), None))
+            rows.append(
+                self._make_row(what, "one device", partial(_format_rate, unit=unit), number, expected)
+            )
+        for name, (what, write) in _STEP_FIGURES.items() if self.step else ():
+            predicted = self.predicted.get(name)
+            rows.append(self._make_row(what, self.step["mesh"], write, self.step[name], predicted))
+        return rows or [[self.engine, "not measured", "", "", ""]]
+
+    def _make_row(
+        self,
+        what: str,
+        over: str,
+        write: Callable[[float], str],
+        number: float | None,
+        expected: float | None,
+    ) -> list[str]:
+        figures = "not reported" if number is None else write(number), write(expected) if expected else ""
+        return [self.engine, what, over, *figures]
+
+    def to_machine_file(self, about: str) -> str:
+        """Return a machine file for `--on` with one device named `here`.
+
+        Args:
+            about: A description of the measurement.
+        """
+        best = dict(self._best)
+        device: dict[str, Any] = {"about": about}
+        device |= {name: f"{best.pop(name):.0f} {unit}" for name, (_, unit) in _DEVICE_FIGURES.items()}
+        device["flops"] = {dtype: f"{number:.0f} FLOP/s" for dtype, number in best.items()}
+        bandwidths = [(group.nodes > 1, bandwidth) for _, group, bandwidth in self._collectives.values()]
+        for network, is_far, where in (("fast", False, "in a host"), ("slow", True, "between hosts")):
+            measured = [bandwidth for between_hosts, bandwidth in bandwidths if between_hosts == is_far]
+            rate = median(measured or [bandwidth for _, bandwidth in bandwidths])
+            name = where + " (not measured)" * (not measured)
+            device[network] = {"name": name, "bandwidth": f"{rate:.0f} B/s"}
+        device["fast"]["devices"] = self.node_size
+        return _HEAD + yaml.safe_dump({"version": 1, "devices": {"here": device}}, sort_keys=False)
+
+
+def _format_kind(figure: Mapping[str, Any]) -> str:
+    return figure["kind"].replace("_", "-")
+
+
+def _make_unit_device(node_size: int, fast: float = 1.0) -> Device:
+    """Return a device that sends one byte per second."""
+    return Device("", "", 1, 1.0, {}, Network("", fast), Network("", 1.0), node_size)
+
+
+def _format_rate(number: float, unit: str = "B/s") -> str:
+    """Format a rate with three digits and a unit.
+
+    Example:
+        >>> _format_rate(4.5e11), _format_rate(989e12, "FLOP/s")
+        ('450 GB/s', '989 TFLOP/s')
+    """
+    for prefix in ("", "K", "M", "G", "T"):
+        if number < 1000 or prefix == "T":
+            return f"{number:.3g} {prefix}{unit}"
+        number /= 1000
+    raise AssertionError("unreachable")

@@ -1,0 +1,121 @@
+"""A process that tries laws: `python -m layoutmap.testing.worker ENGINE NUM_DEVICES MESH [LAW ...]`.
+
+It simulates NUM_DEVICES devices, or none for 0. If MESH is not empty, all cases use it. It first writes a line of JSON
+with its devices. Then it reads a subject and a seed from each line of stdin, and writes a line for each law and a line
+at the end of the case.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from layoutmap.core.errors import MeshError
+from layoutmap.core.mesh import Mesh
+from layoutmap.engines import get_engine
+from layoutmap.engines.launchers import launcher
+from layoutmap.scope.devices import devices as list_devices
+from layoutmap.scope.devices import simulate_devices
+from layoutmap.scope.process_group import Group
+from layoutmap.testing import models
+from layoutmap.testing.arrays import try_arrays
+from layoutmap.testing.faults import try_faults
+from layoutmap.testing.killed_saves import try_killed_saves
+from layoutmap.testing.laws import PRECISIONS, Outcome, find_missing_package, ignore_warnings, try_case
+from layoutmap.testing.models import EIGHT, Devices
+from layoutmap.testing.models.cases import Case
+from layoutmap.testing.products import describe_tf32
+from layoutmap.testing.speeds import describe_hosts, try_speeds
+from layoutmap.testing.subjects import WITHOUT_MODELS, get_subject
+
+_TRIES = {"speeds": try_speeds, "arrays": try_arrays, "saves": try_killed_saves, "faults": try_faults}
+DRAWN_OPTIMIZER = 4
+"""One case in this many uses a random optimizer. The others use SGD, which detects gradients of a wrong scale."""
+
+
+def draw_case(subject: str, seed: int, devices: Devices = EIGHT) -> Case:
+    """Return the case that a subject tries for a seed."""
+    case = models.draw(seed, get_subject(subject).library, devices)
+    return case.to_sgd() if seed % DRAWN_OPTIMIZER else case
+
+
+def try_seed(
+    subject: str, seed: int, laws: Collection[str] = (), devices: Devices = EIGHT
+) -> Iterator[tuple[Outcome, str]]:
+    """Yield the outcome of each law for the case of a seed, with the case's program if the law does not hold.
+
+    Args:
+        subject: A key of `SUBJECTS` or `WITHOUT_MODELS`.
+        seed: The seed.
+        laws: Laws of models. Empty: all laws.
+        devices: The devices.
+    """
+    if subject in WITHOUT_MODELS:
+        yield from _TRIES[subject.partition("-")[0]](get_subject(subject).engine, seed, devices)
+        return
+    try:
+        with ignore_warnings():
+            case = draw_case(subject, seed, devices)
+    except Exception as error:
+        missing = find_missing_package(error)
+        why = f"{missing} is not installed" if missing else traceback.format_exc(limit=-4)
+        yield Outcome("a case is drawn", "not tried" if missing else "failed", why, 0.0, missing=missing), ""
+        return
+    for outcome in try_case(case, laws):
+        tried_case = case.to_precision(PRECISIONS[outcome.law]) if outcome.law in PRECISIONS else case
+        yield outcome, str(tried_case) if outcome.is_suspicious else ""
+
+
+def main(arguments: list[str]) -> int:
+    """Try the seeds that stdin lists.
+
+    Args:
+        arguments: The engine, the number of simulated devices, the mesh, and laws.
+    """
+    engine, num_simulated, mesh, *laws = arguments
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # frameworks also print to file descriptor 1
+    if int(num_simulated):
+        simulate_devices(int(num_simulated), engine)
+    started_by = launcher()
+    is_alone = started_by is None or started_by.num_processes == 1
+    if engine == "jax" and started_by is not None and not is_alone:
+        import jax
+
+        if (
+            "JAX_COORDINATOR_ADDRESS" in os.environ
+        ):  # JAX cannot detect processes that no cluster manager started
+            jax.distributed.initialize(num_processes=started_by.num_processes, process_id=started_by.process)
+        else:
+            jax.distributed.initialize()
+    names = list_devices(engine)
+    devices = Devices(len(names), simulated=int(num_simulated) > 0 and is_alone, mesh=mesh)
+    if mesh and Mesh(None, mesh).size != len(names):
+        raise MeshError(f"{engine} has {len(names)} devices, and the mesh {mesh} has {Mesh(None, mesh).size}")
+    group = Group(get_engine(engine), all_devices := Mesh(names, {"all": len(names)}))
+    facts = describe_hosts(engine, group)
+    facts |= describe_tf32(engine, all_devices, simulated=int(num_simulated) > 0)
+    output.write(f"{json.dumps({'devices': names, 'facts': facts})}\n")
+    while line := group.first(lambda: [sys.stdin.readline()])[0]:  # only the first process has an input
+        subject, seed = line.split()
+        failures: list[dict[str, Any]] = []
+        for outcome, program in try_seed(subject, int(seed), laws, devices):
+            result = {"subject": subject, "seed": int(seed), "outcome": asdict(outcome), "program": program}
+            failures += [result] * outcome.is_suspicious
+            output.write(f"{json.dumps(result)}\n")
+        for number, text in enumerate(group.texts(json.dumps(failures))):
+            if number != group.number:
+                output.writelines(f"{json.dumps(result)}\n" for result in json.loads(text))
+        output.write(f"{json.dumps({'ended': seed})}\n")
+        gc.freeze()  # later collections skip the objects of frameworks and their caches, which takes less time
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
