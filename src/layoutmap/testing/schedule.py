@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO
 
 from layoutmap.testing.laws import LAWS, Outcome
@@ -217,24 +218,12 @@ class _WorkerProcess:
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         common = subject.make_environment(quick=self.is_quick, simulated=simulated)
         first, *others = ({**common, **schedule.settings, **environment} for environment in environments)
-        self._process = subprocess.Popen(
-            command,
-            env=first,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            process_group=0,  # a new group, so that its children can be killed
-        )
+        popen = partial(subprocess.Popen[str], command, stderr=self._errors, text=True)
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        # All processes are in one new group, so that they can be killed with their children.
+        self._process = popen(env=first, stdin=pipe, stdout=pipe, process_group=0)
         self._others = [
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                process_group=self._process.pid,
-            )
+            popen(env=environment, stdin=null, stdout=null, process_group=self._process.pid)
             for environment in others
         ]
 
