@@ -295,10 +295,10 @@ positional arguments:
     search    Find the layout map with the fastest training step on a machine, and compare it with
               built-in expert maps.
     checkpoint
-              Show, verify, relayout and export what was saved; no framework is loaded.
+              Show, verify, relayout, and export checkpoints without loading a framework.
     devices   List the devices of this process, and its number in a job of several.
-    selftest  Try on the devices here, for minutes, whether layouts compute what one device
-              computes, and how fast.
+    selftest  Check on these devices that sharded models compute the same numbers as one device,
+              and measure speeds.
     presets   List the presets of rules, and the published models that can be planned by name.
     schema    Print the JSON Schema of rules files, for editors, or check such files.
     completion
