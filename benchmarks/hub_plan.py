@@ -29,7 +29,7 @@ def plan_model(name: str) -> None:
 
     layout_map = lm.LayoutMap.preset("llama", lm.Mesh(None, MESH))
     before = read_peak_bytes()
-    seconds, plan = time_call(lambda: lm.plan(zoo.model(name).make, layout_map, library="keras"))
+    seconds, plan = time_call(lambda: lm.plan(zoo.find_model(name).make, layout_map, library="keras"))
     mib = (read_peak_bytes() - before) / 2**20
     print(f"{name:>11}  {len(plan):>5} variables  {seconds:.2f} s  {mib:.0f} MiB  {plan!r}")
 

@@ -57,7 +57,7 @@ def write_page(path: Path) -> None:
     from layoutmap.rules import zoo
 
     def make():
-        model = zoo.model("llama3_405b").make()
+        model = zoo.find_model("llama3_405b").make()
         model.compile(optimizer="adamw")
         return model
 

@@ -74,7 +74,7 @@ def measure_search(name):
     from layoutmap.rules import zoo
 
     machine, batch, memory = CASES[name]
-    model, inputs = zoo.model(name), make_inputs(name, batch)
+    model, inputs = zoo.find_model(name), make_inputs(name, batch)
     lower, building = module.lower_step, []
 
     def lower_timed(*args, **options):
@@ -217,7 +217,7 @@ def compare_orders():
         batch_dim = "data" if "data" in layout_map.mesh else None
         options = {"inputs": batch, "batch_dim": batch_dim, "optimizer": optimizer, "library": "jax"}
         lowered = lm.lower_step(lambda: Stack(nnx.Rngs(0)), layout_map, **options)
-        plan = lowered.plan(layout_map).with_cost(
+        plan = lowered.plan(layout_map).add_cost(
             lowered.count(layout_map), machine_named("h100:8"), batch_dim
         )
         by_cost[name] = plan.cost.serial_seconds

@@ -191,7 +191,7 @@ def measure_plans():
         ("llama3_8b", "data=8,model=8", 64, 2048, (None, False, True)),
         ("llama3_405b", "data=512,model=8", 512, 4096, (None, False)),
     ):
-        model = zoo.model(name)
+        model = zoo.find_model(name)
         names = ("token_ids", "padding_mask")
         inputs = {each: keras.Input(batch_shape=(rows, length), dtype="int32") for each in names}
         layout_map = lm.LayoutMap.preset("llama", lm.Mesh(None, mesh), fsdp_dim="data")

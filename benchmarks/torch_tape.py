@@ -60,7 +60,7 @@ def measure_method(method: str) -> None:
     """Create the shards by one method in this process, and print the measurements."""
     torch.set_num_threads(1)
     warm = Tape(1)
-    with warm.recording():
+    with warm.record_operations():
         layer = nn.Linear(8, 8).bfloat16()  # triggers torch's lazy imports
     warm.recipe(layer.weight).blocks([(slice(0, 8), slice(0, 4))])
     torch.manual_seed(0)
@@ -71,12 +71,12 @@ def measure_method(method: str) -> None:
         tensors = list(model.parameters())
     else:
         tape = Tape(tiles=method.startswith("tiles"))
-        with tape.recording():
+        with tape.record_operations():
             model = Model()
         recorded = time.process_time() - busy
         tensors = [
             tape.recipe(p).blocks([get_shard_index(p.shape, method.endswith("columns"))])[0]
-            if tape.holds(p)
+            if tape.is_deferred(p)
             else p
             for p in model.parameters()
         ]

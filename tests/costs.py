@@ -43,4 +43,4 @@ def plan(rules=None, found=None, mesh=MESH, on="h100:64", **changes):
     """The plan of the model, with its cost."""
     rules = rules or {r".*up\.kernel": ("data", "model"), "tokens": ("model", None)}
     made = make_plan(weights(), lm.LayoutMap(mesh, rules))
-    return made.with_cost(Cost(step(found, mesh, **changes), machine_for(on, mesh)))
+    return made.add_cost(Cost(step(found, mesh, **changes), machine_for(on, mesh)))

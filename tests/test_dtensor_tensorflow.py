@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import layoutmap as lm
 from layoutmap.core.errors import EngineError, LayoutError
-from layoutmap.core.layout import Layout, as_layout
+from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.dtensor import call_with_layout, copy_to_mesh, fetch_layout, pack, relayout, run_on, unpack
 from layoutmap.engines.tensorflow.engine import engine
@@ -43,10 +43,10 @@ def test_layouts_and_meshes_may_be_tensorflows_own():
     ]
     for tensor in made:
         assert own == dtensor.fetch_layout(tensor)
-        assert as_layout(own) == fetch_layout(tensor)
+        assert convert_layout(own) == fetch_layout(tensor)
         assert_same_bits(values, engine().to_numpy(tensor))
     with run_on(own_mesh(), engine="tensorflow"):
-        assert_like(Layout.replicated(as_layout(own).mesh, 1), tf.ones(3) + 1)
+        assert_like(Layout.replicated(convert_layout(own).mesh, 1), tf.ones(3) + 1)
 
 
 def test_components_are_those_of_tensorflow():

@@ -115,7 +115,7 @@ def use_layout(layout):
     assert layout == lm.Layout.from_str(layout.serialized_string())
     assert layout.mesh == lm.Mesh.from_proto(layout.mesh_proto())
     assert f"{layout}{layout!r}".encode()
-    assert layout.shard_offset(0) is not None
+    assert layout.locate_shard(0) is not None
     assert repr(layout.is_fully_replicated())
 
 

@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from layoutmap.core.text_table import text_table
+from layoutmap.core.text_table import format_table
 from layoutmap.testing.laws import LAWS
 from layoutmap.testing.schedule import LawResult
 from layoutmap.testing.subjects import SUBJECTS, get_subject
@@ -53,7 +53,7 @@ def format_summary(counts: Counts) -> str:
         rows.append([get_subject(subject).title, cases, "", "", "", ""])
         for law, outcomes in subject_counts["laws"].items():
             rows.append(["", law, *(str(outcomes[each] or "") for each in OUTCOMES)])
-    return "\n".join(text_table(["", "law", *OUTCOMES], rows, OUTCOMES))
+    return "\n".join(format_table(["", "law", *OUTCOMES], rows, OUTCOMES))
 
 
 def publish(counts: Counts, command: str) -> None:

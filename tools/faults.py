@@ -59,7 +59,7 @@ FAULTS = (
         'if uneven == "error" or layout.rank != len(shape):\n        return layout',
         'if uneven == "error" or layout.rank != len(shape):\n'
         "        swapped = Layout(layout.sharding_specs[::-1], layout.mesh)\n"
-        "        return layout if swapped.rank != len(shape) or swapped.uneven_axes(shape) else swapped",
+        "        return layout if swapped.rank != len(shape) or swapped.find_uneven_axes(shape) else swapped",
         "nnx",
     ),
     Fault(
@@ -143,9 +143,9 @@ FAULTS = (
     Fault(
         "an axis that does not divide is no problem",
         "core/layout.py",
-        "    def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
+        "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
         '        """The axes of a shape of this rank that cannot be split evenly."""\n',
-        "    def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
+        "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
         '        """The axes of a shape of this rank that cannot be split evenly."""\n'
         "        return ()\n",
     ),

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from layoutmap.core.blocks import Ends, NumpyArray, assemble, ends_of
+from layoutmap.core.blocks import Ends, NumpyArray, assemble_blocks, get_slice_ends
 from layoutmap.core.errors import EngineError, LayoutError
-from layoutmap.core.layout import Layout, as_layout
-from layoutmap.core.mesh import Mesh, as_mesh
+from layoutmap.core.layout import Layout, convert_layout
+from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, engine_of_array, get_engine
 from layoutmap.scope.devices import default_engine_name
@@ -59,7 +59,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     References:
         `tf.experimental.dtensor.pack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/pack
     """
-    layout = as_layout(layout)
+    layout = convert_layout(layout)
     target = _choose_engine(tensors[0] if len(tensors) else None, engine)
     mesh = target.bind(layout.mesh)
     places = mesh.local_device_ids
@@ -87,16 +87,16 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))
     parts: dict[Ends, tuple[int, NumpyArray]] = {}
     for i, (place, component) in enumerate(zip(places, components, strict=True)):
-        number, same = parts.setdefault(ends_of(layout.shard_slices(shape, place)), (i, component))
+        number, same = parts.setdefault(get_slice_ends(layout.shard_slices(shape, place)), (i, component))
         if same.tobytes() != component.tobytes() and first.size:
             raise LayoutError(
                 f"pack: components {number} and {i} differ, but are the same shard",
-                facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.shard_offset(place)},
+                facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.locate_shard(place)},
                 why="devices that hold the same shard hold the same values",
                 fix=f"pass component {number} again as component {i}, or shard an axis over a further mesh dim",
             )
     variable = VariableSpec("pack", shape, str(first.dtype))
-    return target.from_shards(Assignment(variable, layout), lambda index: parts[ends_of(index)][1])
+    return target.from_shards(Assignment(variable, layout), lambda index: parts[get_slice_ends(index)][1])
 
 
 def unpack(tensor: Any) -> list[NumpyArray]:
@@ -123,10 +123,10 @@ def unpack(tensor: Any) -> list[NumpyArray]:
     """
     layout = fetch_layout(tensor)
     target = engine_of_array(tensor)
-    shards = {ends_of(index): values for index, values in target.to_shards(tensor)}
+    shards = {get_slice_ends(index): values for index, values in target.to_shards(tensor)}
     shape = tuple(tensor.shape)
     return [
-        shards[ends_of(layout.shard_slices(shape, place))]
+        shards[get_slice_ends(layout.shard_slices(shape, place))]
         for place in target.bind(layout.mesh).local_device_ids
     ]
 
@@ -153,7 +153,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
         `tf.experimental.dtensor.relayout`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/relayout
     """
-    return _choose_engine(tensor, engine).relayout(tensor, as_layout(layout))
+    return _choose_engine(tensor, engine).relayout(tensor, convert_layout(layout))
 
 
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
@@ -183,7 +183,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
             why="copy_to_mesh takes an unsharded tensor",
             fix="use relayout(tensor, layout)",
         )
-    return target.relayout(tensor, as_layout(layout))
+    return target.relayout(tensor, convert_layout(layout))
 
 
 def call_with_layout(
@@ -218,7 +218,7 @@ def call_with_layout(
     if layout is None:
         return fn(*args, **kwargs)
     array = next((each for each in (*args, *kwargs.values()) if _is_engine_array(each)), None)
-    return _choose_engine(array, engine).call(fn, as_layout(layout), args, kwargs)
+    return _choose_engine(array, engine).call(fn, convert_layout(layout), args, kwargs)
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def run_on(
         `tf.experimental.dtensor.run_on`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/run_on
     """
-    with _choose_engine(None, engine).run_on(as_mesh(mesh), draws):
+    with _choose_engine(None, engine).run_on(convert_mesh(mesh), draws):
         yield
 
 
@@ -311,4 +311,4 @@ def _to_numpy(tensor: Any) -> NumpyArray:
     if not _is_engine_array(tensor):
         return np.asarray(tensor)
     shards = list(engine_of_array(tensor).to_shards(tensor))
-    return assemble(shards, tuple(tensor.shape), shards[0][1].dtype)
+    return assemble_blocks(shards, tuple(tensor.shape), shards[0][1].dtype)

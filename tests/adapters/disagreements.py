@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
 
@@ -24,10 +24,10 @@ def held(engine: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, array in arrays.items():
         shards = {
-            str([(part.start, part.stop) for part in index]): checksum(values)
+            str([(part.start, part.stop) for part in index]): compute_checksum(values)
             for index, values in get_engine(engine).to_shards(array)
         }
-        found[name] = shards | {"gathered": checksum(get_engine(engine).to_numpy(array))}
+        found[name] = shards | {"gathered": compute_checksum(get_engine(engine).to_numpy(array))}
     return found
 
 

@@ -73,7 +73,7 @@ def winners(plan):
 @functools.cache
 def published_plan(name):
     """The plan of a published model with all that its preset shards, on a mesh that shards heads as far as may be."""
-    model = zoo.model(name)
+    model = zoo.find_model(name)
     mesh = lm.create_mesh(f"batch=64,model={HEADS.get(name, 8)}")
     return lm.plan(model.make, lm.LayoutMap.preset(model.preset, mesh, fsdp_dim="batch"), strict=True)
 
@@ -84,28 +84,30 @@ def num_parameters(plan):
     )
 
 
-@pytest.mark.parametrize("name", few(zoo.models(), "llama3_8b", "gemma_2b"))
+@pytest.mark.parametrize("name", few(zoo.list_models(), "llama3_8b", "gemma_2b"))
 def test_a_published_model_is_planned_without_a_problem(name):
     """Every weight has a rule and every rule a weight at full size, too; it has as many numbers as were published."""
     plan = published_plan(name)
 
     assert () == tuple(p for p in plan.problems if p.kind != "uneven")
     assert bool(plan.problems) == (name == "gemma_2b")  # its one head of keys and values is left whole
-    assert zoo.model(name).num_parameters == num_parameters(plan)
+    assert zoo.find_model(name).num_parameters == num_parameters(plan)
 
 
 def test_published_numbers_are_those_of_keras_hub():
     """Of those that it has values for; and each of its models has the preset of its family."""
-    kinds = {name: getattr(hub_models.hub, zoo.model(name).kind.partition(":")[2]) for name in OF_KERAS_HUB}
+    kinds = {
+        name: getattr(hub_models.hub, zoo.find_model(name).kind.partition(":")[2]) for name in OF_KERAS_HUB
+    }
 
     assert {
         name: kinds[name].presets[there]["metadata"]["params"] for name, there in OF_KERAS_HUB.items()
-    } == {name: zoo.model(name).num_parameters for name in OF_KERAS_HUB}
+    } == {name: zoo.find_model(name).num_parameters for name in OF_KERAS_HUB}
 
 
 def test_no_published_model_hides_something_of_keras_hub():
     """What `keras_hub:name` meant to the command line before there were published models, it means."""
-    assert [] == [name for name in zoo.models() if hasattr(keras_hub, name)]
+    assert [] == [name for name in zoo.list_models() if hasattr(keras_hub, name)]
 
 
 @pytest.mark.long

@@ -18,11 +18,11 @@ from layoutmap.rules import zoo
 # T5 of keras-hub 0.32 passes masks to its attention, which takes none.
 @pytest.mark.filterwarnings("ignore:Layer '.*' looks like it has unbuilt state:UserWarning")
 @pytest.mark.filterwarnings("ignore:Layer '.*_attention' .* was passed an input with a mask:UserWarning")
-@pytest.mark.parametrize("name", zoo.models())
+@pytest.mark.parametrize("name", zoo.list_models())
 def test_written_rules_give_the_layouts_that_were_chosen(name):
     """Planning with the rules of any choice gives each kind of weight just its layout, and its preset is found."""
     assert keras.backend.backend() == "jax"
-    known = zoo.model(name)
+    known = zoo.find_model(name)
     plan = lm.plan(lambda: known.make(dtype="bfloat16"), lm.LayoutMap("data=64"), library="keras")
     model, chance = Model(tuple(a.variable for a in plan.assignments)), random.Random(0)
     for grid in grids(64, 64, 8):

@@ -41,7 +41,7 @@ def state():
         list(_get_current_function_mode_stack()),
         list(_get_current_dispatch_mode_stack()),
         current(),
-        interception._recording(),
+        interception._list_recording_tapes(),
     )
 
 

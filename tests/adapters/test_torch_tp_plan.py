@@ -31,7 +31,7 @@ def check(layout_map, model):
     assert set(layout_map.activations) == met
     for path, shape in shapes.items():
         layout = layout_map[path]
-        assert layout is None or (len(shape), ()) == (layout.rank, tuple(layout.uneven_axes(shape)))
+        assert layout is None or (len(shape), ()) == (layout.rank, tuple(layout.find_uneven_axes(shape)))
     assert any("model" in layout.sharding_specs for layout in layout_map.values())
 
 

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from layoutmap.checkpoint.chunk_table import Chunk, checked_chunks, chunk_to_json
 from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.blocks import Index, assemble, block_shape, full_index, intersect
+from layoutmap.core.blocks import (
+    Index,
+    assemble_blocks,
+    compute_block_shape,
+    intersect_blocks,
+    make_full_index,
+)
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 
@@ -33,7 +39,7 @@ def chunks_saved(shape: tuple[int, ...], itemsize: int, layout: Layout) -> list[
     return [
         chunk
         for index in shards.values()
-        for chunk in chunks_of(index, chunk_shape(block_shape(index), itemsize, most, shape))
+        for chunk in chunks_of(index, chunk_shape(compute_block_shape(index), itemsize, most, shape))
     ]
 
 
@@ -61,9 +67,11 @@ def test_a_shard_on_another_mesh_consists_of_chunks(
         shape = (2 * shape[0], shape[1])
     first, second = data.draw(layouts_of(devices)), data.draw(layouts_of(devices))
     wanted = second.shard_slices(shape, data.draw(st.integers(0, second.mesh.size - 1)))
-    read = [chunk for chunk in chunks_saved(shape, itemsize, first) if intersect(chunk, wanted)]
+    read = [chunk for chunk in chunks_saved(shape, itemsize, first) if intersect_blocks(chunk, wanted)]
 
-    assert math.prod(block_shape(wanted)) == sum(math.prod(block_shape(chunk)) for chunk in read)
+    assert math.prod(compute_block_shape(wanted)) == sum(
+        math.prod(compute_block_shape(chunk)) for chunk in read
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,16 +91,18 @@ def test_chunks_of_other_shapes(shape: tuple[int, ...], axis: int | None) -> Non
     chunks = chunks_saved(shape, 4, plain)
     sharded = Layout([("x" if each == axis else None) for each in range(len(shape))], mesh)
     wanted = sharded.shard_slices(shape, 3)
-    read = [chunk for chunk in chunks if intersect(chunk, wanted)]
+    read = [chunk for chunk in chunks if intersect_blocks(chunk, wanted)]
 
-    assert math.prod(block_shape(wanted)) == sum(math.prod(block_shape(chunk)) for chunk in read)
+    assert math.prod(compute_block_shape(wanted)) == sum(
+        math.prod(compute_block_shape(chunk)) for chunk in read
+    )
     assert len(chunks) <= 1024
-    assert (1 << 14) <= min(4 * math.prod(block_shape(chunk)) for chunk in chunks)
+    assert (1 << 14) <= min(4 * math.prod(compute_block_shape(chunk)) for chunk in chunks)
 
 
 def checked(chunks: list[Index], shape: tuple[int, ...]) -> None:
     """Check the chunks of a variable as a manifest does, between two others."""
-    found = {"a": [full_index(shape)], "w": chunks, "z": [full_index(shape)]}
+    found = {"a": [make_full_index(shape)], "w": chunks, "z": [make_full_index(shape)]}
     rows = [[chunk_to_json(Chunk(0, 0, each, "0" * 16)) for each in own] for own in found.values()]
     checked_chunks([SavedVariable(path, shape, "uint8") for path in found], rows, [math.prod(shape)])
 
@@ -110,7 +120,7 @@ def test_chunks_that_do_not_are_refused(data: st.DataObject, shape: tuple[int, .
     lost = data.draw(st.integers(0, len(chunks) - 1))
     others = chunks[:lost] + chunks[lost + 1 :]
     elsewhere = data.draw(st.lists(indices(shape), max_size=2).filter(lambda new: new != [chunks[lost]]))
-    filling = [each for each in elsewhere if all(block_shape(each))]
+    filling = [each for each in elsewhere if all(compute_block_shape(each))]
     if [chunks[lost]] == filling:
         filling *= 2
 
@@ -127,7 +137,7 @@ def test_bytes_read_are_those_of_the_shards(tmp_path: Path) -> None:
     blocks = [(index, step.read("w", index)) for index in indices]
 
     assert value.nbytes == step.bytes_read
-    assert np.array_equal(value, assemble(blocks, value.shape, value.dtype))
+    assert np.array_equal(value, assemble_blocks(blocks, value.shape, value.dtype))
 
 
 def test_a_chunk_of_which_parts_are_wanted_is_read_once(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.blocks import block_of
-from layoutmap.core.text_table import size
+from layoutmap.core.blocks import split_numpy_index
+from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
 from layoutmap.saving.describe import Checkpoint
 
@@ -54,7 +54,7 @@ Checkpoint {directory}/step-100: 7 variables, 4.1 KiB
   step      100
   by        tests
   mesh      batch=2, model=4
-  files     1, {size(num_bytes)}
+  files     1, {format_bytes(num_bytes)}
   metadata  {{"loss": 25.0}}
   steps     20, 100
 
@@ -100,7 +100,7 @@ def test_an_index_is_what_numpy_takes(sizes: list[int], index: object):
     except IndexError:
         expected = "refused"
     try:
-        block, inner = block_of(index, array.shape)
+        block, inner = split_numpy_index(index, array.shape)
         found = array[block][inner].tolist()
     except lm.LayoutMapError:
         found = "refused"

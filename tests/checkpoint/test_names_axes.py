@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap.checkpoint.axes import Side, check_sides, fill, parse, solve
-from layoutmap.core.blocks import block_shape, full_index
+from layoutmap.core.blocks import compute_block_shape, make_full_index
 
 SIZES = {"a": 2, "b": 3, "c": 4}
 
@@ -41,7 +41,7 @@ def test_any_block_is_found_and_nothing_else_is_read(data: st.DataObject, both: 
     expected = moved(other, here, there)
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in expected.shape]
     index = tuple(slice(start, stop) for start, stop in ends)
-    result, read = np.full(block_shape(index), -1), list[int]()
+    result, read = np.full(compute_block_shape(index), -1), list[int]()
 
     def reading(block: tuple[slice, ...]) -> np.ndarray:
         read.append(other[block].size)
@@ -70,9 +70,9 @@ def test_one_of_equal_parts_is_filled_and_the_others_are_not(here: str, there: s
     expected = result.copy()
     expected[own] = other.T if there == "a b" else other.reshape(2, 3)
 
-    filled = fill(result, full_index(shape), left, right, SIZES, lambda block: other[block])
+    filled = fill(result, make_full_index(shape), left, right, SIZES, lambda block: other[block])
     back = np.full(other.shape, -1)
-    fill(back, full_index(other.shape), right, left, SIZES, lambda block: result[block])
+    fill(back, make_full_index(other.shape), right, left, SIZES, lambda block: result[block])
 
     assert (expected.tolist(), 6, other.tolist()) == (result.tolist(), filled, back.tolist())
 

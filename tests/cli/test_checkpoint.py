@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 import layoutmap as lm
 from layoutmap.checkpoint import relayout
 from layoutmap.cli.main import main
-from layoutmap.core.blocks import block_shape
+from layoutmap.core.blocks import compute_block_shape
 from layoutmap.core.variables import Kind
 
 PROCESSES = ("core",)
@@ -338,5 +338,5 @@ def test_the_blocks_of_values_are_those_of_the_new_shards(folder, capsys):
     index = found.plan["down.kernel"].layout.shard_slices((128, 64), 3)
     found.read("down.kernel", index)
 
-    assert (16, 64) == block_shape(index)
-    assert np.prod(block_shape(index)) * 4 == found.source.bytes_read
+    assert (16, 64) == compute_block_shape(index)
+    assert np.prod(compute_block_shape(index)) * 4 == found.source.bytes_read

@@ -12,9 +12,9 @@ import pytest
 import layoutmap as lm
 from layoutmap.cli.completion import OPTIMIZERS
 from layoutmap.cli.main import main
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 from layoutmap.rules import presets, zoo
-from layoutmap.rules.yaml_file import schema
+from layoutmap.rules.yaml_file import read_schema
 
 PROCESSES = ("jax",)
 pytestmark = [pytest.mark.every_case, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
@@ -219,7 +219,8 @@ def test_the_cost_of_a_step_is_printed_and_its_memory_is_in_the_exit_code(folder
     code, out, _ = run(capsys, "plan", "plan.json", "--device-memory", "1KiB")
     assert 1 == code
     assert (
-        f"does not fit: {size(plan.cost.step.peak_bytes)} of 1.0 KiB per device, at the peak of a step" in out
+        f"does not fit: {format_bytes(plan.cost.step.peak_bytes)} of 1.0 KiB per device, at the peak of a step"
+        in out
     )
     code, out, _ = run(capsys, "plan", *model, "--on", "mine.yaml:small:8")
     assert out.splitlines()[0] == run(capsys, "plan", *model, "--on", "mine.yaml")[1].splitlines()[0]
@@ -391,14 +392,14 @@ def test_help(arguments, capsys, monkeypatch):
 
 def test_the_schema_is_printed(capsys):
     """As it is, to be put into a file."""
-    assert (0, json.loads(schema())) == (main(["schema"]), json.loads(capsys.readouterr().out))
+    assert (0, json.loads(read_schema())) == (main(["schema"]), json.loads(capsys.readouterr().out))
 
 
 def test_a_published_model_needs_no_function_and_no_file(capsys):
     """Its preset lays it out, on any mesh, in any type; rules of one's own come first."""
     bert = ("plan", "keras_hub:bert_large", "--strict", "--mesh", "data=64,tp=8")
     code, out, err = run(capsys, *bert, "--model-dim", "tp", "--fsdp-dim", "data", "--dtype", "bfloat16")
-    model = zoo.model("bert_large")
+    model = zoo.find_model("bert_large")
     layout_map = lm.LayoutMap.preset("bert", lm.Mesh(None, "data=64,tp=8"), model_dim="tp", fsdp_dim="data")
     plan = lm.plan(lambda: model.make(dtype="bfloat16"), layout_map)
 
@@ -420,7 +421,9 @@ def test_presets_are_listed(capsys):
     lines = [line.split() for line in out.splitlines()]
 
     assert 0 == code
-    assert set(presets.names()) == {words[0] for words in lines if not words[0].startswith("keras_hub:")}
+    assert set(presets.list_presets()) == {
+        words[0] for words in lines if not words[0].startswith("keras_hub:")
+    }
     assert ["keras_hub:llama3_405b", "405,853,388,800"] in lines
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.cli.main import main
-from layoutmap.core.escaping import escaped
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import VariableSpec
 from layoutmap.scope.plan import make_plan
 
@@ -131,7 +131,7 @@ def failed(capsys, arguments):
     out, err = capsys.readouterr()
 
     assert (2, "") == (code, out)
-    assert escaped(err, keep="\n") == err
+    assert escape_text(err, keep="\n") == err
     return err
 
 

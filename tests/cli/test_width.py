@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.cli.main import main
-from layoutmap.core.text_table import text_table
+from layoutmap.core.text_table import format_table
 from layoutmap.core.variables import VariableSpec
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
@@ -167,8 +167,8 @@ def test_in_python_the_text_is_whole_and_a_width_can_be_had(run):
 )
 def test_a_table_of_anything_has_its_width(rows, width, drop):
     """However long its cells are; without a width nothing is lost."""
-    lines = text_table("abcd", rows, width=width, drop=sorted(drop))
-    full = text_table("abcd", rows)
+    lines = format_table("abcd", rows, width=width, drop=sorted(drop))
+    full = format_table("abcd", rows)
 
     assert all(len(line) <= width for line in lines[: 2 + len(rows)])
     assert lines == full if widest("\n".join(full)) <= width else lines != full

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from layoutmap.core.blocks import (
     Index,
-    assemble,
-    block_shape,
-    ends_of_all,
-    full_index,
-    intersect,
-    not_once,
-    with_ends,
+    assemble_blocks,
+    compute_block_shape,
+    find_coverage_error,
+    intersect_blocks,
+    make_full_index,
+    normalize_index,
+    stack_slice_ends,
 )
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.testing import strategies
@@ -35,7 +35,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Index:
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Index]:
     """All blocks of an array that is sharded in two, again and again, not always along the same axis: no grid."""
-    blocks = [full_index(shape)]
+    blocks = [make_full_index(shape)]
     for _ in range(draw(st.integers(0, 6))):
         block = blocks.pop(draw(st.integers(0, len(blocks) - 1)))
         axes = [axis for axis, part in enumerate(block) if part.stop - part.start > 1]
@@ -60,7 +60,7 @@ def test_blocks_assembled_are_the_array(data: st.DataObject, shape: tuple[int, .
     blocks = data.draw(cuts(shape))
     wanted = data.draw(st.none() | indices(shape))
 
-    made = assemble(((block, array[block]) for block in blocks), shape, array.dtype, wanted)
+    made = assemble_blocks(((block, array[block]) for block in blocks), shape, array.dtype, wanted)
 
     np.testing.assert_array_equal(array if wanted is None else array[wanted], made, strict=True)
 
@@ -76,7 +76,7 @@ def test_a_missing_or_a_doubled_block_is_an_error(data: st.DataObject, shape: tu
         wrong.append(blocks[doubled])
 
     with pytest.raises(LayoutMapError, match=r"gap|overlap"):
-        assemble([(block, array[block]) for block in wrong], shape, array.dtype)
+        assemble_blocks([(block, array[block]) for block in wrong], shape, array.dtype)
 
 
 @given(st.data(), array_shapes)
@@ -88,7 +88,7 @@ def test_each_element_in_one_block(data: st.DataObject, shape: tuple[int, ...]):
     counts = np.zeros(shape, int)
     for block in blocks:
         counts[block] += 1
-    found = not_once(*ends_of_all(blocks, len(shape)), full_index(shape))
+    found = find_coverage_error(*stack_slice_ends(blocks, len(shape)), make_full_index(shape))
 
     if found is None:
         assert (counts == 1).all()
@@ -118,7 +118,7 @@ def damaged(data: st.DataObject, blocks: list[Index], shape: tuple[int, ...]) ->
 def test_a_grid_that_nobody_could_count():
     """What blocks cover is found out in the memory of the blocks, though they cut each axis at other places."""
     corners = [tuple(slice(i, i + 1) for _ in range(12)) for i in range(1000)]
-    found = not_once(*ends_of_all(corners, 12), full_index((1000,) * 12))
+    found = find_coverage_error(*stack_slice_ends(corners, 12), make_full_index((1000,) * 12))
 
     assert found is not None
     assert 0 == found[1]
@@ -129,7 +129,7 @@ def test_a_gap_and_an_overlap_of_one_size_do_not_make_up_for_each_other():
     half = (slice(0, 2), slice(0, 3)), np.zeros((2, 3), int)
 
     with pytest.raises(LayoutMapError) as raised:
-        assemble([half, half], (4, 3), int)
+        assemble_blocks([half, half], (4, 3), int)
 
     assert """\
 2 blocks overlap at [0:2, 0:3]
@@ -141,13 +141,13 @@ def test_a_gap_and_an_overlap_of_one_size_do_not_make_up_for_each_other():
 def test_a_gap_is_named_by_its_place():
     """The message says which elements are missing."""
     with pytest.raises(LayoutMapError, match=re.escape("blocks leave a gap at [2:4, 0:3]")):
-        assemble([((slice(0, 2), slice(0, 3)), np.zeros((2, 3), int))], (4, 3), int)
+        assemble_blocks([((slice(0, 2), slice(0, 3)), np.zeros((2, 3), int))], (4, 3), int)
 
 
 def test_a_block_of_another_shape_than_its_place_is_an_error():
     """Values are never broadcast into a place that they do not fill."""
     with pytest.raises(LayoutMapError) as raised:
-        assemble([((slice(0, 4),), np.zeros(1))], (4,), float)
+        assemble_blocks([((slice(0, 4),), np.zeros(1))], (4,), float)
 
     assert """\
 a block of shape (1,) does not fit its place [0:4]
@@ -166,7 +166,7 @@ def test_the_distinct_shards_of_a_layout_are_the_array(layout, data: st.DataObje
         for index in (layout.shard_slices(shape, i) for i in range(layout.mesh.size))
     }
 
-    made = assemble([(index, array[index]) for index in shards.values()], shape, array.dtype)
+    made = assemble_blocks([(index, array[index]) for index in shards.values()], shape, array.dtype)
 
     np.testing.assert_array_equal(array, made, strict=True)
     assert layout.num_distinct_shards == len(shards)
@@ -180,7 +180,7 @@ def test_the_intersection_holds_what_is_in_both(data: st.DataObject, shape: tupl
     in_a[a], in_b[b] = True, True
     in_both = np.zeros(shape, bool)
 
-    both = intersect(a, b)
+    both = intersect_blocks(a, b)
     if both is not None:
         in_both[both] = True
 
@@ -195,10 +195,10 @@ def test_with_ends_picks_the_same_elements(data: st.DataObject, shape: tuple[int
     index = tuple(slice(data.draw(ends), data.draw(ends)) for _ in shape)
     array = numbered(shape)
 
-    complete = with_ends(index, shape)
+    complete = normalize_index(index, shape)
 
     np.testing.assert_array_equal(array[index], array[complete], strict=True)
-    assert array[index].shape == block_shape(complete)
+    assert array[index].shape == compute_block_shape(complete)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,6 @@ def test_with_ends_picks_the_same_elements(data: st.DataObject, shape: tuple[int
 def test_an_index_of_no_block_is_an_error(index: Index, why: str):
     """A step would be lost, and a missing axis guessed: both are refused."""
     with pytest.raises(LayoutMapError) as raised:
-        with_ends(index, (4, 3))
+        normalize_index(index, (4, 3))
 
     assert why == raised.value.why

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.core.blocks import block_shape, full_index, with_ends
-from layoutmap.core.uneven import fitted
-from layoutmap.core.variables import VariableSpec, itemsize
+from layoutmap.core.blocks import compute_block_shape, make_full_index, normalize_index
+from layoutmap.core.uneven import fit_layout
+from layoutmap.core.variables import VariableSpec, get_itemsize
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.scope.plan import make_plan
 
@@ -35,10 +35,10 @@ def test_numbers_of_numpy_do_not_wrap():
     assert 10_099 == lm.Layout(["x", "y"], lm.Mesh(None, "x=101,y=100")).offset_tuple_to_global_index(
         (small, np.int8(99))
     )
-    assert "(unsharded,)" == str(fitted(lm.Layout(["x"], lm.Mesh(None, "x=1000")), (small,), "replicate"))
-    assert (slice(0, 100),) == full_index((small,))
-    assert (200,) == block_shape((slice(np.int8(-100), small),))
-    assert all(type(n) is int for n in (*with_ends((slice(None),), (small,)),)[0].indices(100)[:2])
+    assert "(unsharded,)" == str(fit_layout(lm.Layout(["x"], lm.Mesh(None, "x=1000")), (small,), "replicate"))
+    assert (slice(0, 100),) == make_full_index((small,))
+    assert (200,) == compute_block_shape((slice(np.int8(-100), small),))
+    assert all(type(n) is int for n in (*normalize_index((slice(None),), (small,)),)[0].indices(100)[:2])
     assert all(type(n) is int for n in VariableSpec("k", large, "int8").shape)
 
 
@@ -77,13 +77,13 @@ def test_texts_of_numpy_are_written_as_plain_text():
 )
 def test_element_types_that_numpy_does_not_know_have_a_size(dtype: str, size: float):
     """The name says the bits, and how many elements are packed into one."""
-    assert size == itemsize(dtype)
+    assert size == get_itemsize(dtype)
 
 
 def test_an_unknown_element_type_is_refused():
     """The message says what to write."""
     with pytest.raises(lm.LayoutError, match="element type 'nope' is not known"):
-        itemsize("nope")
+        get_itemsize("nope")
 
 
 def test_a_map_reads_its_mesh_from_text():
@@ -191,7 +191,7 @@ def test_near_misses_have_a_bound():
     candidates = Candidates(["d1.kernel", "d2.kernel", "d1.bias"], most=5)
 
     assert [["d2.kernel"], ["d1.bias"], []] == [
-        candidates.nearest(text)[:1] for text in ("d2.kernal", "d1.bios", "d1.kernal")
+        candidates.find_nearest(text)[:1] for text in ("d2.kernal", "d1.bios", "d1.kernal")
     ]
 
 

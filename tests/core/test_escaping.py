@@ -12,10 +12,10 @@ import layoutmap as lm
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.specs import variable_specs
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.core.escaping import escaped
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
-from layoutmap.report.contents import Contents, contents_html
+from layoutmap.report.contents import Contents, format_html
 from layoutmap.scope.plan import make_plan
 
 HOSTILE = "a\x1b[31m\nforged: line\r\x9b2J\u202e\u2066\x07\t\x85\u2028b"
@@ -25,11 +25,11 @@ SCRIPTS = "größe 重み नमस्ते می‌خواهم 👩‍👩‍�
 @given(st.text(st.characters(exclude_categories=())))
 def test_nothing_of_control_is_left(text):
     """No control character, no separator of lines, no bidirectional control, no half of a surrogate pair."""
-    left = {c for c in escaped(text) if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Cs")}
+    left = {c for c in escape_text(text) if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Cs")}
 
     assert set() == left
-    assert set() == {c for c in escaped(text) if unicodedata.bidirectional(c) in _TURNING}
-    assert escaped(text) == escaped(escaped(text))
+    assert set() == {c for c in escape_text(text) if unicodedata.bidirectional(c) in _TURNING}
+    assert escape_text(text) == escape_text(escape_text(text))
 
 
 _TURNING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
@@ -37,7 +37,7 @@ _TURNING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 def test_letters_of_all_scripts_stay():
     """Accents, joined letters and joined emoji too."""
-    assert SCRIPTS == escaped(SCRIPTS)
+    assert SCRIPTS == escape_text(SCRIPTS)
 
 
 @given(st.text())
@@ -45,7 +45,7 @@ def test_escaped_json_is_the_same_json(text):
     """Escapes are those of JSON."""
     written = json.dumps(text, ensure_ascii=False)
 
-    assert text == json.loads(escaped(written))
+    assert text == json.loads(escape_text(written))
 
 
 def _plan(path):
@@ -72,7 +72,7 @@ def test_a_hostile_path_is_escaped_in_every_view(view):
     """A newline of a path starts no line of its own, and no control character is left."""
     text = VIEWS[view](_plan(HOSTILE))
 
-    assert escaped(text, keep="\n") == text
+    assert escape_text(text, keep="\n") == text
     assert [] == [line for line in text.splitlines() if line.startswith("forged")]
 
 
@@ -81,7 +81,7 @@ NOTEBOOK_VIEWS = {
     "difference": lambda name: _plan(name).diff(_plan(f"other{name}"))._repr_html_(),
     "lint": lambda name: _plan(name).lint()._repr_html_(),
     "layout map": lambda name: _layout_map(name)._repr_html_(),
-    "checkpoint": lambda name: contents_html(_contents(name)),
+    "checkpoint": lambda name: format_html(_contents(name)),
 }
 
 
@@ -107,12 +107,12 @@ def test_a_drawn_name_is_escaped_in_every_notebook_view(view, name):
     """The HTML of a notebook has no control character and no control of direction of a name."""
     html = NOTEBOOK_VIEWS[view](name)
 
-    assert escaped(html, keep="\n") == html
+    assert escape_text(html, keep="\n") == html
 
 
 def test_an_error_is_escaped_and_keeps_what_it_is_about():
     """The message is safe to print; what a program reads of it is as it was given."""
     error = LayoutMapError(f"{HOSTILE}: bad", facts={"path": HOSTILE}, why=HOSTILE, fix=HOSTILE)
 
-    assert escaped(str(error), keep="\n") == str(error)
+    assert escape_text(str(error), keep="\n") == str(error)
     assert (f"{HOSTILE}: bad", HOSTILE) == (error.what, error.facts["path"])

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from layoutmap.core.folders import hidden_folder
+from layoutmap.core.folders import open_hidden_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from layoutmap.core.folders import hidden_folder
-with hidden_folder(Path(sys.argv[1]), sys.argv[2]):
+from layoutmap.core.folders import open_hidden_folder
+with open_hidden_folder(Path(sys.argv[1]), sys.argv[2]):
     print("there", flush=True)
     sys.stdin.read()
 """
@@ -35,7 +35,7 @@ def test_only_folders_of_ended_processes_go(tmp_path):
         (tmp_path / name).mkdir()
     assert (tmp_path / f".model.{'b' * 16}").is_dir()
 
-    with hidden_folder(target, "d" * 16) as hidden:
+    with open_hidden_folder(target, "d" * 16) as hidden:
         assert {path.name for path in tmp_path.iterdir()} == others | {f".model.{'a' * 16}", hidden.name}
     living.communicate()
 
@@ -43,7 +43,7 @@ def test_only_folders_of_ended_processes_go(tmp_path):
 
 
 def fill_in_part(target):
-    with hidden_folder(target, "a" * 16) as hidden:
+    with open_hidden_folder(target, "a" * 16) as hidden:
         (hidden / "file").touch()
         raise ValueError(hidden.name)
 

@@ -77,7 +77,7 @@ def test_shards_are_what_numpy_splits_off(layout: Layout, data: st.DataObject):
     at = layout.mesh.unravel_index()[device]
     expected = array
     for axis in range(layout.rank):
-        for dim in layout.mesh_dims_of(axis):
+        for dim in layout.list_mesh_dims(axis):
             expected = np.split(expected, layout.mesh.dim_size(dim), axis)[at[dim]]
 
     index = layout.shard_slices(shape, device)
@@ -96,7 +96,7 @@ def test_offsets_number_the_shards(layout: Layout):
     copies = layout.mesh.size // layout.num_distinct_shards
 
     assert sorted(list(range(layout.num_distinct_shards)) * copies) == sorted(numbers)
-    assert offsets == [layout.shard_offset(i) for i in range(layout.mesh.size)]
+    assert offsets == [layout.locate_shard(i) for i in range(layout.mesh.size)]
     for offset, number in zip(offsets, numbers, strict=True):
         expected = np.ravel_multi_index(offset, layout.shard_counts) if layout.rank else 0
         assert expected == number
@@ -392,7 +392,7 @@ def test_an_axis_that_does_not_divide_is_named(layout: Layout, data: st.DataObje
     with pytest.raises(LayoutError) as raised:
         layout.shard_shape(shape)
 
-    assert (axis,) == layout.uneven_axes(shape)
+    assert (axis,) == layout.find_uneven_axes(shape)
     assert f"layout: axis {axis} cannot be split evenly" == raised.value.what
     padded = int(raised.value.fix.split(",")[0].rsplit(" ", 1)[1])
     assert 0 == padded % layout.num_shards(axis)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layoutmap as lm
-from layoutmap.core.uneven import derived_layout, fitted
+from layoutmap.core.uneven import derive_layout, fit_layout
 from layoutmap.testing import strategies
 
 
@@ -22,37 +22,37 @@ def asked(draw):
 def test_what_is_taken_fits_and_is_part_of_what_was_asked(drawn):
     """Axes that divide stay as they were; of the others, "shrink" takes the most shards there are, "replicate" none."""
     layout, shape = drawn
-    uneven = layout.uneven_axes(shape)
-    shrunk, whole = (fitted(layout, shape, how) for how in ("shrink", "replicate"))
+    uneven = layout.find_uneven_axes(shape)
+    shrunk, whole = (fit_layout(layout, shape, how) for how in ("shrink", "replicate"))
 
-    assert layout == fitted(layout, shape, "error")
-    assert ((), ()) == (shrunk.uneven_axes(shape), whole.uneven_axes(shape))
+    assert layout == fit_layout(layout, shape, "error")
+    assert ((), ()) == (shrunk.find_uneven_axes(shape), whole.find_uneven_axes(shape))
     for axis, size in enumerate(shape):
-        dims = layout.mesh_dims_of(axis)
-        taken = shrunk.mesh_dims_of(axis)
+        dims = layout.list_mesh_dims(axis)
+        taken = shrunk.list_mesh_dims(axis)
         if axis not in uneven:
-            assert dims == taken == whole.mesh_dims_of(axis)
+            assert dims == taken == whole.list_mesh_dims(axis)
             continue
         subsets = itertools.chain.from_iterable(itertools.combinations(dims, n) for n in range(len(dims) + 1))
         counts = [math.prod(layout.mesh.dim_size(d) for d in subset) for subset in subsets]
         assert max(n for n in counts if size % n == 0) == shrunk.num_shards(axis)
         assert tuple(d for d in dims if d in taken) == taken
-        assert () == whole.mesh_dims_of(axis)
+        assert () == whole.list_mesh_dims(axis)
 
 
 def test_a_layout_of_another_rank_stays():
     """Its error is about the rank."""
     layout = lm.Layout(["model"], lm.Mesh(None, "model=4"))
 
-    assert layout == fitted(layout, (3, 3), "shrink")
+    assert layout == fit_layout(layout, (3, 3), "shrink")
 
 
 def test_an_axis_made_of_several_follows_the_first():
     """Heads and features that were made one axis are sharded along the heads."""
     kernel = lm.Layout([None, "model", "batch"], lm.Mesh(None, "batch=2,model=4"))
 
-    assert ("unsharded", "model") == derived_layout(kernel, ((0,), (1, 2))).sharding_specs
-    assert ("batch", "model", "unsharded") == derived_layout(kernel, ((2,), (1,), ())).sharding_specs
+    assert ("unsharded", "model") == derive_layout(kernel, ((0,), (1, 2))).sharding_specs
+    assert ("batch", "model", "unsharded") == derive_layout(kernel, ((2,), (1,), ())).sharding_specs
 
 
 @pytest.mark.parametrize(

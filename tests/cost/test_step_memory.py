@@ -25,7 +25,7 @@ from step_models import (
 )
 
 import layoutmap as lm
-from layoutmap.core.variables import itemsize
+from layoutmap.core.variables import get_itemsize
 from layoutmap.cost.jax.counting import flops_of
 from layoutmap.cost.jax.memory import upper_bound
 from layoutmap.cost.jax.partitioned import read
@@ -174,7 +174,7 @@ def test_argument_bytes_are_the_shards():
     """A step is given the shards of weights, slots and the batch: the bytes of the plan."""
     step = lowered(Block, optimizer=optax.adam(1e-3))
     layout_map = lm.LayoutMap(MESH, MEGATRON)
-    shards = step.plan(layout_map).device_bytes + ROWS // 4 * WIDTH * itemsize("float32")
+    shards = step.plan(layout_map).device_bytes + ROWS // 4 * WIDTH * get_itemsize("float32")
     assert shards == step.count(layout_map).argument_bytes
 
 

@@ -16,7 +16,7 @@ import forked
 import numpy as np
 
 import layoutmap.dtensor
-from layoutmap.core.blocks import assemble
+from layoutmap.core.blocks import assemble_blocks
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer, Program
 from layoutmap.core.layout import Layout
@@ -216,4 +216,4 @@ def check(results: Sequence[Any], devices_each: int = 4) -> None:
         expected = values[f"{name}.expected"]
         blocks = [(tuple(slice(*pair) for pair in ends), shard) for ends, shard in shards.items()]
 
-        assert_same_bits(expected, assemble(blocks, expected.shape, expected.dtype))
+        assert_same_bits(expected, assemble_blocks(blocks, expected.shape, expected.dtype))

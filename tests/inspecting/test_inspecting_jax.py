@@ -53,7 +53,7 @@ def test_arrays_that_jax_alone_has_placed_have_the_layouts_that_they_were_given(
     theirs = jax.sharding.Mesh(grid, tuple(map(THEIR, plan.mesh.dim_names)))
     expected = {}
     for path, variable in get_adapter("jax").variables(model).items():
-        dims = [plan[path].layout.mesh_dims_of(axis) for axis in range(plan[path].layout.rank)]
+        dims = [plan[path].layout.list_mesh_dims(axis) for axis in range(plan[path].layout.rank)]
         specs = [tuple(map(THEIR, each)) or None for each in dims]
         variable.replace(put(variable.array, *specs, mesh=theirs))
         expected[path] = lm.Layout(

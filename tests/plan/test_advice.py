@@ -30,7 +30,7 @@ def narrowed(variables, dtype):
 def test_advice_needs_what_it_says(drawn, share):
     """Planned so, in Python or by a rules file and options, a device holds just that; what fits comes first."""
     variables, layout_map, plan = drawn
-    verdict = plan.judged(device_memory=max(1, int(share * plan.memory.total))).verdict
+    verdict = plan.set_limits(device_memory=max(1, int(share * plan.memory.total))).verdict
     for each in verdict.advice:
         taken, options, _ = advice.in_python(each.python, layout_map)
         of_model = narrowed(variables, options.pop("dtype")) if "dtype" in options else variables
@@ -57,7 +57,7 @@ LLAMA = [
 
 def advised(layout_map, variables=LLAMA, share=0.5):
     plan = make_plan(variables, layout_map)
-    return plan.judged(device_memory=int(share * plan.memory.total)).verdict
+    return plan.set_limits(device_memory=int(share * plan.memory.total)).verdict
 
 
 def test_a_preset_is_changed_by_its_options():
@@ -106,7 +106,7 @@ def test_what_was_counted_is_in_the_file_of_a_plan():
     assert made.cost is not None
     made = replace(made, cost=replace(made.cost, tried=tried, untried=("half the batch",)))
     short, again = (
-        plan.judged(device_memory=25 * costs.GIB) for plan in (made, lm.Plan.from_json(made.to_json()))
+        plan.set_limits(device_memory=25 * costs.GIB) for plan in (made, lm.Plan.from_json(made.to_json()))
     )
 
     assert tried == again.verdict.advice

@@ -195,7 +195,7 @@ def test_no_change_is_lost_where_repeated_blocks_are_one(drawn):
     """The rows of the text stand for as many changes as there are."""
     diff = drawn[0].diff(drawn[1])
 
-    assert len(diff) == sum(count for count, _ in diff.grouped)
+    assert len(diff) == sum(count for count, _ in diff.grouped_changes)
     assert bool(diff) == bool(diff.changes)
 
 

@@ -148,7 +148,7 @@ def test_each_slip_is_found_where_it_is(name):
 def with_fully_shard(layout):
     """A layout with the data dim on axis 0, too, as torch's `fully_shard` adds it: behind the dims that are there."""
     specs = list(layout.sharding_specs)
-    dims = layout.mesh_dims_of(0)
+    dims = layout.list_mesh_dims(0)
     specs[0] = (*dims, "data")
     return Layout(specs, layout.mesh)
 

@@ -33,7 +33,7 @@ def test_what_could_be_sharded_can_be(drawn):
         specs[cut.axis] = cut.dim
         layout = Layout(specs, plan.mesh)
         assert cut.assignment.layout.is_fully_replicated()
-        assert () == layout.uneven_axes(variable.shape)
+        assert () == layout.find_uneven_axes(variable.shape)
         shard = VariableSpec("shard", layout.shard_shape(variable.shape), variable.dtype)
         assert cut.saved_bytes == variable.global_bytes - shard.global_bytes
     assert sorted((cut.saved_bytes for cut in cuts), reverse=True) == [cut.saved_bytes for cut in cuts]

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 
 import layoutmap as lm
-from layoutmap.core.uneven import fitted
+from layoutmap.core.uneven import fit_layout
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.problems import Problem, group_problems
-from layoutmap.report.rows import plan_rows
+from layoutmap.report.rows import make_rows
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.testing import strategies
 
@@ -191,7 +191,7 @@ def test_a_map_that_says_that_the_rest_is_replicated_is_strict():
             '  because     no rule matches, so it is replicated, as layout_map.rest = "replicated" says'
             in (each.explain("d1.bias").splitlines())
         )
-        assert ["1", "the rest", "the rest"] == [row.rule for row in plan_rows(each)]
+        assert ["1", "the rest", "the rest"] == [row.rule for row in make_rows(each)]
     layout_map["typo"] = (None,)
     with pytest.raises(lm.PlanError, match=r"rule 2  typo: matches no variable"):
         make_plan([weight("d1.kernel"), weight("d1.bias", (6,))], layout_map).check(strict=True)
@@ -269,7 +269,7 @@ def test_one_more_problem():
     plan = plan_of([weight("d1.kernel")], {".*": (None, "model")})
     problem = Problem("not built", "warning", "m", "m: 1 layers have no weights yet: d2")
 
-    assert (problem,) == plan.with_problem(problem).problems
+    assert (problem,) == plan.add_problem(problem).problems
     assert () == plan.problems
 
 
@@ -287,7 +287,7 @@ def test_every_variable_is_assigned_exactly_once_in_order(drawn):
         if rule is None:
             assert a.layout.is_fully_replicated()
         else:
-            assert fitted(rule.layout, a.variable.shape, rule.uneven) == a.layout
+            assert fit_layout(rule.layout, a.variable.shape, rule.uneven) == a.layout
 
 
 @given(strategies.plans())
@@ -302,16 +302,16 @@ def test_a_derived_variable_follows_unless_a_rule_is_meant_for_it(drawn):
         of_parent = layout_map.matching_rules(v.parent)
         meant = [r for r in layout_map.matching_rules(v.path) if r not in of_parent]
         if meant and v.kind is not Kind.SLOT:
-            assert fitted(meant[0].layout, v.shape, meant[0].uneven) == a.layout
+            assert fit_layout(meant[0].layout, v.shape, meant[0].uneven) == a.layout
             continue
         assert a.match is None
         if v.axes is None:
             assert parent.layout == a.layout
         elif parent.layout.rank == len(v.parent_shape):
             for axis, (of,) in enumerate(v.axes):
-                asked = parent.layout.mesh_dims_of(of)
-                assert set(a.layout.mesh_dims_of(axis)) <= set(asked)
-                assert v.shape[axis] % parent.layout.num_shards(of) or asked == a.layout.mesh_dims_of(axis)
+                asked = parent.layout.list_mesh_dims(of)
+                assert set(a.layout.list_mesh_dims(axis)) <= set(asked)
+                assert v.shape[axis] % parent.layout.num_shards(of) or asked == a.layout.list_mesh_dims(axis)
 
 
 @given(strategies.plans())

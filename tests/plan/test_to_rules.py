@@ -10,7 +10,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.to_rules import rules_of_plan
+from layoutmap.plan.to_rules import derive_rules
 
 MESH = Mesh("data=2,model=4")
 PARTS = st.sampled_from(
@@ -41,7 +41,7 @@ def layouts(table):
 def test_a_plan_with_them_has_the_layouts_that_were_found(found):
     """Whatever paths share, each variable gets its own layout; what is replicated needs no rule."""
     plan = plan_of(found)
-    rules = rules_of_plan(plan)
+    rules = derive_rules(plan)
 
     assert layouts(plan) == layouts(make_table([a.variable for a in plan.assignments], rules))
     assert len(rules) <= sum(specs != (None, None) for specs in found.values())
@@ -60,7 +60,7 @@ def test_blocks_and_layers_that_are_alike_share_a_rule():
         r".*\.out\.kernel$": ("model", None),
     } == {
         rule.pattern: tuple(s if s != "unsharded" else None for s in rule.layout.sharding_specs)
-        for rule in rules_of_plan(plan_of(found)).rules
+        for rule in derive_rules(plan_of(found)).rules
     }
 
 
@@ -70,11 +70,9 @@ def test_what_is_derived_has_a_rule_only_if_it_does_not_follow():
     plan = plan_of({"up.kernel": parent, "up.lora_b": (None, "model")}, **{"up.lora_b": follows})
     moved = plan_of({"up.kernel": parent, "up.lora_b": ("data", None)}, **{"up.lora_b": follows})
 
-    assert 1 == len(rules_of_plan(plan))
-    assert 2 == len(rules_of_plan(moved))
-    assert layouts(moved) == layouts(
-        make_table([a.variable for a in moved.assignments], rules_of_plan(moved))
-    )
+    assert 1 == len(derive_rules(plan))
+    assert 2 == len(derive_rules(moved))
+    assert layouts(moved) == layouts(make_table([a.variable for a in moved.assignments], derive_rules(moved)))
 
 
 def test_slots_and_aliases_need_no_rule():
@@ -88,7 +86,7 @@ def test_slots_and_aliases_need_no_rule():
         },
         **{"optimizer.up.kernel.mu": slot, "up.kernel": {"aliases": ("head.kernel", "tail.down.kernel")}},
     )
-    rules = rules_of_plan(plan)
+    rules = derive_rules(plan)
 
     assert 1 == len(rules)
     assert layouts(plan) == layouts(make_table([a.variable for a in plan.assignments], rules))
@@ -100,7 +98,7 @@ def test_no_rule_is_left_that_decides_nothing():
         {"l0.kernel": (None, "model"), "l1.kernel": (None, "model"), "l2.layer.kernel": (None, "model")},
         **{"l2.layer.kernel": {"aliases": ("l2.kernel",)}},
     )
-    rules = rules_of_plan(plan)
+    rules = derive_rules(plan)
     planned = make_table([a.variable for a in plan.assignments], rules)
 
     assert layouts(plan) == layouts(planned)
@@ -113,4 +111,4 @@ def test_a_layout_that_no_rule_gives_is_refused_by_name():
     packed = {"parent": "up.kernel", "axes": ((), (1,)), "parent_shape": (8, 8)}
 
     with pytest.raises(RuleError, match=r"up\.kernel: no rules give it its layout"):
-        rules_of_plan(plan_of({"up.kernel": ("data", None)}, **{"up.kernel": packed}))
+        derive_rules(plan_of({"up.kernel": ("data", None)}, **{"up.kernel": packed}))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import layoutmap as lm
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.problems import Problem
-from layoutmap.report.page.page import _SCRIPTS, plan_page
-from layoutmap.report.rows import plan_rows
+from layoutmap.report.page.page import _SCRIPTS, make_plan_page
+from layoutmap.report.rows import make_rows
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -113,7 +113,9 @@ def test_paths_are_data_and_nothing_else(paths):
     plan = make_plan(
         [VariableSpec(p, (6,), "float32", aliases=(f"{p}'",)) for p in paths], lm.LayoutMap(MESH)
     )
-    page = plan_page(plan, [Problem("lint", "warning", p, f"{p}: what", (("fact", p),), p, p) for p in paths])
+    page = make_plan_page(
+        plan, [Problem("lint", "warning", p, f"{p}: what", (("fact", p),), p, p) for p in paths]
+    )
     usual = plan_of("d1.kernel").to_html()
 
     assert Reader(usual).tags == Reader(page).tags
@@ -143,7 +145,7 @@ def test_the_bytes_of_the_page_are_those_of_the_plan(drawn):
     """Every variable, with the bytes that the plan counts, in the rows of the terminal's table."""
     _, _, plan = drawn
     data = data_of(plan.to_html())
-    rows = plan_rows(plan)
+    rows = make_rows(plan)
 
     assert [plan.global_bytes, plan.device_bytes] == data["bytes"]
     assert [
@@ -172,7 +174,7 @@ def test_findings_stand_beside_the_problems():
         for severity in ("warning", "error")
         for i in (0, 1, 1)
     ]
-    told = data_of(plan_page(plan, lint))["problems"]
+    told = data_of(make_plan_page(plan, lint))["problems"]
 
     assert [
         ("error", "blocks.{0..1}.up.kernel: error", 2, [0, 1]),

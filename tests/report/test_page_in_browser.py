@@ -26,7 +26,7 @@ from layoutmap.cli.main import main
 from layoutmap.core.paths import merge_paths
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.table import Collective
-from layoutmap.plan.completeness import problem_of_unbuilt, what_is_missing
+from layoutmap.plan.completeness import find_missing_weights, make_unbuilt_problem
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -366,7 +366,7 @@ def test_a_device_tells_its_slice_and_a_slice_its_devices(browser, show, path):
     click_at(browser, "#slices-canvas", 0.99, 0.95)
     assert "" == find(browser, "#device").get_attribute("value")
     last = tuple(count - 1 for count in a.layout.shard_counts)
-    holders = [i for i in range(MESH.size) if a.layout.shard_offset(i) == last]
+    holders = [i for i in range(MESH.size) if a.layout.locate_shard(i) == last]
     assert slices_text(a.layout.shard_slices(a.variable.shape, holders[0])) == drawn_slices(browser)
     if len(holders) <= 8:
         assert f"devices {', '.join(map(str, holders))}:" in text(browser, "#slices-readout")
@@ -379,7 +379,9 @@ def test_the_arithmetic_of_the_page_is_that_of_layout(compute, data):
     mesh = data.draw(strategies.meshes())
     layout = data.draw(strategies.layouts(mesh))
     shape = data.draw(strategies.shapes(layout, min_side=0))
-    specs = [[mesh.dim_names.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
+    specs = [
+        [mesh.dim_names.index(dim) for dim in layout.list_mesh_dims(axis)] for axis in range(layout.rank)
+    ]
     offsets = layout.offset_to_shard()
     told = compute(
         """const [sizes, specs, shape, size] = arguments;
@@ -571,7 +573,7 @@ def gates(draw):
     if draw(st.integers(0, 3)) == 0:
         plan = costs.plan(peak_bytes=draw(st.integers(1, 2**40)))
     if draw(st.integers(0, 3)) == 0:
-        plan = plan.with_problem(problem_of_unbuilt("Net", ["up", "down"], called=False))
+        plan = plan.add_problem(make_unbuilt_problem("Net", ["up", "down"], called=False))
     options = draw(st.lists(st.sampled_from(["--strict", "--partial"]), unique=True))
     memory = draw(st.none() | st.sampled_from([1, plan.verdict.needed_bytes - 1, plan.verdict.needed_bytes]))
     return plan, options + (["--device-memory", f"{memory / 1000:.3f}KB"] if memory and memory > 0 else [])
@@ -592,7 +594,7 @@ def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, dr
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()):
         code = main(["plan", str(folder / "plan.json"), "--html", str(page), "--json", str(again), *options])
     lines = out.getvalue().splitlines()
-    if what_is_missing(plan) and "--partial" not in options:
+    if find_missing_weights(plan) and "--partial" not in options:
         assert (2, [], False, False) == (code, lines, page.exists(), again.exists())
         return
 
@@ -603,7 +605,7 @@ def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, dr
     assert says == judged.verdict.headline == json.loads(again.read_text(encoding="utf-8"))["verdict"]["says"]
     assert (code == 1) == (mood == "bad")
     assert (code == 0) == (mood in ("well", "doubt"))
-    if what_is_missing(plan) or plan.errors:
+    if find_missing_weights(plan) or plan.errors:
         assert mood != "well"
         assert "fits" not in says
     assert says.count("fits") == (judged.verdict.fits is True)

@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 from report.test_golden import one_of_each
 
 import layoutmap as lm
-from layoutmap.core.text_table import html_table, size
+from layoutmap.core.text_table import format_bytes, format_html_table
 from layoutmap.core.variables import VariableSpec
-from layoutmap.report.rows import plan_rows
-from layoutmap.report.text import warning_text
+from layoutmap.report.rows import make_rows
+from layoutmap.report.text import format_warnings
 from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "batch=2,model=4")
@@ -32,17 +32,17 @@ def test_what_a_scope_warns_of():
         lm.LayoutMap(MESH, {"typo": (None,)}),
     )
 
-    assert warning_text(plan) == textwrap.dedent("""\
+    assert format_warnings(plan) == textwrap.dedent("""\
         layout map: the plan has warnings; print(lm.plan(make_model, layout_map)) shows where every variable goes
           rule 1  typo: matches no variable
           a.{0..1}.k: no rule matches, so it is replicated""")
-    assert warning_text(make_plan([VariableSpec("bias", (8,), "float32")], lm.LayoutMap(MESH))) == ""
+    assert format_warnings(make_plan([VariableSpec("bias", (8,), "float32")], lm.LayoutMap(MESH))) == ""
 
 
 def test_every_variable_is_in_exactly_one_row():
     """Folding loses nothing and counts nothing twice."""
     plan = one_of_each()
-    rows = plan_rows(plan)
+    rows = make_rows(plan)
 
     assert sorted(a.variable.path for a in plan.assignments) == sorted(
         a.variable.path for r in rows for a in r.assignments
@@ -54,8 +54,8 @@ def test_models_are_distinguished():
     """Where a scope built several models, each row names its model; one model needs no name."""
     several = [VariableSpec("k", (8,), "float32", model=name) for name in ("teacher", "student")]
 
-    assert ["teacher: k", "student: k"] == [r.path for r in plan_rows(make_plan(several, lm.LayoutMap(MESH)))]
-    assert ["k"] == [r.path for r in plan_rows(make_plan(several[:1], lm.LayoutMap(MESH)))]
+    assert ["teacher: k", "student: k"] == [r.path for r in make_rows(make_plan(several, lm.LayoutMap(MESH)))]
+    assert ["k"] == [r.path for r in make_rows(make_plan(several[:1], lm.LayoutMap(MESH)))]
 
 
 def test_sizes_as_people_read_them():
@@ -63,7 +63,7 @@ def test_sizes_as_people_read_them():
     sizes = [0, 1023, 1024, 1536, 2**20, 2**30, 2**40, 5 * 2**50]
 
     assert ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 GiB", "1.0 TiB", "5120.0 TiB"] == list(
-        map(size, sizes)
+        map(format_bytes, sizes)
     )
 
 
@@ -89,7 +89,7 @@ def test_html_escapes_whatever_is_in_a_path():
     """A path, a pattern or a cell with markup in it is shown, not run."""
     evil = "<script>alert('&')</script>"
     plan = make_plan([VariableSpec(f"{evil}.k", (6,), "float32")], lm.LayoutMap(MESH, {r"<s.*": ("model",)}))
-    found = read(plan._repr_html_() + html_table(evil, [evil], [[evil]]))
+    found = read(plan._repr_html_() + format_html_table(evil, [evil], [[evil]]))
 
     assert "script" not in found.tags
     assert f"{evil}.k" in found.text
@@ -110,4 +110,4 @@ def test_a_derived_variable_is_shown_with_its_parent():
     assert [
         ("blocks.{0..1}.up.kernel", "1"),
         ("blocks.{0..1}.up.kernel_scale", "as blocks.{0..1}.up.kernel"),
-    ] == [(row.path, row.rule) for row in plan_rows(plan)]
+    ] == [(row.path, row.rule) for row in make_rows(plan)]

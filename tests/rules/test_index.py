@@ -9,7 +9,7 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 
-from layoutmap.rules.index import RuleIndex, required_literals
+from layoutmap.rules.index import RuleIndex, find_required_literals
 from layoutmap.testing import strategies
 
 
@@ -49,7 +49,7 @@ def test_the_index_gives_the_answers_of_the_plain_loop(patterns: list[str], path
     index = RuleIndex(compiled)
 
     for path in paths:
-        assert plain_loop(compiled, path) == list(index.matches(path)), path
+        assert plain_loop(compiled, path) == list(index.find_matches(path)), path
 
 
 @given(st.data())
@@ -67,7 +67,7 @@ def test_a_text_made_from_a_regex_is_found(data: st.DataObject):
     compiled = [re.compile(pattern)]
 
     for text in (path, *(path[i:] for i in range(1, min(4, len(path))))):
-        assert plain_loop(compiled, text) == list(RuleIndex(compiled).matches(text)), text
+        assert plain_loop(compiled, text) == list(RuleIndex(compiled).find_matches(text)), text
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_text_made_from_a_regex_is_found(data: st.DataObject):
 )
 def test_the_literals_of_usual_rules_are_found(pattern: str, literals: list[str]):
     """The index sees all the text that stands outside groups, classes and quantifiers."""
-    assert literals == required_literals(pattern)
+    assert literals == find_required_literals(pattern)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_path_is_tried_against_few_of_many_rules(rule: str, path: str):
             return re.match(self.pattern, path)
 
     index = RuleIndex([Counting(i) for i in range(1000)])  # type: ignore[list-item]
-    found = list(index.matches(path))
+    found = list(index.find_matches(path))
 
     assert 537 in found
     assert len(tried) <= 20

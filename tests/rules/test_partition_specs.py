@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError
 from layoutmap.core.variables import VariableSpec
-from layoutmap.rules.partition_specs import rules_by_path
+from layoutmap.rules.partition_specs import make_path_rules
 from layoutmap.scope.plan import make_plan
 
 MESH = lm.Mesh(None, "fsdp=2,tensor=4")
@@ -35,7 +35,7 @@ def padded(specs, rank):
 @given(st.dictionaries(PATHS, SPECS, max_size=12))
 def test_rules_of_specs_give_these_specs(specs):
     """To each path its own, whichever others there are; blocks that differ in numbers only share a rule."""
-    layout_map = lm.LayoutMap(MESH, rules_by_path(specs))
+    layout_map = lm.LayoutMap(MESH, make_path_rules(specs))
 
     assert specs == {path: as_specs(layout_map[path]) for path in specs}
     assert all(not layout_map.match(path).others for path in specs)

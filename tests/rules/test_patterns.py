@@ -85,7 +85,7 @@ def test_rules_in_python_code_have_no_limit(pattern: str):
 def test_usual_patterns_are_taken():
     """A file may have regexes as people write them, and those of all presets."""
     mesh = lm.Mesh(None, "data=2,model=4")
-    maps = [lm.LayoutMap.preset(name, mesh, fsdp_dim="data") for name in presets.names()]
+    maps = [lm.LayoutMap.preset(name, mesh, fsdp_dim="data") for name in presets.list_presets()]
 
     assert FINE == list(lm.LayoutMap.from_yaml(write_rules(FINE)))
     assert [] == [p for m in maps for p in (*m, *m.activations) if find_slow_part(p)]

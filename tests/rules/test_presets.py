@@ -17,7 +17,7 @@ def without(layout_map: lm.LayoutMap, dim: str) -> dict[str, lm.Layout]:
     return {p: lm.Layout([None if spec == dim else spec for spec in specs], MESH) for p, specs in cut.items()}
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", presets.list_presets())
 def test_a_preset_is_the_same_on_meshes_with_other_names(name: str):
     """Renaming the dims of the mesh renames them in every rule, and does nothing else."""
     there = lm.LayoutMap.preset(name, lm.Mesh(None, "batch=2,model=4"), fsdp_dim="batch")
@@ -31,7 +31,7 @@ def test_a_preset_is_the_same_on_meshes_with_other_names(name: str):
         ] == [(r.pattern, r.layout.sharding_specs, r.uneven) for r in actual.rules]
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", presets.list_presets())
 def test_a_dim_that_is_not_asked_for_shards_nothing(name: str):
     """Each form is the one over both dims without the other dim; activations have rules with `fsdp_dim`."""
     both = lm.LayoutMap.preset(name, MESH, model_dim="tp", fsdp_dim="data")
@@ -44,13 +44,13 @@ def test_a_dim_that_is_not_asked_for_shards_nothing(name: str):
     assert both.activations
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", presets.list_presets())
 def test_a_preset_is_written_to_a_file_and_read_back(name: str):
     """It is an ordinary map, and begins with what it is for."""
     layout_map = lm.LayoutMap.preset(name, MESH, model_dim="tp", fsdp_dim="data")
 
     assert layout_map == lm.LayoutMap.from_yaml(layout_map.to_yaml())
-    assert (" in flax.nnx" if name.endswith("_nnx") else " of keras-hub") in presets.about(name)
+    assert (" in flax.nnx" if name.endswith("_nnx") else " of keras-hub") in presets.describe_preset(name)
 
 
 def test_rules_of_ones_own_come_after_it_or_in_its_place():
@@ -102,14 +102,14 @@ preset 'llama': model_dim 'model' is not a dim of the mesh
 
 def test_each_published_model_has_a_preset():
     """And there is one of each preset for keras-hub."""
-    of_hub = {name for name in presets.names() if not name.endswith("_nnx")}
-    assert of_hub == {model.preset for model in zoo.models().values()}
+    of_hub = {name for name in presets.list_presets() if not name.endswith("_nnx")}
+    assert of_hub == {model.preset for model in zoo.list_models().values()}
 
     with pytest.raises(LayoutMapError, match="did you mean 'llama3_405b'"):
-        zoo.model("llama_405b")
+        zoo.find_model("llama_405b")
 
 
 def test_a_model_whose_library_is_missing_says_what_to_install():
     """Here no library is installed that could make one."""
     with pytest.raises(LayoutMapError, match="pip install keras-hub"):
-        zoo.model("llama3_8b").make()
+        zoo.find_model("llama3_8b").make()

@@ -13,7 +13,7 @@ import layoutmap as lm
 from layoutmap.rules import yaml_file
 from layoutmap.testing import strategies
 
-SCHEMA = json.loads(yaml_file.schema())
+SCHEMA = json.loads(yaml_file.read_schema())
 PRESETS = sorted((PACKAGE / "rules" / "presets").glob("*.yaml"))
 _KEYS = [
     "version",

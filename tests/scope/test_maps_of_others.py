@@ -174,7 +174,7 @@ def test_the_map_of_keras_hub_for_llama_3_shows_its_hole():
     """Its second table of tokens has no rule: 2.1 GB on each device of an 8B model; a rule by object path closes it."""
     theirs = keras_hub.models.Llama3Backbone.get_layout_map(device_mesh())
     layout_map = lm.LayoutMap.from_keras(theirs)
-    plan = lm.plan(zoo.model("llama3_8b").make, layout_map)
+    plan = lm.plan(zoo.find_model("llama3_8b").make, layout_map)
     holes = {p.subject: plan[p.subject].shard_bytes for p in plan.warnings if p.kind == "no rule"}
     path = "token_embedding.reverse_embeddings"
 

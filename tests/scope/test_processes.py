@@ -5,7 +5,7 @@ import pytest
 from threads_as_processes import everywhere
 
 import layoutmap as lm
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines.agreement import check_batch, check_values
 from layoutmap.plan.problems import Problem
@@ -43,7 +43,10 @@ def test_meshes_are_compared_by_their_devices():
 def test_values_are_compared_bit_for_bit(dtype):
     """Values that differ are named, in all processes, also where one of them has a value more."""
     values = [
-        [("same", checksum(np.zeros((), dtype))), ("other", checksum(np.full((2, 3), i, dtype)))]
+        [
+            ("same", compute_checksum(np.zeros((), dtype))),
+            ("other", compute_checksum(np.full((2, 3), i, dtype))),
+        ]
         for i in range(2)
     ]
     errors = everywhere(2, lambda i, gather: check_values(values[i], gather))
@@ -93,7 +96,7 @@ def test_batches_are_compared():
 def test_all_processes_refuse_a_plan_or_none():
     """Where only one process finds a problem in the plan that all have, all are reported."""
     problem = Problem("unused", "warning", "none", "rule 2  none: matches no variable")
-    plans = [plan_of(("x", None)), plan_of(("x", None)).with_problem(problem)]
+    plans = [plan_of(("x", None)), plan_of(("x", None)).add_problem(problem)]
     errors = everywhere(2, lambda i, gather: check_plans(plans[i], gather, strict=True))
 
     assert [{"process 0": "no problem", "process 1": problem.what}] * 2 == [error.facts for error in errors]

@@ -88,10 +88,10 @@ def test_a_batch_is_sharded_where_it_divides():
     with make_map().scope() as whole:
         make_model()
 
-    assert ("batch", "unsharded") == scope.policy.batch_layout((6, 3)).sharding_specs
-    assert scope.policy.batch_layout((7, 3)).is_fully_replicated()
-    assert 0 == scope.policy.batch_layout(()).rank
-    assert whole.policy.batch_layout((6, 3)).is_fully_replicated()
+    assert ("batch", "unsharded") == scope.policy.derive_batch_layout((6, 3)).sharding_specs
+    assert scope.policy.derive_batch_layout((7, 3)).is_fully_replicated()
+    assert 0 == scope.policy.derive_batch_layout(()).rank
+    assert whole.policy.derive_batch_layout((6, 3)).is_fully_replicated()
 
 
 def test_strict_scopes_raise_what_others_warn_of():

@@ -34,7 +34,7 @@ def layouts_not_drawn(cases, kinds_by_path):
             variable, layout = assignment.variable, assignment.layout
             of = [kind for path, kind in by_path.items() if f"{variable.path}.".startswith(f"{path}.")]
             if of and variable.kind is Kind.WEIGHT and len(variable.shape) > 1:
-                dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+                dims = [layout.list_mesh_dims(axis) for axis in range(layout.rank)]
                 found[of[0], (sum(map(len, dims)), sum(map(bool, dims)))] += 1
     kinds = {kind for kind, _ in found}
     return [(kind, layout) for kind in kinds for layout in LAYOUTS if not found[kind, layout]]

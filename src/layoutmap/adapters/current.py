@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import Closing
 
 
@@ -86,7 +86,7 @@ def warn_if_elsewhere(library: str, name: str) -> None:  # why: decisions/0031
         "a scope holds for the code of its block alone, since a task may run before its end, after it, or meanwhile",
         "build the model in the block itself, or in the task with layout_map.build(make_model)",
     )
-    warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({library}))
+    warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({library}))
 
 
 def _sessions() -> Iterator[Any]:

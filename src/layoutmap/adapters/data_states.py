@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 
 
@@ -19,7 +19,7 @@ def state_of(data: object) -> Any:
         if callable(method := getattr(data, name, None)):
             return method()
     raise CheckpointError(
-        f"data: {kind_of(data)}, it has no state that can be saved",
+        f"data: {describe_type(data)}, it has no state that can be saved",
         why="what goes on where it was is asked for its state by state_dict() or get_state()",
         fix="pass one that has them, or a mapping of several, or leave data out and save what you need as metadata",
     )
@@ -59,7 +59,7 @@ def taker(data: object) -> Any:
         if callable(method := getattr(data, name, None)):
             return method
     raise CheckpointError(
-        f"data: {kind_of(data)}, it cannot take up a state",
+        f"data: {describe_type(data)}, it cannot take up a state",
         why="what goes on where it was is given its state by load_state_dict() or set_state()",
         fix="pass the one whose state was saved",
     )

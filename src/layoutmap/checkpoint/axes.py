@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
-from layoutmap.core.blocks import Index, NumpyArray, block_shape, within
+from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
 
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
 _STEP_BYTES = 1 << 24  # how much of a block is read at once, before it is moved to its place
@@ -124,7 +124,7 @@ def fill(
     inside = [atom for axis in here for atom in axis]
     names = [atom for atom in inside if isinstance(atom, str)]
     filled = 0
-    for step in chunks_of(index, chunk_shape(block_shape(index), result.itemsize, _STEP_BYTES)):
+    for step in chunks_of(index, chunk_shape(compute_block_shape(index), result.itemsize, _STEP_BYTES)):
         for place, box in _boxes(step, here, sizes):
             at = [
                 slice(None) if isinstance(atom, str) else atom.number - start
@@ -132,9 +132,9 @@ def fill(
             ]
             spans = {atom: span for atom, span in zip(inside, box, strict=True) if isinstance(atom, str)}
             # An axis for each name. It only splits axes, which numpy does without a copy.
-            view = result[(*within(place, index), ...)].reshape([b - a for a, b in box], copy=False)[
-                (*at, ...)
-            ]
+            view = result[(*make_relative_index(place, index), ...)].reshape(
+                [b - a for a, b in box], copy=False
+            )[(*at, ...)]
             for block, found in _runs(there, spans, sizes):
                 values = read(block).reshape([found[name][1] - found[name][0] for name in order])
                 target = (slice(found[n][0] - spans[n][0], found[n][1] - spans[n][0]) for n in names)

@@ -15,13 +15,13 @@ from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.blocks import (
     Index,
     NumpyArray,
-    covered_once,
-    ends_of_all,
-    full_index,
-    index_text,
-    not_once,
+    are_covered_once,
+    find_coverage_error,
+    format_index,
+    make_full_index,
+    stack_slice_ends,
 )
-from layoutmap.core.variables import itemsize
+from layoutmap.core.variables import get_itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ChunkTable(Sequence[Chunk]):
     def overlapping(self, index: Index, itemsize: int) -> Iterator[Shared]:
         """Yield what chunks have of a block, in the order in which it is in the files."""
         rows = slice(self._rows.start, self._rows.stop)
-        columns, (first,), (last,) = self._columns, *ends_of_all([index], len(index))
+        columns, (first,), (last,) = self._columns, *stack_slice_ends([index], len(index))
         begins, ends = columns.begins[rows], columns.ends[rows]
         lows, highs = np.maximum(begins, first), np.minimum(ends, last)
         found = np.flatnonzero((lows < highs).all(axis=1))
@@ -150,11 +150,11 @@ def checked_chunks(
         if not right.all():
             row = int(np.argmin(right))
             raise ValueError(f"{group[int(owners[row])].path}: chunk {rows[row]}")
-        for number in np.flatnonzero(~covered_once(begins, ends, counts, np.zeros_like(shapes), shapes)):
-            (own,), wanted = np.nonzero(owners == number), full_index(group[number].shape)
-            if (found := not_once(begins[own], ends[own], wanted)) is not None:
+        for number in np.flatnonzero(~are_covered_once(begins, ends, counts, np.zeros_like(shapes), shapes)):
+            (own,), wanted = np.nonzero(owners == number), make_full_index(group[number].shape)
+            if (found := find_coverage_error(begins[own], ends[own], wanted)) is not None:
                 cell, times = found
-                raise ValueError(f"{group[number].path}: {times or 'no'} chunks have {index_text(cell)}")
+                raise ValueError(f"{group[number].path}: {times or 'no'} chunks have {format_index(cell)}")
         borders = itertools.pairwise(itertools.accumulate(counts, initial=0))
         tables |= {
             each.path: ChunkTable(columns, range(*pair)) for each, pair in zip(group, borders, strict=True)
@@ -163,7 +163,7 @@ def checked_chunks(
 
 
 def _bytes_of(variable: SavedVariable) -> int:
-    return math.ceil(itemsize(variable.dtype))
+    return math.ceil(get_itemsize(variable.dtype))
 
 
 def _columns_of(rows: Sequence[Any], rank: int) -> Columns:

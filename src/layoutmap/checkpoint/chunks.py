@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from layoutmap.core.blocks import Index, block_shape
+from layoutmap.core.blocks import Index, compute_block_shape
 
 LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 23
@@ -70,7 +70,7 @@ def chunks_of(index: Index, shape: Sequence[int]) -> Iterator[Index]:
         >>> [chunk for (chunk,) in chunks_of((slice(4, 10),), (4,))]
         [slice(4, 8, None), slice(8, 10, None)]
     """
-    if 0 in block_shape(index):
+    if 0 in compute_block_shape(index):
         yield index
         return
     axes = [

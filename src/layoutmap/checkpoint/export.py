@@ -14,7 +14,7 @@ from layoutmap.checkpoint.renamed_source import under_their_names
 from layoutmap.checkpoint.source import Source
 from layoutmap.checkpoint.storage import LocalStorage, new_token
 from layoutmap.core.errors import CheckpointError
-from layoutmap.core.folders import hidden_folder, sync_folder
+from layoutmap.core.folders import open_hidden_folder, sync_folder
 from layoutmap.core.variables import Kind
 
 MOST_BYTES = 5 << 30
@@ -89,7 +89,7 @@ def _check_target(target: Path, needed: int) -> None:
 def _folder(target: Path) -> Generator[tuple[LocalStorage, str]]:
     """A hidden folder beside the target, which becomes the target when all is in it."""
     try:
-        with hidden_folder(target, new_token()) as hidden:
+        with open_hidden_folder(target, new_token()) as hidden:
             yield LocalStorage(target.parent), hidden.name
             sync_folder(hidden)
             os.rename(hidden, target)

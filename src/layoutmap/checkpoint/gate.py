@@ -8,7 +8,7 @@ import stat
 from collections.abc import Generator
 from pathlib import PurePosixPath
 
-from layoutmap.core.errors import CheckpointError, brief
+from layoutmap.core.errors import CheckpointError, shorten_repr
 
 MOST_SMALL_BYTES = 1 << 28  # metadata, indexes and manifests; a manifest of 500,000 chunks has 50 MB
 _LEAST_SPARSE_BYTES = 1 << 30
@@ -69,7 +69,7 @@ def check_inside(where: str, name: str) -> None:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or {*"\\\0"} & {*name}:
         raise CheckpointError(
-            f"{where}: it names {brief(name)}",
+            f"{where}: it names {shorten_repr(name)}",
             why="files of a checkpoint are in its folder",
             fix=FIX,
         )

@@ -30,8 +30,8 @@ import msgspec
 from layoutmap.checkpoint.chunk_table import Chunk, checked_chunks, chunk_from_json, chunk_to_json
 from layoutmap.checkpoint.manifest_form import read_form
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.core.errors import CheckpointError, brief
-from layoutmap.core.garbage import garbage_kept
+from layoutmap.core.errors import CheckpointError, shorten_repr
+from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.variables import Kind
 
 NAME = "manifest.json"
@@ -134,7 +134,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             fix="restore the file from a copy, or load another step",
         )
     try:
-        with garbage_kept():  # large manifests have a million lists
+        with pause_garbage_collection():  # large manifests have a million lists
             found: Any = json.loads(data, parse_constant=_no_number)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
             manifest = _manifest(found) if is_known else None
@@ -150,7 +150,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
     if manifest is None:
         raise CheckpointError(
             f"{where}: the format cannot be read",
-            facts={"format": brief(found["format"]), "version": brief(found["version"])},
+            facts={"format": shorten_repr(found["format"]), "version": shorten_repr(found["version"])},
             why=f"this version of the library reads {FORMAT!r} of version {VERSION}",
             fix="upgrade: pip install -U layoutmap",
         )

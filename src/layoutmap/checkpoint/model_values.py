@@ -87,7 +87,7 @@ class Values:
         near = Candidates(rest, most=10_000)
         facts: dict[str, object] = {}
         for variable in missing:
-            names = near.nearest(variable.path, 1)
+            names = near.find_nearest(variable.path, 1)
             facts[variable.path] = "not in the checkpoint" + (f"; it has {names[0]}" if names else "")
         facts |= dict(wrong)
         facts |= dict.fromkeys(extra, "in the checkpoint, but not in the model")

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.checkpoint.axes import Nth, Side, check_sides, parse
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import RuleError, brief
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.strict_yaml import read_yaml
-from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.near_misses import find_nearest
 
 VERSION = 1
 """The version of the form."""
@@ -163,7 +163,7 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
         if names not in shipped_names():
             raise RuleError(
                 f"names={names!r}: there is no such table",
-                facts={"near misses": ", ".join(nearest(names, shipped_names()))},
+                facts={"near misses": ", ".join(find_nearest(names, shipped_names()))},
                 why=f"the library has {', '.join(shipped_names())}",
                 fix="name one of them, a file as in names='mine.yaml', or pass a mapping",
             )
@@ -176,7 +176,7 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
                 f"{where}: the table of names cannot be read", why=str(error), fix="name a YAML file"
             ) from error
     data: Any = read_yaml(text, where)
-    there = brief(data)
+    there = shorten_repr(data)
     if not isinstance(data, dict) or (found := cast("dict[str, Any]", data)).get("version") != VERSION:
         raise RuleError(
             f"{where}: not a table of names of version {VERSION}",
@@ -195,7 +195,7 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
             text,
             "names",
             "names is not a mapping",
-            f"it is {brief(entries)}",
+            f"it is {shorten_repr(entries)}",
             f"map {_LEFT} to a name",
         )
     return Names(where, tuple(_entries(where, text, cast("dict[str, Any]", entries))))
@@ -216,7 +216,7 @@ def _entries(where: str, text: str, found: dict[str, Any]) -> Iterator[Renaming]
 
 def _entry(path: Any, value: Any) -> Renaming:
     if not isinstance(path, str) or not path:
-        raise ValueError(f"{_LEFT} is text, and it is {kind_of(path)}")
+        raise ValueError(f"{_LEFT} is text, and it is {describe_type(path)}")
     ours = Template(path)
     if not isinstance(value, Mapping):
         value = {"from": value}
@@ -227,7 +227,7 @@ def _entry(path: Any, value: Any) -> Renaming:
     several = isinstance(names, (list, tuple))
     listed = list(cast("Sequence[Any]", names)) if several else [names]
     if not listed or not all(isinstance(name, str) and name for name in listed):
-        raise ValueError(f"from is a name, or a list of names, and it is {brief(names)}")
+        raise ValueError(f"from is a name, or a list of names, and it is {shorten_repr(names)}")
     theirs = [Template(name) for name in listed]
     for each in theirs:
         if each.stars != ours.stars:
@@ -237,7 +237,7 @@ def _entry(path: Any, value: Any) -> Renaming:
             raise ValueError("of several names, axes says how they are joined, as in: out in -> both out in")
         return Renaming(ours, (Piece(theirs[0]),))
     if not isinstance(axes, str):
-        raise ValueError(f"axes is text, as in: out in -> in out; it is {brief(axes)}")
+        raise ValueError(f"axes is text, as in: out in -> in out; it is {shorten_repr(axes)}")
     there, here = parse(axes)
     if not several:
         check_sides(here, there)

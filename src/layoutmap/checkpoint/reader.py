@@ -20,9 +20,9 @@ from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of,
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.states import decode
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of
-from layoutmap.core.errors import CheckpointError, listed
-from layoutmap.core.variables import itemsize
+from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_slice_ends
+from layoutmap.core.errors import CheckpointError, join_names
+from layoutmap.core.variables import get_itemsize
 
 _KEPT = 2  # chunks of which only a part was wanted; the next block often wants the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
@@ -101,7 +101,7 @@ class StepSource(Source):
     @property
     def global_bytes(self) -> int:
         """Size of all variables."""
-        return sum(math.ceil(math.prod(v.shape) * itemsize(v.dtype)) for v in self.manifest.variables)
+        return sum(math.ceil(math.prod(v.shape) * get_itemsize(v.dtype)) for v in self.manifest.variables)
 
     def check_files(self) -> None:
         """Raise if a file is missing or has another size than it was written with; reads none.
@@ -120,7 +120,7 @@ class StepSource(Source):
             inside = (
                 p for p, chunks in self.manifest.chunks.items() if any(c.file == number for c in chunks)
             )
-            facts = {"variables": listed(list(inside))}
+            facts = {"variables": join_names(list(inside))}
         return CheckpointError(
             f"{self.where}/{file.name}: "
             + ("the file is missing" if size is None else "the size of the file has changed"),
@@ -130,15 +130,15 @@ class StepSource(Source):
         )
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        checked = self._checked.pop((variable.path, ends_of(wanted)), None)
+        checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
         if checked is not None:
             return checked
-        result = _empty(block_shape(wanted), numpy_dtype(variable.dtype, variable.path))
+        result = _empty(compute_block_shape(wanted), numpy_dtype(variable.dtype, variable.path))
         self._read_into(variable, wanted, result)
         return result
 
     def _read_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
-        checked = self._checked.pop((variable.path, ends_of(wanted)), None)
+        checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
         if checked is not None:
             target[...] = checked
             return
@@ -146,9 +146,11 @@ class StepSource(Source):
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
         """Keeps the values for `read` while there is `room`, and else none."""
-        num_bytes = math.prod(block_shape(wanted)) * numpy_dtype(variable.dtype, variable.path).itemsize
+        num_bytes = (
+            math.prod(compute_block_shape(wanted)) * numpy_dtype(variable.dtype, variable.path).itemsize
+        )
         if num_bytes <= self.room:
-            self._checked[variable.path, ends_of(wanted)] = self._read(variable, wanted)
+            self._checked[variable.path, get_slice_ends(wanted)] = self._read(variable, wanted)
             self.room -= num_bytes
             return
         self._each_chunk(variable, wanted, None)
@@ -292,7 +294,7 @@ def _found_step(storage: Storage, step: int | None) -> int:
         return step
     raise CheckpointError(
         f"{storage.where}: there is no {'checkpoint' if step is None else f'step {step}'}",
-        facts={"steps": listed([str(each) for each in steps]) or "none"},
+        facts={"steps": join_names([str(each) for each in steps]) or "none"},
         why="a step is a folder step-<number>, which exists once it is complete",
         fix="name the directory that was saved to" if not steps else "load one of these",
     )

@@ -17,7 +17,7 @@ from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
 from layoutmap.checkpoint.storage import Storage, new_token
 from layoutmap.checkpoint.writer import Shards, ToWrite, bytes_to_write
-from layoutmap.core.blocks import Index, block_shape, held_shards
+from layoutmap.core.blocks import Index, compute_block_shape, find_distinct_shards
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 
@@ -71,8 +71,10 @@ def write_relayout(
 def _to_write(source: Source, variable: SavedVariable, layout: Layout) -> ToWrite:
     itemsize = numpy_dtype(variable.dtype, variable.path).itemsize
     blocks: list[Index] = []
-    for index, _ in held_shards(layout, variable.shape, range(layout.mesh.size)).values():
-        blocks += chunks_of(index, chunk_shape(block_shape(index), itemsize, MOST_BYTES, variable.shape))
+    for index, _ in find_distinct_shards(layout, variable.shape, range(layout.mesh.size)).values():
+        blocks += chunks_of(
+            index, chunk_shape(compute_block_shape(index), itemsize, MOST_BYTES, variable.shape)
+        )
 
     def read() -> Shards:
         return ((index, source.read(variable.path, index)) for index in blocks)

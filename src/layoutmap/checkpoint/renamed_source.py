@@ -13,7 +13,7 @@ from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.name_tables import Names, Piece
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray, block_shape
+from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
 from layoutmap.rules.near_misses import Candidates
@@ -137,7 +137,7 @@ class Renamed(Source):
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         if (name := self._is_all_of(variable.path)) is not None:
             return self._source.read(name, wanted)
-        result = np.empty(block_shape(wanted), numpy_dtype(variable.dtype, variable.path))
+        result = np.empty(compute_block_shape(wanted), numpy_dtype(variable.dtype, variable.path))
         self._fill(result, wanted, self._from[variable.path], self._source.read)
         return result
 
@@ -162,10 +162,12 @@ class Renamed(Source):
 
         def checked(name: str, block: Index) -> NumpyArray:
             self._source.check(name, block)
-            return np.empty(block_shape(block), dtype)
+            return np.empty(compute_block_shape(block), dtype)
 
-        for step in chunks_of(wanted, chunk_shape(block_shape(wanted), dtype.itemsize, _CHECKED_BYTES)):
-            self._fill(np.empty(block_shape(step), dtype), step, own, checked)
+        for step in chunks_of(
+            wanted, chunk_shape(compute_block_shape(wanted), dtype.itemsize, _CHECKED_BYTES)
+        ):
+            self._fill(np.empty(compute_block_shape(step), dtype), step, own, checked)
 
     def _fill(
         self, result: NumpyArray, index: Index, own: Sequence[From], read: Callable[[str, Index], NumpyArray]
@@ -214,7 +216,9 @@ def under_their_names(source: Source, names: Names) -> Renamed:
             found.setdefault(piece.theirs.write(stars), []).append(From(path, theirs, ours, sizes))
     if unknown:
         near = Candidates([entry.ours.text for entry in names.entries])
-        facts = {path: f"not in the table; near: {', '.join(near.nearest(path, 1))}" for path in unknown[:10]}
+        facts = {
+            path: f"not in the table; near: {', '.join(near.find_nearest(path, 1))}" for path in unknown[:10]
+        }
         raise CheckpointError(
             f"{source.where}: the table has no line for {len(unknown)} variables",
             facts={"table": names.where} | facts,

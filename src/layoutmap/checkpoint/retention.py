@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from layoutmap.core.arguments import as_int
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.errors import CheckpointError, join_names
 
 Metrics = Mapping[int, Mapping[str, float]]
 """The facts of each step, by its number."""
@@ -126,7 +126,7 @@ def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[s
     if metrics is not None and best is not None and best not in found:
         raise CheckpointError(
             f"metrics: there is no {best!r} among them",
-            facts={"metrics": listed(list(found)) or "none"},
+            facts={"metrics": join_names(list(found)) or "none"},
             why=f"best={best!r} is the metric by which this manager compares steps",
             fix="pass it, or name one of these as best",
         )

@@ -11,9 +11,9 @@ from typing import Any
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
 from layoutmap.checkpoint.gate import FIX, foreign_errors_refused
-from layoutmap.core.blocks import Index, NumpyArray, full_index, with_ends
-from layoutmap.core.errors import CheckpointError, brief, listed
-from layoutmap.core.variables import Kind, itemsize
+from layoutmap.core.blocks import Index, NumpyArray, make_full_index, normalize_index
+from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
+from layoutmap.core.variables import Kind, get_itemsize
 
 _MOST_NAME = 4096
 _MOST_AXES = 64  # numpy's limit
@@ -66,12 +66,12 @@ def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: 
         elif len(each.shape) > _MOST_AXES:
             why = f"it has {len(each.shape):,} axes, and {_MOST_AXES} are the most"
         else:
-            size = math.ceil(math.prod(each.shape) * itemsize(each.dtype))
+            size = math.ceil(math.prod(each.shape) * get_itemsize(each.dtype))
             most = 2**63 - 1 if most_bytes is None else most_bytes
             if size > most or math.prod(max(n, 1) for n in each.shape) >= 2**63:
                 why = f"its shape {each.shape} needs {size:,} bytes, and its files can have {most:,}"
         if why:
-            raise CheckpointError(f"{where}: {brief(each.path)} cannot be right", why=why, fix=FIX)
+            raise CheckpointError(f"{where}: {shorten_repr(each.path)} cannot be right", why=why, fix=FIX)
 
 
 def package_for(what: str, name: str, why: str) -> Any:
@@ -138,7 +138,9 @@ class Source(ABC):
 
     def _wanted(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
         variable = self[path]
-        return variable, full_index(variable.shape) if index is None else with_ends(index, variable.shape)
+        return variable, make_full_index(variable.shape) if index is None else normalize_index(
+            index, variable.shape
+        )
 
     def __getitem__(self, path: str) -> SavedVariable:
         """Return a variable.
@@ -147,11 +149,14 @@ class Source(ABC):
             CheckpointError: There is none of that path.
         """
         if path not in self.variables:
-            from layoutmap.rules.near_misses import nearest
+            from layoutmap.rules.near_misses import find_nearest
 
             raise CheckpointError(
                 f"{path}: the checkpoint has no such variable",
-                facts={"checkpoint": self.where, "near misses": listed(nearest(path, self.variables))},
+                facts={
+                    "checkpoint": self.where,
+                    "near misses": join_names(find_nearest(path, self.variables)),
+                },
                 why=f"it has {len(self.variables)} others",
                 fix="use one of the paths that layoutmap.describe(directory) shows",
             )

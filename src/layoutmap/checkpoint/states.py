@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 
 _MOST_BYTES = 1 << 24  # of one array: what is larger is a variable and not a state
@@ -58,7 +58,7 @@ def encode(value: Any, where: str) -> Any:
             return found | {"tensor": True} if type(value).__module__ == "torch" else found
     raise CheckpointError(
         f"{where}: it cannot be saved",
-        facts={"it is": kind_of(value)},
+        facts={"it is": describe_type(value)},
         why="a checkpoint holds data, never code: numbers, strings, bytes, arrays of up to 16 MiB, lists and mappings",
         fix="keep such values only; an iterator returns them from state_dict() or get_state()",
     )

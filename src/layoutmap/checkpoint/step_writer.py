@@ -30,8 +30,8 @@ from layoutmap.checkpoint.manifest import (
 )
 from layoutmap.checkpoint.storage import Storage
 from layoutmap.checkpoint.writer import ToWrite, data_name, write_part
-from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends
+from layoutmap.core.errors import CheckpointError, join_names
 
 PATIENCE_SECONDS = 600.0
 """How long processes wait for one that does not respond: its data file does not grow."""
@@ -238,7 +238,7 @@ class StepWriter:  # why: decisions/0079
                     raise CheckpointError(
                         f"{self.where}: other processes do not respond",
                         facts={
-                            "processes": listed(list(map(str, self._silent))),
+                            "processes": join_names(list(map(str, self._silent))),
                             "waited": f"{self._patience_seconds:g} seconds",
                         },
                         why="they have ended, or hang; a step exists only if every process writes its part",
@@ -317,12 +317,12 @@ def _failed_name(number: int) -> str:
 
 def _copied(each: ToWrite, memory: Memory) -> ToWrite:
     """The same shards in memory that does not change; what is read-only does not, see `Engine.to_shards`."""
-    wanted = {ends_of(index) for index in each.indices}
+    wanted = {get_slice_ends(index) for index in each.indices}
     shards: list[tuple[Index, NumpyArray]] = []
     for index, values in each.shards():
-        if ends_of(index) in wanted:
+        if get_slice_ends(index) in wanted:
             if values.flags.writeable:
-                key = each.variable.path, ends_of(index)
+                key = each.variable.path, get_slice_ends(index)
                 copy = memory.get(key)
                 if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
                     copy = memory[key] = np.empty_like(values)

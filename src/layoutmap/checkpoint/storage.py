@@ -147,7 +147,7 @@ class LocalStorage:
         try:
             self._make_root()
             folders.remove_leftovers(self._root, _UNFINISHED)
-            self._locks[name] = folders.make_locked(self._root / name)
+            self._locks[name] = folders.make_locked_folder(self._root / name)
             return name
         except BaseException as error:
             self.abandon(step, token)

@@ -23,7 +23,15 @@ from layoutmap.checkpoint.dtypes import header_dtype, numpy_dtype
 from layoutmap.checkpoint.manifest import DataFile, ProcessPart, checksum_of
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.storage import Sink, Storage
-from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of, full_index, within
+from layoutmap.core.blocks import (
+    Ends,
+    Index,
+    NumpyArray,
+    compute_block_shape,
+    get_slice_ends,
+    make_full_index,
+    make_relative_index,
+)
 from layoutmap.core.errors import CheckpointError
 
 _BUFFER_BYTES = 1 << 20  # of neighbouring chunks that are written at once, where they are smaller than that
@@ -48,7 +56,7 @@ class ToWrite:
 def bytes_to_write(todo: Sequence[ToWrite]) -> int:
     """The size of what is to be written, without headers."""
     return sum(
-        math.prod(block_shape(index)) * numpy_dtype(each.variable.dtype).itemsize
+        math.prod(compute_block_shape(index)) * numpy_dtype(each.variable.dtype).itemsize
         for each in todo
         for index in each.indices
     )
@@ -89,7 +97,7 @@ def write_part(
                 for chunk in planned[path][len(chunks) :]:
                     if not _inside(chunk, index):
                         break
-                    part = values[within(chunk, index)]
+                    part = values[make_relative_index(chunk, index)]
                     data = behind.room(part.nbytes)
                     data.view(part.dtype).reshape(part.shape)[...] = part
                     chunks.append(Chunk(0, place, chunk, checksum_of(data.data)))
@@ -165,7 +173,7 @@ def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
         >>> tensor_name("d1.kernel", (slice(0, 4),), (8,)), tensor_name("d1.kernel", (slice(0, 8),), (8,))
         ('d1.kernel[0:4]', 'd1.kernel')
     """
-    if index == full_index(shape) and not path.endswith("]") and path != "__metadata__":
+    if index == make_full_index(shape) and not path.endswith("]") and path != "__metadata__":
         return path
     return f"{path}[{','.join(f'{part.start}:{part.stop}' for part in index)}]"
 
@@ -175,7 +183,7 @@ def _planned(each: ToWrite, total_bytes: int) -> Iterator[Index]:
     itemsize = numpy_dtype(variable.dtype, variable.path).itemsize
     most = chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
     for index in each.indices:
-        yield from chunks_of(index, chunk_shape(block_shape(index), itemsize, most, variable.shape))
+        yield from chunks_of(index, chunk_shape(compute_block_shape(index), itemsize, most, variable.shape))
 
 
 def _header(todo: Sequence[ToWrite], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:
@@ -185,9 +193,9 @@ def _header(todo: Sequence[ToWrite], planned: Mapping[str, Sequence[Index]]) -> 
         itemsize = numpy_dtype(variable.dtype).itemsize
         dtype, count = header_dtype(variable.dtype, itemsize)
         for index in planned[variable.path]:
-            shape = [*block_shape(index)] + [count] * (count > 1)
+            shape = [*compute_block_shape(index)] + [count] * (count > 1)
             name = tensor_name(variable.path, index, variable.shape)
-            rows.append((name, dtype, shape, math.prod(block_shape(index)) * itemsize))
+            rows.append((name, dtype, shape, math.prod(compute_block_shape(index)) * itemsize))
     return header_bytes("layoutmap", rows)
 
 
@@ -213,7 +221,7 @@ def _in_order(each: ToWrite) -> Iterator[tuple[Index, NumpyArray]]:
     dtype = numpy_dtype(each.variable.dtype)
     shards, early = each.shards(), dict[Ends, NumpyArray]()
     for index in each.indices:
-        wanted = ends_of(index)
+        wanted = get_slice_ends(index)
         while wanted not in early:
             found = next(shards, None)
             if found is None:
@@ -223,14 +231,14 @@ def _in_order(each: ToWrite) -> Iterator[tuple[Index, NumpyArray]]:
                     why="its layout says that a device of this process holds it",
                     fix="this is a fault of the library; please report it",
                 )
-            early[ends_of(found[0])] = found[1]
+            early[get_slice_ends(found[0])] = found[1]
         values = early.pop(wanted)
-        if values.dtype != dtype or values.shape != block_shape(index):
+        if values.dtype != dtype or values.shape != compute_block_shape(index):
             raise CheckpointError(
                 f"{each.variable.path}: a shard of it is not as its variable says",
                 facts={
                     "dtype": f"{values.dtype}, not {dtype}",
-                    "shape": f"{values.shape}, not {block_shape(index)}",
+                    "shape": f"{values.shape}, not {compute_block_shape(index)}",
                 },
                 why="the engine returned other values than it said",
                 fix="this is a fault of the library; please report it",

@@ -17,13 +17,13 @@ from layoutmap.checkpoint.renamed_source import under_their_names
 from layoutmap.checkpoint.specs import variable_specs
 from layoutmap.cli.output import PROBLEMS, WELL, check_targets, get_width, print_text, write_all
 from layoutmap.cli.plans import read_rules
-from layoutmap.core.errors import CheckpointError, LayoutMapError, listed
+from layoutmap.core.errors import CheckpointError, LayoutMapError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import VariableSpec
 from layoutmap.plan.problems import group_problems
-from layoutmap.report.history import history_text
+from layoutmap.report.history import format_history
 from layoutmap.saving.describe import Checkpoint, describe
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
@@ -85,7 +85,7 @@ def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequen
     name = found.where if found.step is None else f"step {found.step}"
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     well = "all as they were saved" if found.has_checksums else "all are there; their files have no checksums"
-    all_well = f"{len(found)} variables, {size(found.global_bytes)}, {well}"
+    all_well = f"{len(found)} variables, {format_bytes(found.global_bytes)}, {well}"
     print_text(f"{name}: {count if problems else all_well}", out)
     return PROBLEMS if problems else WELL
 
@@ -97,11 +97,11 @@ def run_history(options: Any) -> int:
     if not (steps := found.steps()):
         raise CheckpointError(
             f"{storage.where}: there is no checkpoint",
-            facts={"damaged": listed(list(map(str, found.damaged)))},
+            facts={"damaged": join_names(list(map(str, found.damaged)))},
             why="a step is a folder step-<number>, whose manifest says which step it came from",
             fix="name the directory that was saved to",
         )
-    print_text(history_text(storage.where, steps.values()), sys.stdout)
+    print_text(format_history(storage.where, steps.values()), sys.stdout)
     for step in found.damaged:
         print_text(
             f"step {step}: its manifest cannot be read; layoutmap checkpoint verify says why", sys.stdout

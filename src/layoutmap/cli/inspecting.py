@@ -10,9 +10,9 @@ from typing import Any
 from layoutmap.cli.output import PROBLEMS, WELL, add_wide_option, get_width, print_text
 from layoutmap.cli.plans import read_plan
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
-from layoutmap.core.errors import LayoutMapError, counted, listed
+from layoutmap.core.errors import LayoutMapError, format_count, join_names
 from layoutmap.engines.launchers import launcher
-from layoutmap.plan.completeness import what_is_missing
+from layoutmap.plan.completeness import find_missing_weights
 from layoutmap.plan.problems import group_problems
 from layoutmap.scope.plan import Plan
 
@@ -55,7 +55,7 @@ def inspect_model(options: Any) -> Plan:
         model = import_function(*parse_function_name(name))()
         across = options.across or (started_by is not None and started_by.num_processes > 1)
         plan = inspect(model, batch_dim=options.batch_dim, across=across)
-    if (missing := what_is_missing(plan)) is not None:
+    if (missing := find_missing_weights(plan)) is not None:
         raise LayoutMapError(
             f"{name}: {missing.what}",
             why="a model makes its weights at its first call, and what has none agrees with everything",
@@ -71,7 +71,7 @@ def report_difference(plan: Plan) -> int:
     other = [path for path, each in facts if each.get(own) != each.get("process 0")]
     if other:
         print_text(
-            f"{own}: holds {counted(len(other), 'variable')} in other ways than process 0: {listed(other)}",
+            f"{own}: holds {format_count(len(other), 'variable')} in other ways than process 0: {join_names(other)}",
             sys.stdout,
         )
     return PROBLEMS if plan.errors else WELL

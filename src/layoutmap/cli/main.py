@@ -51,10 +51,10 @@ from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
 from layoutmap.cli.sizes import parse_size
 from layoutmap.cli.syntax import translate_to_yaml
 from layoutmap.cli.users_code import UsersCodeError
-from layoutmap.core.errors import LayoutMapError, counted
-from layoutmap.core.escaping import escaped
+from layoutmap.core.errors import LayoutMapError, format_count
+from layoutmap.core.escaping import escape_text
 from layoutmap.engines import ENGINES
-from layoutmap.rules.yaml_file import schema
+from layoutmap.rules.yaml_file import read_schema
 from layoutmap.scope.plan import Plan
 
 _EXAMPLES = r"""examples:
@@ -133,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
         print_text(self.format_help().rstrip("\n"), file or sys.stdout)
 
     def error(self, message: str) -> NoReturn:
-        super().error(escaped(message))
+        super().error(escape_text(message))
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -291,7 +291,7 @@ def _show(made: Plan, files: Mapping[str, str], options: Any, lint: str, refused
 
     `lint` is the argument of `layoutmap lint` for this plan.
     """
-    made = made.judged(device_memory=options.device_memory, strict=options.strict or made.strict)
+    made = made.set_limits(device_memory=options.device_memory, strict=options.strict or made.strict)
     memory, verdict = made.memory, made.verdict
     findings = made.lint(options.batch_dim)
     texts = {"--json": made.to_json, "--html": lambda: made.to_html(options.batch_dim)}
@@ -348,11 +348,11 @@ def _print_completion(options: Any) -> int:
 
 def _run_schema(options: Any) -> int:
     if not options.files:
-        print_text(schema().rstrip("\n"), sys.stdout)
+        print_text(read_schema().rstrip("\n"), sys.stdout)
     code = WELL
     for name in options.files:
         try:
-            print_text(f"{name}: {counted(count_rules(name), 'rule')}", sys.stdout)
+            print_text(f"{name}: {format_count(count_rules(name), 'rule')}", sys.stdout)
         except LayoutMapError as error:
             code = _report_failure(error)
     return code

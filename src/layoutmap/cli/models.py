@@ -23,7 +23,7 @@ def add_preset_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for a preset, its dims, and a published model's dtype."""
     parser.add_argument(
         "--preset",
-        choices=presets.names(),
+        choices=presets.list_presets(),
         metavar="NAME",
         help='the rules for a family of models, instead of a file; "layoutmap presets" lists them',
     )
@@ -44,25 +44,25 @@ def add_preset_options(parser: argparse.ArgumentParser) -> None:
 
 def list_presets() -> str:
     """Return all presets, their purposes, and the published models that use them."""
-    width = max(map(len, presets.names())) + 2
+    width = max(map(len, presets.list_presets())) + 2
     lines: list[str] = []
-    for preset in presets.names():
-        lines.append(f"{preset:<{width}}{presets.about(preset)}")
-        own = [model for model in zoo.models().values() if model.preset == preset]
+    for preset in presets.list_presets():
+        lines.append(f"{preset:<{width}}{presets.describe_preset(preset)}")
+        own = [model for model in zoo.list_models().values() if model.preset == preset]
         lines += [f"{'':<{width}}   {_format_name(model):<27}{model.num_parameters:>15,}" for model in own]
     return "\n".join(lines)
 
 
 def find_published_model(name: str) -> PublishedModel | None:
     """Return the published model that a command-line name refers to, if any."""
-    model = zoo.models().get(name.partition(":")[2])
+    model = zoo.list_models().get(name.partition(":")[2])
     return model if model is not None and name == _format_name(model) else None
 
 
 def refuse_unknown_model(module: str, name: str) -> None:
     """Raise with the known names if a package of published models lacks a name."""
-    if any(model.package == module for model in zoo.models().values()):
-        zoo.model(name)
+    if any(model.package == module for model in zoo.list_models().values()):
+        zoo.find_model(name)
 
 
 def make_published_model(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:

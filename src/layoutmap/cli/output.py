@@ -15,8 +15,8 @@ from typing import TextIO
 
 from layoutmap.cli import interrupts
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.core.escaping import escaped
-from layoutmap.core.text_table import ALL_COLUMNS, wrapped
+from layoutmap.core.escaping import escape_text
+from layoutmap.core.text_table import ALL_COLUMNS, wrap_lines
 
 WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
 """Exit codes; `layoutmap.cli.main` documents them."""
@@ -57,11 +57,11 @@ def print_text(text: str, stream: TextIO | None, width: int | None = None) -> No
     """
     output = _check_open(stream)
     encoding = output.encoding or "utf-8"
-    lines = escaped(text, keep="\n\t")
+    lines = escape_text(text, keep="\n\t")
     lines = (
         lines.encode(encoding, "backslashreplace").decode(encoding).replace(ALL_COLUMNS, "--wide shows all")
     )
-    output.write(wrapped(lines, width) + "\n")
+    output.write(wrap_lines(lines, width) + "\n")
 
 
 def is_stdout(path: str) -> bool:

@@ -18,7 +18,7 @@ from layoutmap.cli.output import add_wide_option, print_text
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
-from layoutmap.plan.completeness import what_is_missing
+from layoutmap.plan.completeness import find_missing_weights
 from layoutmap.rules.yaml_file import from_yaml
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
@@ -156,7 +156,7 @@ def check_complete(plan: Plan, name: str, options: Any) -> Plan:
     Raises:
         LayoutMapError: The plan lacks weights, so every check of it would pass.
     """
-    missing = what_is_missing(plan)
+    missing = find_missing_weights(plan)
     if missing is None or options.partial:
         return plan
     if _is_file(name):

@@ -1,4 +1,4 @@
-"""Arguments read and checked: Python's own int, text and shape, or an error that says what was passed."""
+"""Check arguments and convert them to Python's int, str, and tuple, with an error that shows the wrong value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from layoutmap.core.errors import LayoutError, MeshError
 _HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
-def kind_of(value: Any) -> str:
-    """The type of a wrong argument in words, with its module where that is not this library."""
+def describe_type(value: Any) -> str:
+    """Return the type of a wrong argument in words, with its module if it is from another library."""
     if value is None:
         return "None"
     module = type(value).__module__.partition(".")[0]
@@ -22,7 +22,7 @@ def kind_of(value: Any) -> str:
 
 
 def as_int(value: Any) -> int | None:
-    """Python's int for a whole number of any type, since those of numpy wrap; `None` for all else, bools included."""
+    """Return a whole number of any type as Python's int, or None for everything else, bools included."""
     if type(value) is int:
         return value
     try:
@@ -32,12 +32,12 @@ def as_int(value: Any) -> int | None:
 
 
 def as_text(text: str) -> str:
-    """Python's str for a text of a class derived from it, such as numpy's: what is written to files is plain."""
+    """Return Python's str for an instance of a subclass such as numpy's, so that files contain only Python's str."""
     return str.__str__(text)
 
 
-def as_rank(rank: int) -> int:
-    """A number of axes, checked.
+def check_rank(rank: int) -> int:
+    """Return a number of axes as an int, after a check.
 
     Raises:
         LayoutError: It is no whole number, or negative.
@@ -52,8 +52,8 @@ def as_rank(rank: int) -> int:
     return found
 
 
-def as_axis(axis: int, rank: int) -> int:
-    """The number of an axis, checked.
+def check_axis(axis: int, rank: int) -> int:
+    """Return the number of an axis as an int, after a check.
 
     Raises:
         LayoutError: It is no whole number, or there is no such axis.
@@ -62,7 +62,7 @@ def as_axis(axis: int, rank: int) -> int:
     if found is None:
         raise LayoutError(
             f"axis {axis!r} of a layout of rank {rank}",
-            why=f"it is {kind_of(axis)}, and axes are numbered",
+            why=f"it is {describe_type(axis)}, and axes are numbered",
             fix="pass the axis's number, from 0",
         )
     if not 0 <= found < rank:
@@ -81,8 +81,8 @@ def as_axis(axis: int, rank: int) -> int:
     return found
 
 
-def as_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
-    """A shape in Python's ints, those of numpy wrap; `None` and -1 stand for a size that is not known.
+def check_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
+    """Return a shape with Python's ints. None and -1 stand for an unknown size.
 
     Raises:
         LayoutError: A size is no whole number, or below -1.
@@ -94,7 +94,7 @@ def as_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
     why = ""
     for given, n in zip(sizes, found, strict=True):
         if n is None and given is not None:
-            why = f"{given!r} is {kind_of(given)}, not a whole number"
+            why = f"{given!r} is {describe_type(given)}, not a whole number"
         elif n is not None and n < -1:
             why = "an axis has 0 elements or more; None or -1 stands for a size that is not known"
     if why:

@@ -27,20 +27,20 @@ Ends = tuple[tuple[int, int], ...]
 """An index as a value that has a hash."""
 
 
-def full_index(shape: Sequence[int]) -> Index:
-    """The index of everything.
+def make_full_index(shape: Sequence[int]) -> Index:
+    """Return the index of a whole array, with both ends of each slice.
 
     Example:
-        >>> full_index((2, 3))
+        >>> make_full_index((2, 3))
         (slice(0, 2, None), slice(0, 3, None))
     """
     return tuple(slice(0, operator.index(n)) for n in shape)
 
 
-def held_shards(
+def find_distinct_shards(
     layout: Layout, shape: Sequence[int], devices: Iterable[int]
 ) -> dict[Ends, tuple[Index, list[int]]]:
-    """The different shards of a tensor on some devices: the index of each, and which of them hold it.
+    """Return the distinct shards of a tensor on some devices: the index of each and the devices that store it.
 
     Args:
         layout: The tensor's layout.
@@ -54,24 +54,24 @@ def held_shards(
     Example:
         >>> from layoutmap.core.mesh import Mesh
         >>> layout = Layout(["y"], Mesh(None, "x=2,y=2"))
-        >>> list(held_shards(layout, (6,), range(4)).values())
+        >>> list(find_distinct_shards(layout, (6,), range(4)).values())
         [((slice(0, 3, None),), [0, 2]), ((slice(3, 6, None),), [1, 3])]
     """
     found: dict[Ends, tuple[Index, list[int]]] = {}
     for device in devices:
         index = layout.shard_slices(shape, device)
-        found.setdefault(ends_of(index), (index, []))[1].append(device)
+        found.setdefault(get_slice_ends(index), (index, []))[1].append(device)
     return found
 
 
-def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:
-    """An index with both ends of each slice written out.
+def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
+    """Return an index with both ends of each slice written out.
 
     Raises:
         LayoutMapError: A slice has a step, or there is not one for each axis.
 
     Example:
-        >>> with_ends((slice(None), slice(1, None)), (2, 3))
+        >>> normalize_index((slice(None), slice(1, None)), (2, 3))
         (slice(0, 2, None), slice(1, 3, None))
     """
     why = ""
@@ -90,8 +90,8 @@ def with_ends(index: Sequence[slice], shape: Sequence[int]) -> Index:
     return tuple(slice(start, max(start, stop)) for start, stop in ends)
 
 
-def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
-    """Return the block that covers an index of numpy, and the index within that block.
+def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
+    """Return the block that covers a numpy index, and the index within that block.
 
     Args:
         index: Integers, slices and `...`, alone or as a tuple.
@@ -101,7 +101,7 @@ def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
         LayoutMapError: It has something else in it, too many parts, or is beyond the shape.
 
     Example:
-        >>> block_of((-1, slice(1, 8, 3)), (4, 8))
+        >>> split_numpy_index((-1, slice(1, 8, 3)), (4, 8))
         ((slice(3, 4, None), slice(1, 8, None)), (0, slice(None, None, 3), Ellipsis))
     """
     parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
@@ -112,7 +112,7 @@ def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
     try:
         if len(dots) > 1 or len(parts) != len(shape):
             raise IndexError("one part for each axis")
-        pairs = [_part_of(part, operator.index(n)) for part, n in zip(parts, shape, strict=True)]
+        pairs = [_split_numpy_slice(part, operator.index(n)) for part, n in zip(parts, shape, strict=True)]
     except (TypeError, IndexError, ValueError):
         raise LayoutMapError(
             f"{index!r} is not an index of this variable",
@@ -123,7 +123,7 @@ def block_of(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
     return tuple(block for block, _ in pairs), (*(inner for _, inner in pairs), ...)
 
 
-def _part_of(part: Any, size: int) -> tuple[slice, Any]:
+def _split_numpy_slice(part: Any, size: int) -> tuple[slice, Any]:
     """Return the slice of one axis that covers an index, and the index within that slice."""
     if isinstance(part, (bool, np.bool_)):  # a mask, for numpy
         raise TypeError
@@ -135,45 +135,45 @@ def _part_of(part: Any, size: int) -> tuple[slice, Any]:
     return slice(begin, end + 1), slice(None, None, taken.step)
 
 
-def block_shape(index: Index) -> tuple[int, ...]:
-    """The shape of the block at an index."""
+def compute_block_shape(index: Index) -> tuple[int, ...]:
+    """Return the shape of the block at an index."""
     return tuple(operator.index(part.stop) - operator.index(part.start) for part in index)
 
 
-def ends_of(index: Index) -> Ends:
-    """The ends of an index's slices, which can be the key of a dict."""
+def get_slice_ends(index: Index) -> Ends:
+    """Return the ends of an index's slices as tuples, which can be a dict's key."""
     return tuple((part.start, part.stop) for part in index)
 
 
-def ends_of_all(indices: Sequence[Index], rank: int) -> tuple[NumpyArray, NumpyArray]:
-    """Where blocks begin and where they end: a row for each, a column for each axis."""
-    ends = np.array([ends_of(index) for index in indices], np.int64).reshape(len(indices), rank, 2)
+def stack_slice_ends(indices: Sequence[Index], rank: int) -> tuple[NumpyArray, NumpyArray]:
+    """Return the starts and the ends of blocks as two arrays, with a row per block and a column per axis."""
+    ends = np.array([get_slice_ends(index) for index in indices], np.int64).reshape(len(indices), rank, 2)
     return ends[..., 0], ends[..., 1]
 
 
-def within(part: Index, index: Index) -> Index:
-    """A part of a block, counted from where the block begins."""
+def make_relative_index(part: Index, index: Index) -> Index:
+    """Return the index of a part of a block, counted from the start of the block."""
     return tuple(slice(p.start - i.start, p.stop - i.start) for p, i in zip(part, index, strict=True))
 
 
-def intersect(a: Index, b: Index) -> Index | None:
-    """The block that two blocks share, or `None`.
+def intersect_blocks(a: Index, b: Index) -> Index | None:
+    """Return the block that two blocks share, or None if they share nothing.
 
     Example:
-        >>> intersect((slice(0, 4),), (slice(2, 6),))
+        >>> intersect_blocks((slice(0, 4),), (slice(2, 6),))
         (slice(2, 4, None),)
     """
     both = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return both if all(part.start < part.stop for part in both) else None
 
 
-def assemble(
+def assemble_blocks(
     blocks: Iterable[tuple[Index, npt.NDArray[np.generic]]],
     shape: Sequence[int],
     dtype: npt.DTypeLike,
     index: Index | None = None,
 ) -> npt.NDArray[np.generic]:
-    """The part of an array at an index, assembled from blocks that may overlap it in any way.
+    """Return the part of an array at an index, assembled from blocks that may overlap it in any way.
 
     Args:
         blocks: Pairs of index and values.
@@ -186,31 +186,31 @@ def assemble(
 
     Example:
         >>> halves = [((slice(0, 2),), np.array([1, 2])), ((slice(2, 4),), np.array([3, 4]))]
-        >>> assemble(halves, (4,), int, index=(slice(1, 3),))
+        >>> assemble_blocks(halves, (4,), int, index=(slice(1, 3),))
         array([2, 3])
     """
-    wanted = full_index(shape) if index is None else index
-    result = np.empty(block_shape(wanted), dtype)
+    wanted = make_full_index(shape) if index is None else index
+    result = np.empty(compute_block_shape(wanted), dtype)
     places: list[Index] = []
     for place, values in blocks:
-        if len(place) != len(wanted) or block_shape(place) != values.shape:
+        if len(place) != len(wanted) or compute_block_shape(place) != values.shape:
             raise LayoutMapError(
-                f"a block of shape {values.shape} does not fit its place {index_text(place)}",
+                f"a block of shape {values.shape} does not fit its place {format_index(place)}",
                 facts={"shape": tuple(shape)},
-                why=f"the place has the shape {block_shape(place)}",
+                why=f"the place has the shape {compute_block_shape(place)}",
                 fix="pass each block with its index in the global array",
             )
-        both = intersect(place, wanted)
+        both = intersect_blocks(place, wanted)
         if both is None:
             continue
-        result[within(both, wanted)] = values[within(both, place)]
+        result[make_relative_index(both, wanted)] = values[make_relative_index(both, place)]
         places.append(both)
-    if (found := not_once(*ends_of_all(places, len(wanted)), wanted)) is not None:
+    if (found := find_coverage_error(*stack_slice_ends(places, len(wanted)), wanted)) is not None:
         cell, times = found
         raise LayoutMapError(
-            f"{times} blocks overlap at {index_text(cell)}"
+            f"{times} blocks overlap at {format_index(cell)}"
             if times
-            else f"blocks leave a gap at {index_text(cell)}",
+            else f"blocks leave a gap at {format_index(cell)}",
             facts={"shape": tuple(shape)},
             why="each element of an array is in exactly one block",
             fix="pass each block of the array exactly once",
@@ -221,11 +221,11 @@ def assemble(
 _PRIME, _TIMES = (1 << 31) - 1, 3
 
 
-def not_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index, int] | None:
-    """Return a part of a block whose elements are not in exactly one of other blocks, and in how many they are.
+def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index, int] | None:
+    """Return a part of a block that other blocks do not cover exactly once, and how many of them cover it.
 
     Args:
-        begins: Where these blocks begin, as `ends_of_all` returns it.
+        begins: Where these blocks begin, as `stack_slice_ends` returns it.
         ends: Where they end.
         wanted: The block that they are to cover.
 
@@ -233,11 +233,11 @@ def not_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index
         `None` if each element is in exactly one of them.
 
     Example:
-        >>> not_once(np.array([[0], [2], [2]]), np.array([[2], [4], [4]]), (slice(0, 6),))
+        >>> find_coverage_error(np.array([[0], [2], [2]]), np.array([[2], [4], [4]]), (slice(0, 6),))
         ((slice(2, 4, None),), 2)
     """
-    begins, ends = _clipped(begins, ends, wanted)
-    if _are_once(begins, ends, wanted):
+    begins, ends = _clip_blocks(begins, ends, wanted)
+    if _is_covered_once(begins, ends, wanted):
         return None
     for axis, part in enumerate(wanted):
         inner = np.unique([begins[:, axis], ends[:, axis]])
@@ -245,29 +245,32 @@ def not_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index
         if len(inner):
             at = int(inner[len(inner) // 2])
             halves = (slice(part.start, at), slice(at, part.stop))
-            found = (not_once(begins, ends, (*wanted[:axis], half, *wanted[axis + 1 :])) for half in halves)
+            found = (
+                find_coverage_error(begins, ends, (*wanted[:axis], half, *wanted[axis + 1 :]))
+                for half in halves
+            )
             return next(each for each in found if each is not None)
     return wanted, len(begins)
 
 
-def _clipped(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
-    """Blocks clipped to another one, without those that share nothing with it."""
+def _clip_blocks(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
+    """Return blocks clipped to another block, without those that do not overlap it."""
     begins = np.maximum(begins, np.array([part.start for part in wanted], np.int64))
     ends = np.minimum(ends, np.array([part.stop for part in wanted], np.int64))
     some = (begins < ends).all(axis=1)
     return begins[some], ends[some]
 
 
-def _are_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> bool:
-    """Whether each element of a block is in exactly one of others, which are within it."""
-    first, last = ends_of_all([wanted], len(wanted))
-    return bool(covered_once(begins, ends, [len(begins)], first, last)[0])
+def _is_covered_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> bool:
+    """Return whether the given inner blocks cover each element of a block exactly once."""
+    first, last = stack_slice_ends([wanted], len(wanted))
+    return bool(are_covered_once(begins, ends, [len(begins)], first, last)[0])
 
 
-def covered_once(
+def are_covered_once(
     begins: NumpyArray, ends: NumpyArray, counts: Sequence[int], first: NumpyArray, last: NumpyArray
 ) -> NumpyArray:
-    """Return for each of several blocks whether each of its elements is in exactly one of others, which are within it.
+    """Return for each of several blocks whether its inner blocks cover each element exactly once.
 
     To add up sizes is not enough: a gap and an overlap of one size make up for each other. So an element does not count
     as one, but as the product of random numbers of its row, its column, ... in a finite field, and sums of these are
@@ -294,11 +297,11 @@ def covered_once(
     return (differences % _PRIME == 0).all(axis=1)
 
 
-def index_text(index: Index) -> str:
-    """An index as messages show it.
+def format_index(index: Index) -> str:
+    """Return an index as text for messages, such as `[0:4, 2:8]`.
 
     Example:
-        >>> index_text((slice(2, 4), slice(0, 3)))
+        >>> format_index((slice(2, 4), slice(0, 3)))
         '[2:4, 0:3]'
     """
     return f"[{', '.join(f'{part.start}:{part.stop}' for part in index)}]"

@@ -1,4 +1,4 @@
-"""A number that stands for the bits of arrays, where processes compare what they hold without sending it."""
+"""Compute checksums of arrays, by which processes compare their values without sending them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 
-def checksum(*arrays: npt.NDArray[Any]) -> int:
-    """The CRC-32 of the bytes of some arrays, in row-major order; shapes and types have no part in it.
+def compute_checksum(*arrays: npt.NDArray[Any]) -> int:
+    """Return the CRC-32 of the bytes of arrays in row-major order. Shapes and dtypes do not change it.
 
     About a second for each GB, and a copy of an array that is not contiguous.
 
     Example:
-        >>> checksum(np.zeros(4, np.uint8)) == checksum(np.zeros(1, np.float32))
+        >>> compute_checksum(np.zeros(4, np.uint8)) == compute_checksum(np.zeros(1, np.float32))
         True
     """
     total = 0

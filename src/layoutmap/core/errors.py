@@ -1,4 +1,4 @@
-"""Errors and warnings, each in full: what, where, why, and the fix.
+"""Define the errors and warnings. Each message states the problem, the place, the reason, and the fix.
 
 Every error of this library is a `LayoutMapError`, which is a `ValueError`. Its text has one form:
 
@@ -17,7 +17,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layoutmap.core.escaping import escaped
+from layoutmap.core.escaping import escape_text
 
 __all__ = [  # why: decisions/0060
     "CheckpointError",
@@ -43,23 +43,23 @@ class _Brief(reprlib.Repr):
         return super().repr_int(x, level) if bits < 1000 else f"<a number of {bits} bits>"
 
 
-def brief(value: object) -> str:
-    """A value as messages show it: its `repr`, and of what is long or deep the begin and the end.
+def shorten_repr(value: object) -> str:
+    """Return the `repr` of a value for messages, with the middle of long or deep values left out.
 
     Example:
-        >>> brief([None, "model"]), brief(list(range(1000)))
+        >>> shorten_repr([None, "model"]), shorten_repr(list(range(1000)))
         ("[None, 'model']", '[0, 1, 2, 3, 4, 5, ...]')
     """
     return _Brief().repr(value)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names as messages show them: all of up to eight; of more the first seven, and how many others there are."""
+def join_names(names: Sequence[str]) -> str:
+    """Return names as text for messages: up to eight, or the first seven and the number of the others."""
     return ", ".join(names if len(names) <= 8 else [*names[:7], f"... {len(names) - 7} more"])
 
 
-def counted(count: int, noun: str) -> str:
-    """A number with what it counts: `1 layer`, `2 layers`."""
+def format_count(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 layer`, `2 layers`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -68,13 +68,13 @@ def format_message(what: str, facts: Mapping[str, object], why: str, fix: str) -
 
     Names of paths and files are parts of these texts: control characters are escaped.
     """
-    rows = [(escaped(name), str(value)) for name, value in facts.items()] + [("why", why), ("fix", fix)]
-    rows = [(name, escaped(value.rstrip("\n"), keep="\n")) for name, value in rows if value]
-    return aligned(escaped(what, keep="\n"), rows)
+    rows = [(escape_text(name), str(value)) for name, value in facts.items()] + [("why", why), ("fix", fix)]
+    rows = [(name, escape_text(value.rstrip("\n"), keep="\n")) for name, value in rows if value]
+    return align_rows(escape_text(what, keep="\n"), rows)
 
 
-def aligned(head: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A headline, and under it names with their texts, which begin in one column."""
+def align_rows(head: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return a headline with rows of names and texts below it, where all texts start in one column."""
     width = max((4, *(len(name) for name, _ in rows)))
     indent = "\n" + " " * (width + 4)
     return "\n".join([head, *(f"  {name:<{width}}  {text.replace(chr(10), indent)}" for name, text in rows)])
@@ -112,19 +112,19 @@ class LayoutMapError(_Message, ValueError):
 
 
 class MeshError(LayoutMapError):
-    """A mesh that cannot be, or that the machine does not have."""
+    """Raised for an invalid mesh, or one that the machine cannot provide."""
 
 
 class LayoutError(LayoutMapError):
-    """A layout that cannot be, or that does not fit its variable."""
+    """Raised for an invalid layout, or one that does not fit its variable."""
 
 
 class RuleError(LayoutMapError):
-    """A rule that a layout map cannot take."""
+    """Raised for a rule that a layout map cannot accept."""
 
 
 class PlanError(LayoutError):
-    """A model and a layout map that do not fit; holds every problem that was found.
+    """Raised if a model and a layout map do not fit together. `problems` lists every problem found.
 
     Attributes:
         problems: All problems of the plan that were counted as errors.
@@ -136,20 +136,20 @@ class PlanError(LayoutError):
 
 
 class EngineError(LayoutMapError):
-    """Something that an engine cannot hold or cannot do."""
+    """Raised for an operation or an array that an engine does not support."""
 
 
 class ScopeError(LayoutMapError):
-    """A scope that was opened or used where it cannot work."""
+    """Raised for a scope that is opened or used in a place where it cannot work."""
 
 
 class CheckpointError(LayoutMapError):
-    """A checkpoint that cannot be written, is not as it was written, or is that of another model."""
+    """Raised for a checkpoint that cannot be written, is damaged, or belongs to another model."""
 
 
 class ParityError(LayoutMapError):
-    """A sharded model whose numbers are not those of one device."""
+    """Raised if the results of a sharded model differ from those of the model on one device."""
 
 
 class LayoutMapWarning(_Message, UserWarning):
-    """A layout map that works and may not do what was meant; it has the parts of a `LayoutMapError`."""
+    """Warn of a layout map that works but may not be intended, in the same parts as a `LayoutMapError`."""

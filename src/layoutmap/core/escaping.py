@@ -1,4 +1,4 @@
-"""Names as a terminal may have them: what would move its cursor, colour it or turn its text round is escaped.
+"""Escape characters in names that would move a terminal's cursor, change its color, or reverse its text.
 
 A path, a pattern or a name of a mesh dim is any text. Escapes are those of JSON, so that escaped JSON stays the same
 JSON. Letters of all scripts, accents and emoji stay as they are.
@@ -16,15 +16,15 @@ _UNSAFE = re.compile(
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
-def escaped(text: str, *, keep: str = "") -> str:
-    r"""Text that is safe to print.
+def escape_text(text: str, *, keep: str = "") -> str:
+    r"""Return text that is safe to print on a terminal.
 
     Args:
         text: Any text.
         keep: Control characters that are meant, as the newlines of a text of several lines.
 
     Example:
-        >>> print(escaped("red \x1b[31m\n"), escaped("a\nb", keep="\n"))
+        >>> print(escape_text("red \x1b[31m\n"), escape_text("a\nb", keep="\n"))
         red \u001b[31m\n a
         b
     """
@@ -32,11 +32,11 @@ def escaped(text: str, *, keep: str = "") -> str:
 
 
 def escape_html(text: str, *, keep: str = "") -> str:
-    r"""Escape text for HTML: its markup, and the characters that `escaped` replaces.
+    r"""Escape text for HTML: its markup, and the characters that `escape_text` replaces.
 
     Args:
         text: Any text.
-        keep: Control characters to keep, as for `escaped`.
+        keep: Control characters to keep, as for `escape_text`.
 
     Example:
         >>> print(escape_html("<b>" + chr(0x202E)))
@@ -44,4 +44,4 @@ def escape_html(text: str, *, keep: str = "") -> str:
     """
     from html import escape  # late: few programs write HTML
 
-    return escape(escaped(text, keep=keep))
+    return escape(escape_text(text, keep=keep))

@@ -1,4 +1,4 @@
-"""Folders that are hidden until all is in them, and locked by the process that writes them."""
+"""Create folders that stay hidden until they are complete, and lock them for the process that writes them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what file systems wit
 
 
 @contextlib.contextmanager
-def hidden_folder(target: Path, token: str) -> Generator[Path]:
-    """A hidden folder beside one that it is to become or to fill, removed in the end; first those that were left go.
+def open_hidden_folder(target: Path, token: str) -> Generator[Path]:
+    """Make a hidden folder next to `target` for the time of a save, and remove it and leftovers of earlier saves.
 
-    Its name is that of `hidden_path`.
+    Its name is that of `make_hidden_path`.
     """
-    hidden = hidden_path(target, token)
+    hidden = make_hidden_path(target, token)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
     try:
-        lock = make_locked(hidden)
+        lock = make_locked_folder(hidden)
         yield hidden
         del lock
     finally:
         remove_folder(hidden)
 
 
-def hidden_path(target: Path, token: str) -> Path:
-    """The path of a hidden folder, by a token: 16 hexadecimal digits that no other save has."""
+def make_hidden_path(target: Path, token: str) -> Path:
+    """Return the path of a hidden folder with a token of 16 hexadecimal digits that no other save uses."""
     return target.parent / f".{target.name}.{token}"
 
 
-def make_locked(path: Path) -> Lock | None:
-    """Make a folder, and return its lock; `None` on file systems without locks, where none removes what was left."""
+def make_locked_folder(path: Path) -> Lock | None:
+    """Make a folder and return its lock, or None on a file system without locks."""
     while True:
         path.mkdir(exist_ok=True)
         try:
@@ -57,7 +57,7 @@ def make_locked(path: Path) -> Lock | None:
 
 
 def remove_leftovers(root: Path, unfinished: re.Pattern[str]) -> None:
-    """Delete the folders of such names whose process has ended: nobody holds their locks."""
+    """Delete the folders with a matching name that no running process has locked."""
     for name in os.listdir(root):
         if unfinished.fullmatch(name):
             with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ class Lock:
         fcntl.flock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def is_of(self, path: Path) -> bool:
-        """Whether it is the folder that is at a path now."""
+        """Return whether the locked folder is the one that exists at a path now."""
         return os.path.samestat(os.fstat(self._file), os.stat(path))
 
     def __del__(self) -> None:
@@ -102,7 +102,7 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Have what is in a folder on the disk: the names, and not what is in the files."""
+    """Flush a folder's list of names to disk, but not the content of its files."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

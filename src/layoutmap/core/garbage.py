@@ -1,4 +1,4 @@
-"""A pause of Python's search for garbage, where very many objects are made and all of them are kept."""
+"""Pause Python's garbage collection while very many objects are created and all of them are kept."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def garbage_kept() -> Generator[None]:  # why: decisions/0027
-    """Pause the search for cycles that nobody holds, which looks at all objects again each time there are more."""
+def pause_garbage_collection() -> Generator[None]:  # why: decisions/0027
+    """Pause the search for unreachable cycles, which scans all objects again as their number grows."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The warning of a training step about mesh dims that shard nothing."""
+"""Warn that mesh dims shard nothing in a training step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.mesh import Mesh
 
 
-def idle_dims_warning(
+def make_idle_dims_warning(
     step: str, mesh: Mesh, dims: Sequence[str], batch_dim: str | None, called: str
 ) -> LayoutMapWarning:
     """Return the warning that groups of devices compute the same step.

@@ -1,4 +1,4 @@
-"""How a variable gets its first value.
+"""Describe the first value of a variable.
 
 An initializer can always return the global value. Where the model library allows it, it can also return *blocks* of it,
 or it has a *program*: a function of a seed, and a key that says when two programs are the same function. An engine then
@@ -32,7 +32,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Initializer:  # why: decisions/0181
-    """The first value of one variable.
+    """First value of one variable.
 
     Args:
         global_value: Computes the global value, as an array of the engine's framework or of numpy.

@@ -1,4 +1,4 @@
-"""A layout: for each axis of a tensor, the mesh dimension over which it is sharded, or `UNSHARDED`.
+"""Define a layout: for each axis of a tensor, the mesh dim over which it is sharded, or `UNSHARDED`.
 
 Shard arithmetic lives here too: how many shards, which device holds which, how large they are. It is plain integer
 arithmetic on values; no framework is needed and nothing is allocated. The file is longer than others since one class
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_axis, as_int, as_rank, as_shape, kind_of
+from layoutmap.core.arguments import as_int, check_axis, check_rank, check_shape, describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapError
-from layoutmap.core.mesh import UNSHARDED, Mesh, as_mesh, is_tensorflows
-from layoutmap.core.specs import ShardingSpec, dims_of, format_specs, read_specs, spec_from_dims
+from layoutmap.core.mesh import UNSHARDED, Mesh, convert_mesh, is_dtensor_class
+from layoutmap.core.specs import ShardingSpec, format_specs, list_spec_dims, read_specs, spec_from_dims
 
-__all__ = ["UNSHARDED", "Layout", "as_layout"]
+__all__ = ["UNSHARDED", "Layout", "convert_layout"]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -54,11 +54,11 @@ class Layout:
     """The number of pieces of every axis."""
 
     def __init__(self, sharding_specs: Iterable[str | Sequence[str] | None], mesh: Mesh):
-        mesh = as_mesh(mesh)
+        mesh = convert_mesh(mesh)
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(
                 f"a layout needs a mesh, not {mesh!r}",
-                why=f"it is {kind_of(mesh)}, not a layoutmap.Mesh",
+                why=f"it is {describe_type(mesh)}, not a layoutmap.Mesh",
                 fix='make one: layoutmap.create_mesh("batch=2,model=4")',
             )
         self._set(read_specs(sharding_specs, mesh), mesh)
@@ -67,7 +67,7 @@ class Layout:
         object.__setattr__(self, "sharding_specs", specs)
         object.__setattr__(self, "mesh", mesh)
         sizes = mesh.dim_sizes
-        counts = tuple(math.prod(sizes[dim] for dim in dims_of(spec)) for spec in specs)
+        counts = tuple(math.prod(sizes[dim] for dim in list_spec_dims(spec)) for spec in specs)
         object.__setattr__(self, "shard_counts", counts)
 
     # -- making layouts
@@ -81,23 +81,23 @@ class Layout:
             mesh: The mesh.
         """
         layout = object.__new__(cls)
-        layout._set(tuple(map(spec_from_dims, map(dims_of, specs))), mesh)
+        layout._set(tuple(map(spec_from_dims, map(list_spec_dims, specs))), mesh)
         return layout
 
     @classmethod
     def replicated(cls, mesh: Mesh, rank: int) -> Layout:
-        """Every device holds the global tensor.
+        """Make a layout in which every device stores the whole tensor.
 
         Raises:
             LayoutError: The rank is negative.
         """
         if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return cls((UNSHARDED,) * as_rank(rank), mesh)
-        return cls.from_valid_specs((UNSHARDED,) * as_rank(rank), mesh)
+            return cls((UNSHARDED,) * check_rank(rank), mesh)
+        return cls.from_valid_specs((UNSHARDED,) * check_rank(rank), mesh)
 
     @classmethod
     def batch_sharded(cls, mesh: Mesh, batch_dim: str, rank: int, axis: int = 0) -> Layout:
-        """One axis, by default the first, is sharded over one mesh dim.
+        """Make a layout in which one axis, by default the first, is sharded over one mesh dim.
 
         Args:
             mesh: The mesh.
@@ -112,18 +112,18 @@ class Layout:
             >>> Layout.batch_sharded(Mesh(None, "x=2"), "x", rank=3).sharding_specs
             ('x', 'unsharded', 'unsharded')
         """
-        rank = as_rank(rank)
-        axis = as_axis(axis, rank)
+        rank = check_rank(rank)
+        axis = check_axis(axis, rank)
         return cls([batch_dim if i == axis else UNSHARDED for i in range(rank)], mesh)
 
     @classmethod
     def inner_sharded(cls, mesh: Mesh, inner_dim: str, rank: int) -> Layout:
-        """The last axis is sharded over one mesh dim.
+        """Make a layout in which the last axis is sharded over one mesh dim.
 
         Raises:
             LayoutError: The rank is 0, or there is no such mesh dim.
         """
-        rank = as_rank(rank)
+        rank = check_rank(rank)
         if not rank:
             raise LayoutError(
                 "a layout of rank 0 has no inner axis",
@@ -133,7 +133,7 @@ class Layout:
         return cls.batch_sharded(mesh, inner_dim, rank, axis=rank - 1)
 
     def delete(self, dims: int | Iterable[int]) -> Layout:
-        """This layout without some axes: that of a tensor reduced over them.
+        """Return this layout without some axes, for a tensor that is reduced over them.
 
         Args:
             dims: The axes to leave out, or one axis.
@@ -146,7 +146,7 @@ class Layout:
             ('y',)
         """
         given: Iterable[Any] = dims if isinstance(dims, Iterable) and not isinstance(dims, str) else [dims]
-        gone = {as_axis(axis, self.rank) for axis in given}
+        gone = {check_axis(axis, self.rank) for axis in given}
         kept = (s for i, s in enumerate(self.sharding_specs) if i not in gone)
         return Layout.from_valid_specs(kept, self.mesh)
 
@@ -157,42 +157,42 @@ class Layout:
         """The number of axes."""
         return len(self.sharding_specs)
 
-    def mesh_dims_of(self, axis: int) -> tuple[str, ...]:
-        """The mesh dims over which an axis is sharded, major to minor; empty if it is not.
+    def list_mesh_dims(self, axis: int) -> tuple[str, ...]:
+        """Return the mesh dims over which an axis is sharded, major to minor, or an empty tuple.
 
         Raises:
             LayoutError: There is no such axis.
         """
-        return dims_of(self.sharding_specs[as_axis(axis, self.rank)])
+        return list_spec_dims(self.sharding_specs[check_axis(axis, self.rank)])
 
     def num_shards(self, axis: int) -> int:
-        """The number of shards along an axis.
+        """Return the number of shards along an axis.
 
         Raises:
             LayoutError: There is no such axis.
         """
-        return self.shard_counts[as_axis(axis, self.rank)]
+        return self.shard_counts[check_axis(axis, self.rank)]
 
     @property
     def num_distinct_shards(self) -> int:
-        """How many different pieces the tensor has; the devices hold `mesh.size` divided by it copies of each."""
+        """Number of different shards. The devices store `mesh.size / num_distinct_shards` copies of each."""
         return math.prod(self.shard_counts)
 
     def is_fully_replicated(self) -> bool:
-        """Whether every device holds the global tensor. A mesh dim of size 1 shards nothing."""
+        """Return whether every device stores the whole tensor. A mesh dim of size 1 shards nothing."""
         return self.num_distinct_shards == 1
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
-        """For each device, in mesh order, which shard it holds: one number for each axis.
+        """Return the shard that each device stores, in mesh order, as one number per axis.
 
         Example:
             >>> Layout(["x", UNSHARDED], Mesh(None, "x=2,y=2")).offset_to_shard()
             [(0, 0), (0, 0), (1, 0), (1, 0)]
         """
-        return [self.shard_offset(i) for i in range(self.mesh.size)]
+        return [self.locate_shard(i) for i in range(self.mesh.size)]
 
-    def shard_offset(self, device_index: int) -> tuple[int, ...]:
-        """Which shard one device holds: one number for each axis.
+    def locate_shard(self, device_index: int) -> tuple[int, ...]:
+        """Return the shard that one device stores, as one number per axis.
 
         Raises:
             MeshError: There is no such device.
@@ -202,13 +202,13 @@ class Layout:
         offset: list[int] = []
         for spec in self.sharding_specs:
             number = 0
-            for dim in dims_of(spec):
+            for dim in list_spec_dims(spec):
                 number = number * sizes[dim] + at[dim]
             offset.append(number)
         return tuple(offset)
 
     def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
-        """The number of a shard when all shards are counted row-major.
+        """Return the number of a shard when all shards are counted in row-major order.
 
         Args:
             offset_tuple: Which shard: one number for each axis, as `offset_to_shard` gives.
@@ -241,7 +241,7 @@ class Layout:
         return index
 
     def local_shape_from_global_shape(self, global_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """The shape of a shard.
+        """Return the shape of a shard.
 
         Args:
             global_shape: The global shape; `None` or -1 stands for an unknown size and stays.
@@ -249,26 +249,26 @@ class Layout:
         Raises:
             LayoutError: The rank differs, an axis cannot be split evenly, or a size is below -1.
         """
-        shape = as_shape(global_shape)
+        shape = check_shape(global_shape)
         self.check_fits(shape)
         return tuple(
             n if n is None or n < 0 else n // count for n, count in zip(shape, self.shard_counts, strict=True)
         )
 
     def global_shape_from_local_shape(self, local_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """The global shape, from that of a shard; unknown sizes stay.
+        """Return the global shape for the shape of a shard. Unknown sizes stay unknown.
 
         Raises:
             LayoutError: The rank differs, or a size is below -1.
         """
-        shape = as_shape(local_shape)
+        shape = check_shape(local_shape)
         self.check_rank(shape)
         return tuple(
             n if n is None or n < 0 else n * count for n, count in zip(shape, self.shard_counts, strict=True)
         )
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a shard of a tensor whose shape is known.
+        """Return the shape of a shard of a tensor with a fully known shape.
 
         Raises:
             LayoutError: The rank differs, an axis cannot be split evenly, or a size is unknown.
@@ -284,7 +284,7 @@ class Layout:
         return tuple(n for n in shape if n is not None)
 
     def shard_slices(self, global_shape: Sequence[int], device_index: int) -> tuple[slice, ...]:
-        """Which part of a tensor one device holds; each slice has both ends.
+        """Return the part of a tensor that one device stores, as slices with both ends.
 
         Args:
             global_shape: The global shape.
@@ -299,27 +299,27 @@ class Layout:
             (slice(3, 6, None), slice(0, 4, None))
         """
         shape = self.shard_shape(global_shape)
-        offset = self.shard_offset(device_index)
+        offset = self.locate_shard(device_index)
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(offset, shape, strict=True))
 
-    def uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
-        """The axes of a shape of this rank that cannot be split evenly."""
-        sizes = zip(as_shape(global_shape), self.shard_counts, strict=True)
+    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:
+        """Return the axes of a shape of this rank that the layout cannot split evenly."""
+        sizes = zip(check_shape(global_shape), self.shard_counts, strict=True)
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
     def check_rank(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
         """Raise a `LayoutError` if a tensor of this shape cannot have this layout because of its rank."""
         if len(shape) != self.rank:
-            raise self.rank_error(shape, name)
+            raise self.make_rank_error(shape, name)
 
     def check_fits(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
         """Raise a `LayoutError` if this layout has another rank than a shape, or an axis cannot be split evenly."""
         self.check_rank(shape, name)
-        for axis in self.uneven_axes(shape):
-            raise self.uneven_error(shape, axis, name)
+        for axis in self.find_uneven_axes(shape):
+            raise self.make_uneven_error(shape, axis, name)
 
-    def rank_error(self, shape: tuple[int | None, ...], name: str = "layout") -> LayoutError:
-        """The error that says that this layout has another rank than a tensor."""
+    def make_rank_error(self, shape: tuple[int | None, ...], name: str = "layout") -> LayoutError:
+        """Return the error that this layout and a tensor have different ranks."""
         fitted = (*self.sharding_specs[: len(shape)], *[UNSHARDED] * (len(shape) - self.rank))
         return LayoutError(
             f"{name}: a layout of rank {self.rank} for a tensor of rank {len(shape)}",
@@ -328,9 +328,11 @@ class Layout:
             fix=f"use {format_specs(fitted)}, or a rule that does not match this one",
         )
 
-    def uneven_error(self, shape: tuple[int | None, ...], axis: int, name: str = "layout") -> LayoutError:
-        """The error that says that one axis of a tensor cannot be split evenly."""
-        size, count = as_shape(shape)[axis] or 0, self.num_shards(axis)
+    def make_uneven_error(
+        self, shape: tuple[int | None, ...], axis: int, name: str = "layout"
+    ) -> LayoutError:
+        """Return the error that one axis of a tensor cannot be split evenly."""
+        size, count = check_shape(shape)[axis] or 0, self.num_shards(axis)
         fitting = tuple(UNSHARDED if i == axis else s for i, s in enumerate(self.sharding_specs))
         return LayoutError(
             f"{name}: axis {axis} cannot be split evenly",
@@ -342,7 +344,7 @@ class Layout:
     # -- forms
 
     def to_string(self) -> str:
-        """The text form, byte-compatible with TensorFlow's.
+        """Return the layout as text, byte-compatible with TensorFlow's.
 
         An axis sharded over several mesh dims, which TensorFlow cannot express, is written `x:y`.
 
@@ -350,21 +352,21 @@ class Layout:
             >>> Layout(["x", None], Mesh(["CPU:0", "CPU:1"], "x=2")).to_string()
             'sharding_specs:x,unsharded, mesh:|x=2|0,1|0,1|CPU:0,CPU:1'
         """
-        return tf_format.layout_to_text(self._to_fields())
+        return tf_format.format_layout(self._to_fields())
 
     @classmethod
     def from_string(cls, layout_str: str) -> Layout:
-        """Read `to_string`'s form, and TensorFlow's.
+        """Read a layout from the text that `to_string` or TensorFlow writes.
 
         Raises:
             LayoutError: The text is not of that form, or holds no valid layout.
             MeshError: The part of the text after `mesh:` holds no valid mesh.
         """
-        return cls._from_fields(tf_format.layout_from_text(layout_str))
+        return cls._from_fields(tf_format.parse_layout(layout_str))
 
     def as_proto(self) -> Any:
-        """The protobuf form, a `LayoutProto`; its bytes are those of TensorFlow's `LayoutProto`."""
-        return tf_format.layout_to_proto(self._to_fields())
+        """Return the layout as a `LayoutProto` with the same bytes as TensorFlow's."""
+        return tf_format.make_layout_proto(self._to_fields())
 
     @classmethod
     def from_proto(cls, layout_proto: Any) -> Layout:
@@ -374,15 +376,15 @@ class Layout:
             LayoutError: The message holds no valid layout.
             MeshError: Its `mesh_config` holds no valid mesh.
         """
-        return cls._from_fields(tf_format.layout_from_proto(layout_proto))
+        return cls._from_fields(tf_format.read_layout_proto(layout_proto))
 
     def mesh_proto(self) -> Any:
-        """The protobuf form of the mesh, a `MeshProto`."""
+        """Return the mesh as a `MeshProto`."""
         return self.mesh.as_proto()
 
     def serialized_string(self) -> bytes:
-        """The bytes of `as_proto()`."""
-        return tf_format.to_bytes(self.as_proto())
+        """Return the bytes of `as_proto()`."""
+        return tf_format.serialize_message(self.as_proto())
 
     @classmethod
     def from_str(cls, proto_str: bytes) -> Layout:
@@ -392,7 +394,7 @@ class Layout:
             LayoutError: The bytes hold no valid layout.
             MeshError: Their `mesh_config` holds no valid mesh.
         """
-        return cls._from_fields(tf_format.layout_from_proto(proto_str))
+        return cls._from_fields(tf_format.read_layout_proto(proto_str))
 
     def _to_fields(self) -> tf_format.LayoutFields:
         specs = tuple((s,) if isinstance(s, str) else s for s in self.sharding_specs)
@@ -409,8 +411,8 @@ class Layout:
         return f"Layout({list(self.sharding_specs)!r}, {self.mesh!r})"
 
 
-def as_layout(value: Any, mesh: Mesh | None = None) -> Layout:
-    """A layout from a `Layout`, one of TensorFlow's, or a tuple or list of specs and a mesh.
+def convert_layout(value: Any, mesh: Mesh | None = None) -> Layout:
+    """Return a `Layout` for a `Layout`, a TensorFlow layout, or a tuple or list of specs and a mesh.
 
     Raises:
         LayoutError: The value is neither, or the specs are no layout on the mesh.
@@ -418,13 +420,13 @@ def as_layout(value: Any, mesh: Mesh | None = None) -> Layout:
     """
     if isinstance(value, Layout):
         return value
-    if is_tensorflows(value, "Layout"):
+    if is_dtensor_class(value, "Layout"):
         return Layout.from_string(value.to_string())
     if not isinstance(value, (tuple, list)):
         fix = 'use a Layout, or a tuple of sharding specs such as (None, "model")'
         if isinstance(value, str):
             fix = f"for a tensor of one axis write ({value!r},), of two (None, {value!r})"
-        raise LayoutError(f"{value!r} is not a layout", why=f"it is {kind_of(value)}", fix=fix)
+        raise LayoutError(f"{value!r} is not a layout", why=f"it is {describe_type(value)}", fix=fix)
     if mesh is None:
         raise LayoutMapError(
             f"sharding specs {value!r} have no mesh",

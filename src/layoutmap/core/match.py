@@ -1,4 +1,4 @@
-"""A rule of a layout map, and which rule won for a path."""
+"""Define a rule of a layout map, and the result of matching the rules with a path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from layoutmap.core.errors import RuleError, brief
+from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.layout import Layout
 from layoutmap.core.uneven import Uneven
 
@@ -21,8 +21,8 @@ AS_FOUND = "it is as it was found: no map was asked"
 AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
-def as_rest(value: object, where: str) -> Rest | None:  # why: decisions/0054
-    """The layout map's word for variables without a rule, checked; `None`: there is none.
+def check_rest(value: object, where: str) -> Rest | None:  # why: decisions/0054
+    """Return a layout map's `rest` setting for variables without a rule, after a check.
 
     Raises:
         RuleError: It is something else.
@@ -30,7 +30,7 @@ def as_rest(value: object, where: str) -> Rest | None:  # why: decisions/0054
     if value is None or value == "replicated":
         return "replicated" if value else None
     raise RuleError(
-        f"{where}: rest={brief(value)}",
+        f"{where}: rest={shorten_repr(value)}",
         why="it says that variables without a rule are replicated on purpose",
         fix="use 'replicated' or None; for a sharded layout add a rule as the last one",
     )
@@ -76,35 +76,37 @@ class Match:
 
     @property
     def is_rest(self) -> bool:
-        """Whether no rule matches, and the map says what happens to the rest."""
+        """Whether no rule matches and the map's `rest` setting applies."""
         return self.rule is None and self.otherwise == AS_REST
 
     @property
     def is_found(self) -> bool:
-        """Whether no map was asked: the variable is where another program has put it."""
+        """Whether another program has already placed the variable, so that no map was used."""
         return self.otherwise == AS_FOUND
 
     @property
     def layout(self) -> Layout | None:
-        """The layout that won, or `None`."""
+        """Layout of the winning rule, or None without one."""
         return self.rule and self.rule.layout
 
     def __str__(self) -> str:
         if self.rule is None:
             near = "".join(f"\n  near miss  {p}" for p in self.near_misses)
             return f"{self.path}: no rule matches, so {self.otherwise}{near}"
-        lost = "".join(f"\n  also matches  {rule}: would give {layout_text(rule)}" for rule in self.others)
-        change = f"  {'change it':<{12 if lost else 9}}  {how_to_change(self.rule, [self.path])}"
-        return f"{self.path}: {self.rule} -> {layout_text(self.rule)}{lost}\n{change}"
+        lost = "".join(
+            f"\n  also matches  {rule}: would give {format_rule_layout(rule)}" for rule in self.others
+        )
+        change = f"  {'change it':<{12 if lost else 9}}  {suggest_rule_change(self.rule, [self.path])}"
+        return f"{self.path}: {self.rule} -> {format_rule_layout(self.rule)}{lost}\n{change}"
 
 
-def how_to_change(rule: Rule, paths: Sequence[str]) -> str:
-    """The advice for a rule that won, to have variables of these paths elsewhere."""
+def suggest_rule_change(rule: Rule, paths: Sequence[str]) -> str:
+    """Return advice for the winning rule: how to give variables of these paths another layout."""
     if rule.pattern in paths:
         return f"a rule that is the path itself wins over all others: change rule {rule.number}"
     return f"the first rule that matches wins: put one before rule {rule.number}, or change that"
 
 
-def layout_text(rule: Rule) -> str:
-    """The layout of a rule as text, and what it does with an axis that does not divide unless that is an error."""
+def format_rule_layout(rule: Rule) -> str:
+    """Return a rule's layout as text, with its `uneven` setting unless that is "error"."""
     return str(rule.layout) + (f'  uneven="{rule.uneven}"' if rule.uneven != "error" else "")

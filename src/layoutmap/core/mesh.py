@@ -1,4 +1,4 @@
-"""The mesh: devices in a named grid.
+"""Define the mesh: devices in a grid with named dims.
 
 A mesh has *mesh dimensions* (dims), each with a name and a size, and one device at each place of the grid,
 row-major: the last dim runs fastest. It is a value. It holds device *names*, never device objects, so that a
@@ -17,12 +17,18 @@ from itertools import accumulate
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
-from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError, brief
-from layoutmap.core.mesh_devices import check_devices, device_names, device_type_of, known_ids, local_ids
+from layoutmap.core.arguments import as_int, as_text, check_encodable, describe_type
+from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError, shorten_repr
+from layoutmap.core.mesh_devices import (
+    check_device_names,
+    check_devices,
+    check_local_ids,
+    list_known_ids,
+    parse_device_type,
+)
 from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims
 
-__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "as_mesh", "check_dim", "is_tensorflows"]
+__all__ = ["UNSHARDED", "Mesh", "MeshDimension", "check_dim", "convert_mesh", "is_dtensor_class"]
 
 _FORBIDDEN = re.compile(r"[|\s]")
 
@@ -77,17 +83,17 @@ class Mesh:
         if mesh_dims is None:
             raise MeshError(
                 "a mesh has dims",
-                facts={"devices": brief(devices)},
+                facts={"devices": shorten_repr(devices)},
                 why="they say how its devices lie in a grid",
                 fix='name them, as in Mesh(devices, "batch=2,model=4"), or Mesh("batch=2,model=4") without devices',
             )
         dims = parse_mesh_dims(mesh_dims)
         check_dims(dims)
-        names = None if devices is None else device_names(devices, dims)
+        names = None if devices is None else check_device_names(devices, dims)
         size = math.prod(dim.size for dim in dims)
         check_devices(names, dims, size)
         _check_name(mesh_name)
-        local = local_ids(local_device_ids, names, dims, size)
+        local = check_local_ids(local_device_ids, names, dims, size)
         object.__setattr__(self, "devices", names)
         object.__setattr__(self, "mesh_dims", dims)
         object.__setattr__(self, "name", as_text(mesh_name))
@@ -100,7 +106,7 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:  # why: decisions/0001
-        """The sizes of the mesh dims, in order."""
+        """Sizes of the mesh dims, in order."""
         return tuple(dim.size for dim in self.mesh_dims)
 
     @property
@@ -122,8 +128,8 @@ class Mesh:
 
     @property
     def device_type(self) -> str | None:
-        """`"CPU"`, `"GPU"` or `"TPU"`; `None` on an abstract mesh."""
-        return next((device_type_of(name) for name in self.devices or () if name), None)
+        """`"CPU"`, `"GPU"`, or `"TPU"`, or None on an abstract mesh."""
+        return next((parse_device_type(name) for name in self.devices or () if name), None)
 
     @property
     def dim_sizes(self) -> dict[str, int]:
@@ -147,7 +153,7 @@ class Mesh:
         return dim_name in self.dim_names
 
     def dim_size(self, dim_name: str) -> int:
-        """The number of devices along one mesh dim.
+        """Return the number of devices along one mesh dim.
 
         Raises:
             MeshError: There is no such dim.
@@ -155,7 +161,7 @@ class Mesh:
         return self[dim_name].size
 
     def coords(self, device_index: int) -> tuple[int, ...]:
-        """The place in the grid of one device.
+        """Return the coordinates of one device in the grid.
 
         Args:
             device_index: Its place in the row-major order, 0 to `size - 1`.
@@ -181,7 +187,7 @@ class Mesh:
         return tuple(index // stride % size for stride, size in zip(self.strides, self.shape, strict=True))
 
     def unravel_index(self) -> list[dict[str, int]]:
-        """The coordinates of all devices, by dim name, in device order.
+        """Return the coordinates of all devices by dim name, in device order.
 
         Example:
             >>> Mesh(None, "x=2,y=2").unravel_index()[1]
@@ -190,11 +196,11 @@ class Mesh:
         return [dict(zip(self.dim_names, self.coords(i), strict=True)) for i in range(self.size)]
 
     def with_devices(self, devices: Iterable[str], *, local_device_ids: Iterable[int] | None = None) -> Mesh:
-        """The same grid on these devices."""
+        """Return the same grid with these devices."""
         return Mesh(devices, self.mesh_dims, self.name, local_device_ids=local_device_ids)
 
     def to_string(self) -> str:
-        """The text form, byte-compatible with TensorFlow's for a mesh that names its devices.
+        """Return the mesh as text, byte-compatible with TensorFlow's for a mesh that names its devices.
 
         An abstract mesh, which TensorFlow cannot express, has only the first two fields.
 
@@ -204,20 +210,20 @@ class Mesh:
             >>> Mesh(None, "x=2").to_string()
             '|x=2'
         """
-        return tf_format.mesh_to_text(self.to_fields())
+        return tf_format.format_mesh(self.to_fields())
 
     @classmethod
     def from_string(cls, text: str) -> Mesh:
-        """Read `to_string`'s form, and TensorFlow's.
+        """Read a mesh from the text that `to_string` or TensorFlow writes.
 
         Raises:
             MeshError: The text is not of that form.
         """
-        return cls.from_fields(tf_format.mesh_from_text(text))
+        return cls.from_fields(tf_format.parse_mesh(text))
 
     def as_proto(self) -> Any:
-        """The protobuf form, a `MeshProto`; its bytes are those of TensorFlow's `MeshProto`."""
-        return tf_format.mesh_to_proto(self.to_fields())
+        """Return the mesh as a `MeshProto` with the same bytes as TensorFlow's."""
+        return tf_format.make_mesh_proto(self.to_fields())
 
     @classmethod
     def from_proto(cls, proto: Any) -> Mesh:
@@ -226,10 +232,10 @@ class Mesh:
         Raises:
             MeshError: The message holds no valid mesh.
         """
-        return cls.from_fields(tf_format.mesh_from_proto(proto))
+        return cls.from_fields(tf_format.read_mesh_proto(proto))
 
     def to_fields(self) -> tf_format.MeshFields:
-        """The plain fields that the text and protobuf forms are made of."""
+        """Return the fields from which the text and protobuf forms are made."""
         return tf_format.MeshFields(
             name=self.name,
             dims=tuple((dim.name, dim.size) for dim in self.mesh_dims),
@@ -239,7 +245,7 @@ class Mesh:
 
     @classmethod
     def from_fields(cls, fields: tf_format.MeshFields) -> Mesh:
-        """The mesh of plain fields; checks them all."""
+        """Make a mesh of fields, and check all of them."""
         local_ids = None if fields.devices is None else fields.local_device_ids
         return cls(fields.devices, fields.dims, fields.name, local_device_ids=local_ids)
 
@@ -249,7 +255,7 @@ class Mesh:
     def __repr__(self) -> str:
         devices = self.devices if self.devices is None else list(self.devices)
         name = f", {self.name!r}" if self.name else ""
-        usual = known_ids(self.devices, self.size)
+        usual = list_known_ids(self.devices, self.size)
         local = (
             "" if self.local_device_ids == usual else f", local_device_ids={list(self.local_device_ids)!r}"
         )
@@ -259,7 +265,9 @@ class Mesh:
 def _check_name(name: str) -> None:
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MeshError(
-            f"mesh name {name!r} is not text", why=f"it is {kind_of(name)}", fix='leave it out, or pass ""'
+            f"mesh name {name!r} is not text",
+            why=f"it is {describe_type(name)}",
+            fix='leave it out, or pass ""',
         )
     check_encodable(name, "mesh name")
     if _FORBIDDEN.search(name):
@@ -278,7 +286,7 @@ def check_dim(
     error: type[LayoutMapError] = ScopeError,
     otherwise: str = ", or leave it out",
 ) -> None:
-    """Raise if a mesh has no such dim; `None` names none. `what` is the argument that names it."""
+    """Raise if a mesh lacks a dim. A `dim` of None always passes."""
     if dim is not None and dim not in mesh:
         raise error(
             f"{what} {dim!r} is not a dim of the mesh",
@@ -288,9 +296,9 @@ def check_dim(
         )
 
 
-def as_mesh(mesh: Any) -> Any:
-    """A mesh of TensorFlow, JAX or torch as one of ours; anything else as it is."""
-    if is_tensorflows(mesh, "Mesh"):
+def convert_mesh(mesh: Any) -> Any:
+    """Return a mesh of TensorFlow, JAX, or torch as a `Mesh`, and every other value unchanged."""
+    if is_dtensor_class(mesh, "Mesh"):
         return Mesh.from_string(mesh.to_string())
     kind = (type(mesh).__module__.partition(".")[0], type(mesh).__name__)
     if kind == ("jax", "AbstractMesh"):
@@ -303,7 +311,7 @@ def as_mesh(mesh: Any) -> Any:
     return mesh
 
 
-def is_tensorflows(value: object, name: str) -> bool:
-    """Whether something is DTensor's own class of that name; found out without loading TensorFlow."""
+def is_dtensor_class(value: object, name: str) -> bool:
+    """Return whether a value is an instance of TensorFlow DTensor's class `name`, without loading TensorFlow."""
     kind = type(value)
     return kind.__name__ == name and kind.__module__.startswith("tensorflow.dtensor.")

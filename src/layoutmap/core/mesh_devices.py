@@ -1,4 +1,4 @@
-"""The devices of a mesh: their names, and which of them are this process's; checked."""
+"""Check the device names of a mesh, and the ids of this process's devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
+from layoutmap.core.arguments import as_int, as_text, check_encodable, describe_type
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh_dims import MeshDimension
 
@@ -15,8 +15,8 @@ _DEVICE_TYPE = re.compile(r"(?:^|device:)([A-Za-z]+):\d+$", re.IGNORECASE)
 _FORBIDDEN = re.compile(r"[,|\s]")
 
 
-def device_type_of(device: str) -> str:
-    """The type in a device name: `"CPU"` of `"CPU:0"` and of `"/job:w/replica:0/task:0/device:CPU:0"`."""
+def parse_device_type(device: str) -> str:
+    """Return the type in a device name: `"CPU"` for `"CPU:0"` and for `"/job:w/replica:0/task:0/device:CPU:0"`."""
     found = _DEVICE_TYPE.search(device)
     if not found:
         raise MeshError(
@@ -27,8 +27,8 @@ def device_type_of(device: str) -> str:
     return found.group(1).upper()
 
 
-def device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
-    """The names of a mesh's devices, checked.
+def check_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tuple[str, ...]:
+    """Return the names of a mesh's devices as a tuple, after a check.
 
     Raises:
         MeshError: They are one text, or cannot be iterated, or one of them is no text.
@@ -39,7 +39,7 @@ def device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tup
     if isinstance(devices, str):
         why, fix = "a mesh has one name for each device", f"write a list: [{devices!r}]"
     elif not isinstance(devices, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        why = f"they are {kind_of(devices)}"
+        why = f"they are {describe_type(devices)}"
     else:
         names = tuple(devices)
     if why:
@@ -49,7 +49,7 @@ def device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...]) -> tup
             raise MeshError(
                 f"device {name!r} is not a name",
                 facts={"mesh": ", ".join(map(str, dims))},
-                why=f"it is {kind_of(name)}; a mesh is a value, and holds the names of devices",
+                why=f"it is {describe_type(name)}; a mesh is a value, and holds the names of devices",
                 fix=fix,
             )
     return tuple(map(as_text, names))
@@ -93,7 +93,7 @@ def check_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ..
             why="each place of a mesh is another device",
             fix="list each device once",
         )
-    types = {device_type_of(name) for name in known}
+    types = {parse_device_type(name) for name in known}
     if len(types) > 1:
         raise MeshError(
             f"mesh of mixed device types {', '.join(sorted(types))}",
@@ -112,21 +112,21 @@ def _shorten(devices: tuple[str, ...]) -> str:
     return ", ".join(shown) or "none"
 
 
-def known_ids(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...]:
-    """The places whose device has a name; all of them on an abstract mesh."""
+def list_known_ids(devices: tuple[str, ...] | None, size: int) -> tuple[int, ...]:
+    """Return the positions of devices with a name, or all positions on an abstract mesh."""
     return tuple(range(size)) if devices is None else tuple(i for i, name in enumerate(devices) if name)
 
 
-def local_ids(
+def check_local_ids(
     given: Iterable[int] | None, devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int
 ) -> tuple[int, ...]:
-    """The places of this process's devices, checked; `None` means all whose names are known.
+    """Return the positions of this process's devices, after a check. None selects all devices with a name.
 
     Raises:
         MeshError: They are no places of the mesh in ascending order, or the device of one has no name.
     """
     if given is None:
-        return known_ids(devices, size)
+        return list_known_ids(devices, size)
     ids = tuple(given)
     local = tuple(-1 if (i := as_int(id_)) is None else i for id_ in ids)
     if any(not 0 <= i < size for i in local) or list(local) != sorted(set(local)):

@@ -1,4 +1,4 @@
-"""Mesh dimensions: the named directions of a mesh, and the spellings in which they are given."""
+"""Define mesh dims, and read the forms in which users write them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_int, as_text, check_encodable, kind_of
-from layoutmap.core.errors import MeshError, brief
+from layoutmap.core.arguments import as_int, as_text, check_encodable, describe_type
+from layoutmap.core.errors import MeshError, shorten_repr
 
 UNSHARDED = "unsharded"
 """The sharding spec of an axis that is not sharded: every device holds all of it."""
@@ -67,8 +67,8 @@ def parse_mesh_dims(
             entries = list(mesh_dims)
         except TypeError:
             raise MeshError(
-                f"mesh dims {brief(mesh_dims)} cannot be read",
-                why=f"they are {kind_of(mesh_dims)}",
+                f"mesh dims {shorten_repr(mesh_dims)} cannot be read",
+                why=f"they are {describe_type(mesh_dims)}",
                 fix=_FIX_DIMS,
             ) from None
     return tuple(_to_dim(entry) for entry in entries)
@@ -80,8 +80,8 @@ def _read_dim(part: str, text: str) -> tuple[str, int]:
         return name.strip(), int(size)
     except ValueError:
         raise MeshError(
-            f"mesh dims {brief(text)} cannot be read",
-            why=f"{brief(part.strip())} is not name=size, with a whole number as the size",
+            f"mesh dims {shorten_repr(text)} cannot be read",
+            why=f"{shorten_repr(part.strip())} is not name=size, with a whole number as the size",
             fix=_FIX_DIMS,
         ) from None
 
@@ -96,13 +96,13 @@ def _to_dim(entry: Any) -> MeshDimension:
     if len(pair) != 2:
         why = "a mesh dim is a pair of a name and a size"
     elif not isinstance(pair[0], str):
-        why = f"its name is {kind_of(pair[0])}, not text"
+        why = f"its name is {describe_type(pair[0])}, not text"
     elif as_int(pair[1]) is None:
-        why = f"its size is {kind_of(pair[1])}, not a whole number"
+        why = f"its size is {describe_type(pair[1])}, not a whole number"
     elif operator.index(pair[1]).bit_length() > 63:
         why = "its size has more than 63 bits"
     if why:
-        raise MeshError(f"mesh dim {brief(entry)} cannot be read", why=why, fix=_FIX_DIMS)  # pyright: ignore[reportUnknownArgumentType]
+        raise MeshError(f"mesh dim {shorten_repr(entry)} cannot be read", why=why, fix=_FIX_DIMS)  # pyright: ignore[reportUnknownArgumentType]
     return MeshDimension(as_text(pair[0]), operator.index(pair[1]))
 
 
@@ -149,7 +149,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
 
 
 def fill_in_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
-    """Replace the one size that is -1 by what the number of devices leaves for it."""
+    """Replace the one size of -1 by the size that follows from the number of devices."""
     unknown = [dim for dim in dims if dim.size == -1]
     if not unknown:
         return dims

@@ -1,4 +1,4 @@
-"""The layouts that are not in a plan: of batches, of weights in a computation, of what layers return."""
+"""Derive layouts that a plan does not list: of batches, of weights in a computation, and of layers' outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,15 @@ class LayoutPolicy:
         """Return the layout of an array that every device holds all of."""
         return Layout.replicated(self.mesh, rank)
 
-    def computing_layout(self, layout: Layout) -> Layout:
-        """Return the layout in which a weight takes part in a computation: not sharded over the batch's dim."""
-        dims = ([d for d in layout.mesh_dims_of(axis) if d != self.batch_dim] for axis in range(layout.rank))
+    def derive_compute_layout(self, layout: Layout) -> Layout:
+        """Return the layout of a weight in a computation, which is not sharded over the batch dim."""
+        dims = (
+            [d for d in layout.list_mesh_dims(axis) if d != self.batch_dim] for axis in range(layout.rank)
+        )
         return Layout.from_valid_specs(map(tuple, dims), layout.mesh)
 
-    def batch_layout(self, shape: Sequence[int]) -> Layout:
-        """Return the layout of a batch: sharded along its first axis where that divides, else replicated."""
+    def derive_batch_layout(self, shape: Sequence[int]) -> Layout:
+        """Return the layout of a batch: sharded along its first axis if that divides evenly, else replicated."""
         dim = self.batch_dim
         if dim is None or not shape:
             return self.replicated(len(shape))
@@ -64,16 +66,16 @@ class LayoutPolicy:
             why=f"{rows} is not a multiple of {size}, so every device computed with all rows",
             fix=f"use a batch_size that is a multiple of {size}",
         )
-        warnings.warn(warning, stacklevel=level_of_user({library}))
+        warnings.warn(warning, stacklevel=find_user_stacklevel({library}))
 
-    def activation_layout(self, path: str) -> Layout | None:
-        """Return the layout that a rule gives to what the layer at a path returns; `None`: no rule does."""
+    def find_activation_layout(self, path: str) -> Layout | None:
+        """Return the layout that a rule gives to a layer's output, or None without a rule."""
         return self.activations(path) if self.activations else None
 
-    def output_layouts(
+    def choose_output_layouts(
         self, layout: Layout, shapes: Sequence[tuple[int, ...]], path: str
     ) -> Sequence[Layout | None]:
-        """Return the layout of each array that a layer returns; `None`: it stays as it is.
+        """Return the layout of each array in a layer's output, or None for an array that keeps its layout.
 
         Args:
             layout: The layout of the layer's rule.
@@ -84,13 +86,16 @@ class LayoutPolicy:
             LayoutError: No array has the layout's rank, or an axis of one does not divide, and it is not the batch's.
         """
         if shapes and all(len(shape) != layout.rank for shape in shapes):
-            raise layout.rank_error(shapes[0], f"the output of {path}")
-        return [self._output_layout(layout, s, path) if len(s) == layout.rank else None for s in shapes]
+            raise layout.make_rank_error(shapes[0], f"the output of {path}")
+        return [
+            self._choose_output_layout(layout, s, path) if len(s) == layout.rank else None for s in shapes
+        ]
 
-    def _output_layout(self, layout: Layout, shape: tuple[int, ...], path: str) -> Layout:
-        if not layout.uneven_axes(shape):
+    def _choose_output_layout(self, layout: Layout, shape: tuple[int, ...], path: str) -> Layout:
+        """Return a rule's layout for an output, without the batch dim if the last batch does not divide."""
+        if not layout.find_uneven_axes(shape):
             return layout
-        without_batch = self.computing_layout(layout)  # a last batch that does not divide is replicated
-        for axis in without_batch.uneven_axes(shape):
-            raise without_batch.uneven_error(shape, axis, f"the output of {path}")
+        without_batch = self.derive_compute_layout(layout)  # a last batch that does not divide is replicated
+        for axis in without_batch.find_uneven_axes(shape):
+            raise without_batch.make_uneven_error(shape, axis, f"the output of {path}")
         return without_batch

@@ -1,4 +1,4 @@
-"""Sharding specs: for each axis of a tensor a mesh dim, several, or `UNSHARDED`; read, checked and shown."""
+"""Read, check, and format sharding specs: a mesh dim, several, or `UNSHARDED` for each axis of a tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_text, kind_of
+from layoutmap.core.arguments import as_text, describe_type
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 
@@ -18,7 +18,7 @@ Specs = tuple[ShardingSpec | None, ...]
 
 
 def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
-    """The sharding specs of a layout on a mesh, checked.
+    """Return the sharding specs of a layout on a mesh, after a check.
 
     Raises:
         LayoutError: They are no list of specs, a spec is no dim of the mesh, or a dim is used twice.
@@ -28,26 +28,26 @@ def read_specs(given: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
     used: set[str] = set()
     known = {UNSHARDED, *mesh.dim_names}
     for axis, spec in enumerate(specs):
-        for dim in dims_of(spec):
+        for dim in list_spec_dims(spec):
             if dim == UNSHARDED or dim in used or dim not in known:
-                raise _refused_dim(dim, used, specs, axis, mesh)
+                raise _make_dim_error(dim, used, specs, axis, mesh)
             used.add(dim)
     return specs
 
 
-def with_none(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec | None, ...]:
-    """Sharding specs as people write them: `None` for an axis that is not sharded."""
+def replace_unsharded(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec | None, ...]:
+    """Return sharding specs as users write them, with None for an unsharded axis."""
     return tuple(None if spec == UNSHARDED else spec for spec in specs)
 
 
 def format_specs(specs: Sequence[ShardingSpec]) -> str:
-    """Sharding specs as one reads them in a message: `(unsharded, model)`, `((batch, model), unsharded)`."""
+    """Return sharding specs as text for messages: `(unsharded, model)`, `((batch, model), unsharded)`."""
     shown = [s if isinstance(s, str) else f"({', '.join(s)})" for s in specs]
     return f"({', '.join(shown)}{',' if len(shown) == 1 else ''})"
 
 
-def dims_of(spec: ShardingSpec) -> tuple[str, ...]:
-    """The mesh dims of a spec, major to minor; none of `UNSHARDED`."""
+def list_spec_dims(spec: ShardingSpec) -> tuple[str, ...]:
+    """Return the mesh dims of a spec, major to minor, or an empty tuple for `UNSHARDED`."""
     if isinstance(spec, tuple):
         return spec
     return () if spec == UNSHARDED else (spec,)
@@ -58,23 +58,24 @@ def spec_from_dims(dims: tuple[str, ...]) -> ShardingSpec:
     return dims[0] if len(dims) == 1 else dims or UNSHARDED
 
 
-def _choices(mesh: Mesh) -> str:
+def _suggest_dims(mesh: Mesh) -> str:
+    """Return the advice to use one of the mesh's dims."""
     return f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
 
 
 def _check_order(specs: Any, mesh: Mesh) -> None:
-    """Refuse what can be iterated but has no order of axes, and what cannot be iterated."""
+    """Refuse specs without an order of axes, such as a set, and values that cannot be iterated."""
     if isinstance(specs, str):
         what, why = "are one text", "a layout has one sharding spec for each axis"
         fix = f"write a list: [{specs!r}]"
     elif isinstance(specs, (Set, Mapping)):
         what, why = (
             "have no order",
-            f"they are {kind_of(specs)}, and which spec is for which axis goes by order",
+            f"they are {describe_type(specs)}, and which spec is for which axis goes by order",
         )
         fix = "write a list or a tuple"
     elif not isinstance(specs, Iterable):
-        what, why = "are no list", f"they are {kind_of(specs)}"
+        what, why = "are no list", f"they are {describe_type(specs)}"
         fix = "write one spec for each axis, as in [None, None], or use Layout.replicated(mesh, rank)"
     else:
         return
@@ -94,14 +95,15 @@ def _normalize(spec: Any, mesh: Mesh) -> ShardingSpec:
         f"sharding spec {spec!r} cannot be read",
         facts={"mesh": str(mesh)},
         why="a spec is a mesh dim, a tuple of mesh dims, or UNSHARDED",
-        fix=_choices(mesh),
+        fix=_suggest_dims(mesh),
     )
 
 
-def _refused_dim(
+def _make_dim_error(
     dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh
 ) -> LayoutError:
-    why, fix = f"the mesh has no dim {dim!r}", _choices(mesh)
+    """Return the error that a spec names an invalid mesh dim."""
+    why, fix = f"the mesh has no dim {dim!r}", _suggest_dims(mesh)
     if dim == tf_format.MATCH:
         why = "'match' is for TensorFlow's own use and lays nothing out"
     elif dim == UNSHARDED:  # beside other dims: alone it never comes here

@@ -1,4 +1,4 @@
-"""A training step of a model that has shapes and no values: what adapters describe, and engines count."""
+"""Describe a training step on shapes without values. Adapters describe the step, and engines count its cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tracer(Protocol):
     def call(
         self, path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return what a layer returns; an engine may put its input in its place.
+        """Return the output of a layer. An engine may call the function with other inputs.
 
         Args:
             path: The layer's path.
@@ -37,15 +37,15 @@ class Tracer(Protocol):
         ...
 
     def recomputes(self, path: str) -> bool:
-        """Whether a layer is to keep nothing for its gradient but its input, and compute the rest again.
+        """Return whether a layer stores only its input for the backward pass, and recomputes the rest.
 
         Args:
             path: The layer's path. Layers inside of one that does so do not.
         """
         ...
 
-    def updating(self) -> AbstractContextManager[None]:
-        """While open, the optimizer updates the variables."""
+    def open_update(self) -> AbstractContextManager[None]:
+        """Return a context in which the optimizer updates the variables."""
         ...
 
 

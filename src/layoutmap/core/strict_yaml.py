@@ -9,7 +9,7 @@ import re
 from functools import cache
 from typing import Any
 
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import RuleError
 
 _MAX_DEPTH = 10  # A rules file needs 5.
@@ -35,7 +35,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:  # why: decisions/01
     import yaml
 
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        why, fix = f"it is {kind_of(text)}, not text", "pass its text, as in Path(file).read_text()"
+        why, fix = f"it is {describe_type(text)}, not text", "pass its text, as in Path(file).read_text()"
         raise RuleError(f"{where} cannot be read", why=why, fix=fix)
     try:
         # libyaml's parser is about 15 times as fast, but not every build of PyYAML has it.
@@ -57,7 +57,7 @@ class _Refused(Exception):
 
 
 def _check_events(events: Any) -> None:
-    """Bound the nesting before PyYAML recurses, and refuse tags and merge keys, which `BaseLoader` ignores."""
+    """Limit the nesting before PyYAML recurses, and refuse tags and merge keys, which `BaseLoader` ignores."""
     depth = 0
     for event in events:
         name, tag = type(event).__name__, getattr(event, "tag", None)

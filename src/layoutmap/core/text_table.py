@@ -1,4 +1,4 @@
-"""Sizes and tables as people read them: as text for a terminal, as HTML for a notebook."""
+"""Format byte sizes and tables, as text for a terminal and as HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from layoutmap.core.escaping import escape_html, escaped
+from layoutmap.core.escaping import escape_html, escape_text
 
 _TABLE = "border-collapse:collapse;color:inherit"  # of a dark notebook, too
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
@@ -17,11 +17,11 @@ ALL_COLUMNS = "to_text() shows all"
 """The last line of a table that is not complete; the command line puts its own option in its place."""
 
 
-def size(num_bytes: float) -> str:
-    """A size as people read it.
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes as text, such as `1.5 MiB`.
 
     Example:
-        >>> size(3 * 2**20), size(100)
+        >>> format_bytes(3 * 2**20), format_bytes(100)
         ('3.0 MiB', '100 B')
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -31,7 +31,7 @@ def size(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-def text_table(
+def format_table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
     right: Container[str] = (),
@@ -39,7 +39,7 @@ def text_table(
     width: int | None = None,
     drop: Sequence[str] = (),
 ) -> list[str]:
-    """Rows of text in columns, under a head and a rule.
+    """Return rows of text in aligned columns, below a header and a line.
 
     Args:
         head: The names of the columns.
@@ -51,20 +51,20 @@ def text_table(
 
     Example:
         >>> head, row = ("variable", "dtype", "layout"), ("blocks.{0..31}.mlp.up.kernel", "float32", "(None, model)")
-        >>> print(*text_table(head, [row], width=40, drop=["dtype"]), sep="\\n")
+        >>> print(*format_table(head, [row], width=40, drop=["dtype"]), sep="\\n")
         variable                   layout
         -------------------------  -------------
         blocks.{....mlp.up.kernel  (None, model)
         hidden: dtype; shortened: variable; to_text() shows all
     """
-    table = [tuple(head), *(tuple(map(escaped, cells)) for cells in rows)]
+    table = [tuple(head), *(tuple(map(escape_text, cells)) for cells in rows)]
     widths = {name: max(len(cells[i]) for cells in table) for i, name in enumerate(head)}
     shown = widths if width is None else _fit_widths(widths, width, drop)
     lines = [
         "  ".join(
-            _shortened(cell, shown[name]).rjust(shown[name])
+            _shorten_text(cell, shown[name]).rjust(shown[name])
             if name in right
-            else _shortened(cell, shown[name]).ljust(shown[name])
+            else _shorten_text(cell, shown[name]).ljust(shown[name])
             for cell, name in zip(cells, head, strict=True)
             if name in shown
         ).rstrip()
@@ -81,7 +81,7 @@ def text_table(
 
 # why: decisions/0034
 def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
-    """The columns that are shown and their widths: first some are dropped, then the widest are shortened."""
+    """Return the widths of the columns that fit: some columns are dropped first, then the widest are shortened."""
     shown, least = dict(widths), [*drop]
     while least and sum(min(each, _READABLE) for each in shown.values()) + 2 * (len(shown) - 1) > width:
         shown.pop(least.pop(0), None)
@@ -91,28 +91,29 @@ def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> d
     return shown
 
 
-def _shortened(text: str, width: int) -> str:
-    """A text without its middle; paths differ most at their ends."""
+def _shorten_text(text: str, width: int) -> str:
+    """Return a text without its middle, because paths differ most at their ends."""
     if len(text) <= width:
         return text
     tail = 2 * max(0, width - 3) // 3
     return f"{text[: max(0, width - 3 - tail)]}...{text[len(text) - tail :]}"[:width]
 
 
-def wrapped(text: str, width: int | None) -> str:
-    """Lines broken between words so that none is wider; what continues a line is indented as the text in it.
+def wrap_lines(text: str, width: int | None) -> str:
+    """Wrap lines between words to at most `width` characters, and indent the continued lines.
 
     Example:
-        >>> print(wrapped("  why  rules match from the start of a path", 30))
+        >>> print(wrap_lines("  why  rules match from the start of a path", 30))
           why  rules match from the
                start of a path
     """
     if width is None:
         return text
-    return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.split("\n"))
+    return "\n".join(line if len(line) <= width else _wrap_line(line, width) for line in text.split("\n"))
 
 
-def _broken(line: str, width: int) -> str:
+def _wrap_line(line: str, width: int) -> str:
+    """Return one line, broken to fit the width."""
     named = _NAMED.match(line)
     start = named[0] if named and len(named[0]) <= width // 2 else ""
     indent = len(start) or min(len(line) - len(line.lstrip()), width // 2)
@@ -127,8 +128,8 @@ def _broken(line: str, width: int) -> str:
     )
 
 
-def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text as an HTML table; everything is escaped."""
+def format_html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of text as an HTML table in which all cells are escaped."""
     top = "".join(f'<th style="{_CELL}">{escape_html(cell)}</th>' for cell in head)
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{escape_html(cell)}</td>' for cell in row) + "</tr>"
@@ -141,5 +142,5 @@ def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]])
 
 
 def format_pre(text: str) -> str:
-    """Format lines of text as an HTML block of fixed width; all but the line ends is escaped."""
+    """Format lines of text as an HTML block of fixed width in which all characters but line ends are escaped."""
     return f"<pre>{escape_html(text, keep=_LINE_END)}</pre>"

@@ -1,4 +1,4 @@
-"""The text and protobuf forms of meshes and layouts, byte-compatible with TensorFlow's.
+"""Read and write meshes and layouts as text and protobuf, byte-compatible with TensorFlow's.
 
 This module knows forms, not meanings: it turns plain fields into text or a message and back. `Mesh` and `Layout`
 check what the fields mean.
@@ -16,8 +16,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError, brief
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import LayoutError, LayoutMapError, MeshError, shorten_repr
 
 MATCH = "match"
 """TensorFlow's word for "any sharding" inside its own rules; never a sharding of a stored tensor."""
@@ -51,18 +51,18 @@ class LayoutFields:
     mesh: MeshFields
 
 
-def _locals_and_globals(fields: MeshFields) -> tuple[list[str], list[str]]:
-    """The devices of this process, and all devices where that says more."""
+def _list_devices(fields: MeshFields) -> tuple[list[str], list[str]]:
+    """Return the devices of this process, and all devices if they are more and all have names."""
     devices = fields.devices or ()
     local = [devices[i] for i in fields.local_device_ids]
     everything = list(devices) if len(local) < len(devices) and all(devices) else []
     return local, everything
 
 
-def _devices(
+def _merge_devices(
     size: int, local_ids: tuple[int, ...], local: tuple[str, ...], everything: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The devices in mesh order, with `""` for each that the form does not name."""
+    """Return the devices in mesh order, with `""` for each device that has no name in the file."""
     if len(local_ids) != len(local):
         raise MeshError(
             f"local device ids and local devices differ in number: {len(local_ids)} and {len(local)}",
@@ -99,11 +99,11 @@ def _check_global_ids(ids: tuple[int, ...], size: int) -> None:
         )
 
 
-def mesh_to_text(fields: MeshFields) -> str:
-    """The text form of a mesh."""
+def format_mesh(fields: MeshFields) -> str:
+    """Return a mesh as text."""
     parts = [fields.name, ",".join(f"{name}={size}" for name, size in fields.dims)]
     if fields.devices is not None:
-        local, everything = _locals_and_globals(fields)
+        local, everything = _list_devices(fields)
         parts.append(",".join(map(str, range(len(fields.devices)))))
         parts.append(",".join(map(str, fields.local_device_ids)))
         parts.append(",".join(local))
@@ -112,39 +112,43 @@ def mesh_to_text(fields: MeshFields) -> str:
     return "|".join(parts)
 
 
-def mesh_from_text(text: str) -> MeshFields:
-    """Read the text form of a mesh.
+def parse_mesh(text: str) -> MeshFields:
+    """Read a mesh from text.
 
     Raises:
         MeshError: The text is not of that form.
     """
     try:
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"it is {kind_of(text)}")
+            raise ValueError(f"it is {describe_type(text)}")
         parts = text.split("|")
         if len(parts) not in (2, 5, 6):
             raise ValueError(f"bars split it into {len(parts)} fields, and a mesh has 2, 5 or 6")
         dims = tuple(_split_dim(part) for part in _split(parts[1]))
-        size = _num_places(dims)
+        size = _count_places(dims)
         if len(parts) == 2:
             return MeshFields(parts[0], dims, None, ())
-        ids, local_ids = (tuple(_whole_number(i) for i in _split(part)) for part in parts[2:4])
+        ids, local_ids = (tuple(_parse_int(i) for i in _split(part)) for part in parts[2:4])
     except ValueError as error:
-        raise MeshError(f"mesh text {brief(text)} cannot be read", why=str(error), fix=_FIX_MESH) from None
+        raise MeshError(
+            f"mesh text {shorten_repr(text)} cannot be read", why=str(error), fix=_FIX_MESH
+        ) from None
     _check_global_ids(ids, size)
     everything = _split(parts[5]) if len(parts) == 6 else ()
-    return MeshFields(parts[0], dims, _devices(size, local_ids, _split(parts[4]), everything), local_ids)
+    return MeshFields(
+        parts[0], dims, _merge_devices(size, local_ids, _split(parts[4]), everything), local_ids
+    )
 
 
-def mesh_to_proto(fields: MeshFields) -> Any:
-    """The message of a mesh."""
-    pb = _messages()
+def make_mesh_proto(fields: MeshFields) -> Any:
+    """Return a mesh as a protobuf message."""
+    pb = _import_messages()
 
     proto = pb.MeshProto(
         name=fields.name, mesh_dimensions=[pb.MeshDimensionProto(name=n, size=s) for n, s in fields.dims]
     )
     if fields.devices is not None:
-        local, everything = _locals_and_globals(fields)
+        local, everything = _list_devices(fields)
         proto.global_device_ids.extend(range(len(fields.devices)))
         proto.local_device_ids.extend(fields.local_device_ids)
         proto.local_devices.extend(local)
@@ -152,13 +156,13 @@ def mesh_to_proto(fields: MeshFields) -> Any:
     return proto
 
 
-def mesh_from_proto(message: Any) -> MeshFields:
-    """Read the message of a mesh, this library's or TensorFlow's.
+def read_mesh_proto(message: Any) -> MeshFields:
+    """Read a mesh from a protobuf message of this library or of TensorFlow.
 
     Raises:
         MeshError: The message is no mesh, or one of a kind that is not supported.
     """
-    pb = _messages()
+    pb = _import_messages()
 
     proto = _parse(message, pb.MeshProto, MeshError)
     for unsupported in ("use_xla_spmd", "single_device"):
@@ -169,24 +173,24 @@ def mesh_from_proto(message: Any) -> MeshFields:
                 fix="make the mesh from dims and devices",
             )
     dims = tuple((dim.name, dim.size) for dim in proto.mesh_dimensions)
-    size = _num_places(dims)
+    size = _count_places(dims)
     ids = tuple(proto.global_device_ids)
     if not ids:
         return MeshFields(proto.name, dims, None, ())
     _check_global_ids(ids, size)
     local_ids = tuple(proto.local_device_ids)
-    devices = _devices(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
+    devices = _merge_devices(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
     return MeshFields(proto.name, dims, devices, local_ids)
 
 
-def layout_to_text(fields: LayoutFields) -> str:  # why: decisions/0004
-    """The text form of a layout."""
+def format_layout(fields: LayoutFields) -> str:  # why: decisions/0004
+    """Return a layout as text."""
     specs = "".join(":".join(spec) + "," for spec in fields.specs)
-    return f"{_LAYOUT_PREFIX}{specs}{_MESH_PREFIX}{mesh_to_text(fields.mesh)}"
+    return f"{_LAYOUT_PREFIX}{specs}{_MESH_PREFIX}{format_mesh(fields.mesh)}"
 
 
-def layout_from_text(text: str) -> LayoutFields:
-    """Read the text form of a layout.
+def parse_layout(text: str) -> LayoutFields:
+    """Read a layout from text.
 
     Raises:
         LayoutError: The text is not of that form. A spec list without its closing comma is refused too, where
@@ -196,7 +200,7 @@ def layout_from_text(text: str) -> LayoutFields:
     if isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         specs, found, mesh = text.removeprefix(_LAYOUT_PREFIX).partition(_MESH_PREFIX)
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        why = f"it is {kind_of(text)}"
+        why = f"it is {describe_type(text)}"
     elif not text.startswith(_LAYOUT_PREFIX):
         why = f"it does not start with {_LAYOUT_PREFIX!r}"
     elif not found:
@@ -204,28 +208,28 @@ def layout_from_text(text: str) -> LayoutFields:
     elif specs and not specs.endswith(","):
         why = "each spec is followed by a comma, the last one too"
     if why:
-        raise LayoutError(f"layout text {brief(text)} cannot be read", why=why, fix=_FIX_LAYOUT)
-    return LayoutFields(tuple(tuple(s.split(":")) for s in specs.split(",")[:-1]), mesh_from_text(mesh))
+        raise LayoutError(f"layout text {shorten_repr(text)} cannot be read", why=why, fix=_FIX_LAYOUT)
+    return LayoutFields(tuple(tuple(s.split(":")) for s in specs.split(",")[:-1]), parse_mesh(mesh))
 
 
-def layout_to_proto(fields: LayoutFields) -> Any:
-    """The message of a layout."""
-    pb = _messages()
+def make_layout_proto(fields: LayoutFields) -> Any:
+    """Return a layout as a protobuf message."""
+    pb = _import_messages()
 
     return pb.LayoutProto(
         sharding_specs=[pb.ShardingSpec(sharding_spec=":".join(spec)) for spec in fields.specs],
-        mesh_config=mesh_to_proto(fields.mesh),
+        mesh_config=make_mesh_proto(fields.mesh),
         type=pb.LayoutProto.STATIC,
     )
 
 
-def layout_from_proto(message: Any) -> LayoutFields:
-    """Read the message of a layout, as a message of this library or of TensorFlow, or as its bytes.
+def read_layout_proto(message: Any) -> LayoutFields:
+    """Read a layout from a message of this library or of TensorFlow, or from its bytes.
 
     Raises:
         LayoutError: The message is no layout, or one of a kind that is not supported.
     """
-    pb = _messages()
+    pb = _import_messages()
 
     proto = _parse(message, pb.LayoutProto, LayoutError)
     if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
@@ -242,16 +246,16 @@ def layout_from_proto(message: Any) -> LayoutFields:
             fix="pass the message of as_proto(), or its bytes",
         )
     specs = tuple(tuple(spec.sharding_spec.split(":")) for spec in proto.sharding_specs)
-    return LayoutFields(specs, mesh_from_proto(proto.mesh_config))
+    return LayoutFields(specs, read_mesh_proto(proto.mesh_config))
 
 
-def to_bytes(message: Any) -> bytes:
-    """The one serialized form of a message: the same on every run."""
+def serialize_message(message: Any) -> bytes:
+    """Return a message as bytes that are the same in every run."""
     return message.SerializeToString(deterministic=True)
 
 
-def _messages() -> Any:  # why: decisions/0179
-    """The module of the messages; late, since few programs write the protobuf form.
+def _import_messages() -> Any:  # why: decisions/0179
+    """Import the module of the protobuf messages when it is first used, because few programs need it.
 
     Raises:
         LayoutMapError: protobuf is not installed.
@@ -273,7 +277,7 @@ def _parse(message: Any, kind: Any, error: type[LayoutError] | type[MeshError]) 
         if isinstance(message, bytes):
             return kind.FromString(message)
         if not hasattr(message, "SerializeToString"):
-            raise TypeError(f"it is {kind_of(message)}")
+            raise TypeError(f"it is {describe_type(message)}")
         if message.DESCRIPTOR.name != wanted:  # its bytes might parse, into nonsense
             raise TypeError(f"it is a {message.DESCRIPTOR.name} message")
         return kind.FromString(message.SerializeToString())
@@ -292,20 +296,21 @@ def _split(text: str) -> tuple[str, ...]:
 def _split_dim(text: str) -> tuple[str, int]:
     name, equals, size = text.partition("=")
     if not equals:
-        raise ValueError(f"{brief(text)} is not name=size")
-    return name, _whole_number(size)
+        raise ValueError(f"{shorten_repr(text)} is not name=size")
+    return name, _parse_int(size)
 
 
-def _whole_number(text: str) -> int:
+def _parse_int(text: str) -> int:
     # int() would take blanks, underscores and digits of other scripts, too.
+    """Return the int that a text of decimal digits stands for."""
     if not _WHOLE_NUMBER.fullmatch(text):
         limit = " of at most 18 digits" if len(text) > 18 else ""
-        raise ValueError(f"{brief(text)} is not a whole number{limit}")
+        raise ValueError(f"{shorten_repr(text)} is not a whole number{limit}")
     return int(text)
 
 
-def _num_places(dims: tuple[tuple[str, int], ...]) -> int:
-    """The product of the sizes; of sizes that no mesh has, one that is too large, too."""
+def _count_places(dims: tuple[tuple[str, int], ...]) -> int:
+    """Return the product of the sizes. The product stops once it exceeds the largest possible mesh."""
     size = 1
     for _, each in dims:
         size *= each

@@ -1,4 +1,4 @@
-"""Layouts that fit: what is taken where an axis does not divide, and what a variable takes over from another.
+"""Derive layouts for axes that do not divide evenly, and for variables that follow another variable's layout.
 
 A rule says what is to happen to an axis whose size is no multiple of the number of shards:
 
@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from layoutmap.core.arguments import as_shape
-from layoutmap.core.errors import RuleError, brief
+from layoutmap.core.arguments import check_shape
+from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.layout import Layout
 
 Uneven = Literal["error", "replicate", "shrink"]
@@ -28,8 +28,8 @@ Axes = tuple[tuple[int, ...], ...]
 """For each axis of a derived variable the axes of its parent that it is made of, major to minor; `()`: of none."""
 
 
-def as_uneven(value: object, where: str) -> Uneven:
-    """A policy, checked.
+def check_uneven(value: object, where: str) -> Uneven:
+    """Return an `uneven` setting, after a check.
 
     Raises:
         RuleError: It is none.
@@ -38,14 +38,14 @@ def as_uneven(value: object, where: str) -> Uneven:
         if value == known:
             return known
     raise RuleError(
-        f"{where}: uneven={brief(value)}",
+        f"{where}: uneven={shorten_repr(value)}",
         why="it says what happens to an axis that does not divide",
         fix=f"use one of {', '.join(map(repr, get_args(Uneven)))}",
     )
 
 
-def fitted(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
-    """The layout that a tensor gets where a rule gives it one.
+def fit_layout(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
+    """Return the layout that a tensor gets from a rule, with the `uneven` setting applied.
 
     Args:
         layout: The rule's layout.
@@ -56,48 +56,48 @@ def fitted(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
     Example:
         >>> from layoutmap import Mesh
         >>> layout = Layout([("data", "model"), None], Mesh(None, "data=3,model=4"))
-        >>> print(fitted(layout, (16, 8), "shrink"), fitted(layout, (16, 8), "replicate"))
+        >>> print(fit_layout(layout, (16, 8), "shrink"), fit_layout(layout, (16, 8), "replicate"))
         (model, unsharded) (unsharded, unsharded)
     """
     if uneven == "error" or layout.rank != len(shape):
         return layout
-    bad = layout.uneven_axes(shape)
+    bad = layout.find_uneven_axes(shape)
     if not bad:
         return layout
     specs = list(layout.sharding_specs)
     for axis in bad:
-        dims = layout.mesh_dims_of(axis) if uneven == "shrink" else ()
-        specs[axis] = _largest(dims, as_shape(shape)[axis] or 0, layout)
+        dims = layout.list_mesh_dims(axis) if uneven == "shrink" else ()
+        specs[axis] = _find_largest_subset(dims, check_shape(shape)[axis] or 0, layout)
     return Layout.from_valid_specs(specs, layout.mesh)
 
 
-def _largest(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
-    """The subset of an axis's dims, in their order, that splits it evenly into the most shards."""
+def _find_largest_subset(dims: Sequence[str], size: int, layout: Layout) -> tuple[str, ...]:
+    """Return the subset of an axis's dims, in their order, that splits it evenly into the most shards."""
     subsets = [s for n in range(len(dims) + 1) for s in itertools.combinations(dims, n)]
     counts = {s: math.prod(layout.mesh.dim_size(d) for d in s) for s in subsets}
     return max((s for s in subsets if size % counts[s] == 0), key=lambda s: counts[s])
 
 
-def with_single_dims(layout: Layout) -> Layout:  # why: decisions/0004
-    """The layout with each axis over one mesh dim, the largest of its dims; of two as large, the more major one.
+def keep_largest_dims(layout: Layout) -> Layout:  # why: decisions/0004
+    """Return the layout with each axis over only the largest of its mesh dims. A tie goes to the more major dim.
 
     An axis whose other dims have one device stays as it is: they shard nothing.
 
     Example:
         >>> from layoutmap import Mesh
-        >>> print(with_single_dims(Layout([("data", "model"), None], Mesh(None, "data=3,model=4"))))
+        >>> print(keep_largest_dims(Layout([("data", "model"), None], Mesh(None, "data=3,model=4"))))
         (model, unsharded)
     """
     specs = list(layout.sharding_specs)
     for axis in range(layout.rank):
-        largest = max(layout.mesh_dims_of(axis), key=layout.mesh.dim_size, default="")
+        largest = max(layout.list_mesh_dims(axis), key=layout.mesh.dim_size, default="")
         if largest and layout.num_shards(axis) > layout.mesh.dim_size(largest):
             specs[axis] = largest
     return Layout.from_valid_specs(specs, layout.mesh)
 
 
-def derived_layout(parent: Layout, axes: Axes) -> Layout:
-    """The layout of a variable whose axes are those of another.
+def derive_layout(parent: Layout, axes: Axes) -> Layout:
+    """Return the layout of a variable from that of its parent. `axes` maps its axes to the parent's.
 
     An axis that is made of several follows the first, along which it is sharded in whole runs.
 
@@ -108,14 +108,14 @@ def derived_layout(parent: Layout, axes: Axes) -> Layout:
     Example:
         >>> from layoutmap import Mesh
         >>> kernel = Layout([None, "model"], Mesh(None, "batch=2,model=4"))
-        >>> print(derived_layout(kernel, ((0,), ())), derived_layout(kernel, ((1,),)))
+        >>> print(derive_layout(kernel, ((0,), ())), derive_layout(kernel, ((1,),)))
         (unsharded, unsharded) (model,)
     """
-    return Layout([parent.mesh_dims_of(of[0]) if of else () for of in axes], parent.mesh)
+    return Layout([parent.list_mesh_dims(of[0]) if of else () for of in axes], parent.mesh)
 
 
-def sharded_further(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
-    """A layout that is sharded over one more mesh dim, along the first axis that divides; as it is if none does.
+def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
+    """Return a layout that is also sharded over `dim`, along the first axis that divides, or the same layout.
 
     Args:
         layout: The layout.
@@ -124,10 +124,10 @@ def sharded_further(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
 
     Example:
         >>> from layoutmap import Mesh
-        >>> print(sharded_further(Layout(["model", None], Mesh(None, "batch=2,model=4")), (16, 8), "batch"))
+        >>> print(add_sharding_dim(Layout(["model", None], Mesh(None, "batch=2,model=4")), (16, 8), "batch"))
         ((model, batch), unsharded)
     """
-    dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+    dims = [layout.list_mesh_dims(axis) for axis in range(layout.rank)]
     if layout.rank != len(shape) or any(dim in of for of in dims):
         return layout
     for axis, size in enumerate(shape):

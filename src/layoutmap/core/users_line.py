@@ -1,4 +1,4 @@
-"""Where a warning is to point: the line of the user's code that led to it."""
+"""Find the line of the user's code at which a warning should point."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Set
 
 
-def level_of_user(inner: Set[str] = frozenset()) -> int:
-    """The `stacklevel` at which a warning of the function that asks names the user's line.
+def find_user_stacklevel(inner: Set[str] = frozenset()) -> int:
+    """Return the `stacklevel` with which a warning from the calling function points at the user's line.
 
     Args:
         inner: Packages inside of which this library works: their frames are passed by, too.

@@ -1,4 +1,4 @@
-"""Variables as the core knows them: path, shape, dtype and kind; never a value."""
+"""Describe variables by path, shape, dtype, and kind, without values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
 
-from layoutmap.core.arguments import as_shape
+from layoutmap.core.arguments import check_shape
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
@@ -96,7 +96,7 @@ class VariableSpec:
         for name in ("shape", "parent_shape"):
             given = getattr(self, name)
             if given is not None:
-                object.__setattr__(self, name, as_shape(given))
+                object.__setattr__(self, name, check_shape(given))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -110,7 +110,7 @@ class VariableSpec:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it has taken the place of a variable of its path, whose shape the rules are for."""
+        """Whether the variable replaces a variable of the same path and another shape, which the rules are for."""
         return self.parent == self.path
 
     @property
@@ -121,12 +121,12 @@ class VariableSpec:
     @property
     def global_bytes(self) -> int:
         """Global size in bytes."""
-        return math.ceil(math.prod(self.shape) * itemsize(self.dtype))
+        return math.ceil(math.prod(self.shape) * get_itemsize(self.dtype))
 
 
 @dataclass(frozen=True)
 class Assignment:  # why: decisions/0001
-    """A variable and the layout it was given.
+    """Variable with the layout that the plan gives it.
 
     Args:
         variable: The variable.
@@ -145,7 +145,7 @@ class Assignment:  # why: decisions/0001
     def fits(self) -> bool:
         """Whether the variable can have this layout: its rank is right, and every axis is split evenly."""
         shape = self.variable.shape
-        return self.layout.rank == len(shape) and not self.layout.uneven_axes(shape)
+        return self.layout.rank == len(shape) and not self.layout.find_uneven_axes(shape)
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:
@@ -155,19 +155,19 @@ class Assignment:  # why: decisions/0001
     @cached_property
     def shard_bytes(self) -> int:
         """Size in bytes of the piece that one device holds."""
-        return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))
+        return math.ceil(math.prod(self.shard_shape) * get_itemsize(self.variable.dtype))
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of that piece in the memory of the device; 0 for a variable in host memory."""
+        """Size of the shard in device memory in bytes, or 0 for a variable in host memory."""
         return 0 if self.variable.memory else self.shard_bytes
 
 
-def distinct(names: Sequence[str]) -> list[str]:
-    """Names, those that come again with the first free number.
+def make_unique_names(names: Sequence[str]) -> list[str]:
+    """Return names in which each repeated one gets the first free number.
 
     Example:
-        >>> distinct(["mlp", "mlp", "mlp_1", "mlp"])
+        >>> make_unique_names(["mlp", "mlp", "mlp_1", "mlp"])
         ['mlp', 'mlp_2', 'mlp_1', 'mlp_3']
     """
     taken, counts, found = set(names), dict.fromkeys(names, -1), list[str]()
@@ -182,15 +182,16 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def has_several_models(variables: Iterable[VariableSpec]) -> bool:
-    """Whether variables are those of more than one model."""
+    """Return whether the variables belong to more than one model."""
     return len({v.model for v in variables} - {""}) > 1
 
 
-def full_names(variables: Sequence[VariableSpec]) -> list[str]:  # why: decisions/0005
-    """Names of variables that stand side by side: their paths, and their models' names if these differ.
+def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:  # why: decisions/0005
+    """Return the paths of variables, each after its model's name if there are several models.
 
     Example:
-        >>> full_names([VariableSpec("d1.kernel", (8, 8), "float32", model=name) for name in ("teacher", "student")])
+        >>> models = ("teacher", "student")
+        >>> format_variable_names([VariableSpec("d1.kernel", (8, 8), "float32", model=name) for name in models])
         ['teacher: d1.kernel', 'student: d1.kernel']
     """
     several = has_several_models(variables)
@@ -209,11 +210,11 @@ _ITEMSIZES = {
 
 
 @cache
-def itemsize(dtype: str) -> float:
-    """Bytes per element of an element type, by name.
+def get_itemsize(dtype: str) -> float:
+    """Return the bytes per element of a dtype, by its name.
 
     Example:
-        >>> itemsize("float32"), itemsize("int4"), itemsize("float4_e2m1fn_x2")
+        >>> get_itemsize("float32"), get_itemsize("int4"), get_itemsize("float4_e2m1fn_x2")
         (4, 0.5, 1)
 
     Raises:

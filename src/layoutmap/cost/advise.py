@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.core.paths import merge_paths, path_regex
+from layoutmap.core.paths import make_path_regex, merge_paths
 from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.search.options import Grid, activation_options
 from layoutmap.cost.search.space import Blocks
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.ways import Way, needs_of, typed
+from layoutmap.plan.ways import Way, describe_change, try_count
 from layoutmap.scope.progress import Waiting
 
 PATIENCE_SECONDS = 20.0
@@ -57,11 +57,11 @@ def advise(  # why: decisions/0120
             "a fused kernel for attention": lambda: [replace(before, fuse_attention=True)] * can_fuse,
             "recomputing activations": lambda: [replace(before, remat="blocks")] * can_recompute,
             "weights sharded over the dim of the batch": lambda: (
-                [before.sharded_over(data, plan)] if data else _over_batch(before)
+                [before.shard_weights(data, plan)] if data else _over_batch(before)
             ),
             "other layouts of what blocks return": lambda: _activations(before, blocks),
             "twice as many devices": lambda: map(before.doubled, before.mesh.dim_names),
-            "half the batch": lambda: [before.halved()],
+            "half the batch": lambda: [before.halve_batch()],
         }
         for name, ways in alike.items():
             trials.add_best(name, ways, shown)
@@ -81,7 +81,7 @@ class _Trials:
 
     def add_best(self, name: str, ways: Ways, shown: Callable[[], object]) -> None:
         """Count ways that are alike, and keep the best of them."""
-        known = [way for way in needs_of(lambda: list(ways())) or () if way is not None]
+        known = [way for way in try_count(lambda: list(ways())) or () if way is not None]
         if known and not self._has_time():
             self.untried.append(name)
             return
@@ -97,7 +97,7 @@ class _Trials:
             return None
         shown()
         begin = time.process_time()
-        cost = needs_of(lambda: self._count(way))
+        cost = try_count(lambda: self._count(way))
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
 
@@ -121,12 +121,16 @@ class _Trials:
                 self._found, last = [*found, (way, cost)], cost.step.peak_bytes
                 if cost.fits:
                     return
-            way = way.halved()
+            way = way.halve_batch()
 
     def advice(self) -> tuple[Advice, ...]:
         """The advice that was found, the best first."""
         return tuple(
-            Advice(*typed(self._before, way), cost.step.peak_bytes, f"{duration(cost.step_seconds)} a step")
+            Advice(
+                *describe_change(self._before, way),
+                cost.step.peak_bytes,
+                f"{duration(cost.step_seconds)} a step",
+            )
             for way, cost in sorted(self._found, key=self._rank)
         )
 
@@ -154,7 +158,7 @@ def _activations(before: Way, blocks: Sequence[Blocks]) -> Iterator[Way]:
         for each in blocks:
             match = before.rules.activations.match(each.paths[0])
             if specs is not None and len(each.shape) == len(specs):
-                rules[match.rule.pattern if match.rule else path_regex(each.paths)] = specs
-        made = before.with_rules({}, rules)
+                rules[match.rule.pattern if match.rule else make_path_regex(each.paths)] = specs
+        made = before.change_rules({}, rules)
         if made.rules != before.rules:
             yield replace(made, preset=before.preset, blocks=names)

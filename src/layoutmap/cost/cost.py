@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from layoutmap.core.paths import merge_paths, path_shape, starred
-from layoutmap.core.text_table import html_table, size, text_table
+from layoutmap.core.paths import merge_paths, replace_numbers, split_at_numbers
+from layoutmap.core.text_table import format_bytes, format_html_table, format_table
 from layoutmap.cost.machine import Group, Machine
 from layoutmap.cost.table import PARTITIONED, Collective, Held, StepCost
 from layoutmap.cost.verified import Verified
@@ -67,7 +67,7 @@ class CollectiveRow:
     def cells(self) -> tuple[str, ...]:
         """A text for each of `COLUMNS`."""
         c = self.first
-        sizes = size(c.tensor_bytes), size(self.sent_bytes), duration(self.seconds)
+        sizes = format_bytes(c.tensor_bytes), format_bytes(self.sent_bytes), duration(self.seconds)
         kind, over, why = c.kind.replace("_", "-"), ", ".join(c.dims), self.cause or "?"
         return kind, f"{self.calls:,}", over, self.network, *sizes, why, c.phase
 
@@ -140,7 +140,7 @@ class Cost:  # why: decisions/0092
     def overlaps(self, collective: Collective) -> bool:
         """Whether a collective overlaps with computing: that of a weight or of its gradient."""
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
-        return collective.kind in kinds and starred(collective.cause) in self.weights
+        return collective.kind in kinds and replace_numbers(collective.cause) in self.weights
 
     @property
     def weights_seconds(self) -> float:
@@ -207,7 +207,7 @@ class Cost:  # why: decisions/0092
         """Tensors on a device at the peak, beside what the step is given."""
         return self.step.held
 
-    def with_weights(self, paths: frozenset[str]) -> Cost:
+    def mark_weight_collectives(self, paths: frozenset[str]) -> Cost:
         """Return the same cost with other paths of weights; see `weights`."""
         return replace(self, weights=paths)
 
@@ -248,7 +248,7 @@ class Cost:  # why: decisions/0092
     def _merged(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
         groups: dict[object, list[Collective]] = {}
         for c in collectives:
-            key = c.kind, c.dims, c.tensor_bytes, path_shape(c.cause), c.phase, c.group
+            key = c.kind, c.dims, c.tensor_bytes, split_at_numbers(c.cause), c.phase, c.group
             groups.setdefault(key, []).append(c)
         rows = [
             CollectiveRow(
@@ -271,9 +271,9 @@ class Cost:  # why: decisions/0092
             found.setdefault(c.cause, []).append(c)
         return found
 
-    def rows_of(self, paths: Iterable[str]) -> list[str]:
+    def describe_collectives(self, paths: Iterable[str]) -> list[str]:
         """The collectives that some variables or layers cause, a text for each row."""
-        causes = dict.fromkeys(cause for path in paths for cause in (path, starred(path)))
+        causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers(path)))
         return [
             row.text for row in self._merged(c for cause in causes for c in self._by_cause.get(cause, ()))
         ]
@@ -283,7 +283,7 @@ class Cost:  # why: decisions/0092
     @property
     def line(self) -> str:
         """The cost in one line."""
-        sizes = f"{size(self.step.peak_bytes)} of {size(self.machine.device.memory_bytes)}"
+        sizes = f"{format_bytes(self.step.peak_bytes)} of {format_bytes(self.machine.device.memory_bytes)}"
         seconds = duration(self.step_seconds)
         return f"{seconds} a step on {self.machine}; {sizes} per device at the peak ({self.known_by})"
 
@@ -311,12 +311,12 @@ class Cost:  # why: decisions/0092
         """The numbers that each device computes, sends, moves and holds, in two sentences."""
         step = self.step
         flops = ", ".join(f"{count_text(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
-        sent, moved = size(step.sent_bytes), size(step.traffic_bytes)
-        given, beside = size(step.argument_bytes), size(self.activation_bytes)
+        sent, moved = format_bytes(step.sent_bytes), format_bytes(step.traffic_bytes)
+        given, beside = format_bytes(step.argument_bytes), format_bytes(self.activation_bytes)
         most = "at most " * (step.known_by == PARTITIONED)
         least, short = step.least_peak_bytes - step.argument_bytes, ""
         if step.known_by == PARTITIONED and 0 < least < 0.95 * self.activation_bytes:
-            short = f", {size(least)} where memory is short"
+            short = f", {format_bytes(least)} where memory is short"
         return (
             f"each device computes {flops or 'nothing'}, sends {sent}, and reads and writes {moved}",
             f"it holds {given} of weights, state, slots and batch, and at the peak {most}{beside} beside them{short}",
@@ -335,14 +335,18 @@ class Cost:  # why: decisions/0092
             f"{device.about}; no overlap at all: {duration(self.serial_seconds)}",
             "",
         ]
-        lines += text_table(("of the step", "takes", "share"), self._parts(), ("takes", "share"), width=width)
+        lines += format_table(
+            ("of the step", "takes", "share"), self._parts(), ("takes", "share"), width=width
+        )
         if self.rows:
             cells = [row.cells for row in self.rows[:_MOST_ROWS]]
-            lines += ["", *text_table(COLUMNS, cells, _RIGHT, width=width, drop=_DROP)]
+            lines += ["", *format_table(COLUMNS, cells, _RIGHT, width=width, drop=_DROP)]
         if len(self.rows) > _MOST_ROWS:
             rest = self.rows[_MOST_ROWS:]
             seconds, sent = sum(row.seconds for row in rest), sum(row.sent_bytes for row in rest)
-            lines.append(f"... and {len(rest)} more, which take {duration(seconds)} and send {size(sent)}")
+            lines.append(
+                f"... and {len(rest)} more, which take {duration(seconds)} and send {format_bytes(sent)}"
+            )
         mesh = ", ".join(f"{name} over {network}" for name, network in self.networks.items())
         lines += [
             "",
@@ -360,8 +364,8 @@ class Cost:  # why: decisions/0092
 
     def to_html(self) -> str:
         """The cost as two tables, for a notebook."""
-        parts = html_table(f"Cost: {self.line}", ("of the step", "takes", "share"), self._parts())
-        return parts + html_table("Collectives", COLUMNS, (row.cells for row in self.rows))
+        parts = format_html_table(f"Cost: {self.line}", ("of the step", "takes", "share"), self._parts())
+        return parts + format_html_table("Collectives", COLUMNS, (row.cells for row in self.rows))
 
     _repr_html_ = to_html
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.json import cost_fields, read_cost_fields
 from layoutmap.cost.lint import CHECKS
@@ -52,9 +52,12 @@ def figures(cost: Cost) -> dict[str, str]:
         "machine": str(cost.machine),
         "time of a step": duration(cost.step_seconds),
         **{wait.what: duration(wait.seconds) for wait in cost.waits},
-        "sent": size(cost.step.sent_bytes),
-        **{what: f"{size(num_bytes)}, {duration(seconds)}" for what, (num_bytes, seconds) in sent.items()},
-        "memory at the peak": size(cost.step.peak_bytes),
+        "sent": format_bytes(cost.step.sent_bytes),
+        **{
+            what: f"{format_bytes(num_bytes)}, {duration(seconds)}"
+            for what, (num_bytes, seconds) in sent.items()
+        },
+        "memory at the peak": format_bytes(cost.step.peak_bytes),
     }
 
 

@@ -30,7 +30,7 @@ from layoutmap.plan.json_fields import (
     PlanRow,
     convert,
     convert_values,
-    refused,
+    make_file_error,
 )
 
 _COUNTS = ("traffic_bytes", "argument_bytes", "peak_bytes")
@@ -138,13 +138,17 @@ def read_cost_fields(
 
 def _check_dim(dim: str, place: str, mesh: Mesh) -> None:
     if dim not in mesh:
-        raise refused(f"{place}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}")
+        raise make_file_error(
+            f"{place}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}"
+        )
 
 
 def _read_machine(item: _Machine) -> Machine:
     flops = convert_values(item.flops, Figure, "cost.machine.flops")
     if not flops:
-        raise refused("cost.machine.flops has no type", "time follows from how fast a device multiplies")
+        raise make_file_error(
+            "cost.machine.flops has no type", "time follows from how fast a device multiplies"
+        )
     fast, slow = (Network(*msgspec.structs.astuple(each)) for each in (item.fast, item.slow))
     device = Device(
         item.name,

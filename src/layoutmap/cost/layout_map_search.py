@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, Literal
 
-from layoutmap.core.arguments import as_int, kind_of
-from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, brief
+from layoutmap.core.arguments import as_int, describe_type
+from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, shorten_repr
 from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.core.paths import merge_paths, starred
-from layoutmap.core.text_table import format_pre, html_table, size, text_table
+from layoutmap.core.paths import merge_paths, replace_numbers
+from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
 from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
@@ -33,8 +33,8 @@ from layoutmap.cost.search.result_table import HEAD, RIGHT, recompute_text, rows
 from layoutmap.cost.search.space import Model, blocks_of
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
-from layoutmap.rules.near_misses import nearest
-from layoutmap.rules.rule_set import RuleSet, given_mesh
+from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.rule_set import RuleSet, read_mesh
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 
@@ -88,10 +88,12 @@ class SearchResult:
 
     @property
     def _line(self) -> str:
-        seconds, peak = self.cost.step_seconds, size(self.cost.step.peak_bytes)
+        seconds, peak = self.cost.step_seconds, format_bytes(self.cost.step.peak_bytes)
         ended = "" if self.is_complete else ", interrupted"
         if self._target:
-            compiled = f", {size(self.compiled.peak_bytes)} compiled" if self.compiled else ", not verified"
+            compiled = (
+                f", {format_bytes(self.compiled.peak_bytes)} compiled" if self.compiled else ", not verified"
+            )
             peak += f" counted{compiled} by XLA for {self._target}"
         return (
             f"{duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
@@ -102,7 +104,7 @@ class SearchResult:
         return "\n".join(
             [
                 self.to_yaml(),
-                *text_table(HEAD, self.rows, RIGHT, width=width),
+                *format_table(HEAD, self.rows, RIGHT, width=width),
                 "",
                 f"Best: {self.verdict}",
                 *filter(None, [self.recompute]),
@@ -120,7 +122,7 @@ class SearchResult:
         return f"<SearchResult: {self._line}; {self.verdict}>"
 
     def _repr_html_(self) -> str:
-        table = html_table(f"Best: {self.verdict}; {self._line}", HEAD, self.rows)
+        table = format_html_table(f"Best: {self.verdict}; {self._line}", HEAD, self.rows)
         return f"{format_pre(self.to_yaml())}{table}"
 
 
@@ -197,7 +199,7 @@ def search(
     """
     if (as_int(tries) or 0) < 1:
         raise ScopeError(
-            f"search: tries={brief(tries)} is not a number of maps",
+            f"search: tries={shorten_repr(tries)} is not a number of maps",
             why="it is for how many maps the cost is counted at most",
             fix="pass a whole number from 1 on, as in tries=32",
         )
@@ -313,7 +315,9 @@ _WIDEST = 32
 def _machine(on: object) -> Machine:
     if not isinstance(on, str | Machine):
         raise ScopeError(
-            f"search: on={brief(on)} names no machine", why=f"it is {kind_of(on)}", fix='write on="h100:64"'
+            f"search: on={shorten_repr(on)} names no machine",
+            why=f"it is {describe_type(on)}",
+            fix='write on="h100:64"',
         )
     machine = machine_named(on) if isinstance(on, str) else on
     if isinstance(on, str) and not re.search(r":\d+$", on):
@@ -328,11 +332,11 @@ def _machine(on: object) -> Machine:
 def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     if start is not None and not isinstance(start, RuleSet):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(
-            f"search: start={brief(start)} is not a layout map",
-            why=f"it is {kind_of(start)}",
+            f"search: start={shorten_repr(start)} is not a layout map",
+            why=f"it is {describe_type(start)}",
             fix="pass a LayoutMap",
         )
-    found = given_mesh(mesh)
+    found = read_mesh(mesh)
     if found is not None and start is not None and start.mesh not in (None, found):
         raise MeshError(
             "search: mesh is not that of start",
@@ -347,7 +351,7 @@ def _grid(mesh: Mesh, batch_dim: str | None, start: RuleSet | None) -> Grid:
     """The grid of a mesh that is given."""
     check_dim("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
     outputs = list(start.activations.values()) if start is not None else []
-    sharded = [dim for layout in outputs if layout.rank for dim in layout.mesh_dims_of(0)]
+    sharded = [dim for layout in outputs if layout.rank for dim in layout.list_mesh_dims(0)]
     named = [dim for dim in _NAMES_OF_BATCH if dim in mesh]
     return grid_of(mesh, batch_dim or next(iter([*sharded, *named]), None))
 
@@ -360,7 +364,7 @@ def _kept(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> Rule
     there = [*start, *start.activations] if start is not None else []
     for pattern in patterns:
         if pattern not in there:
-            near = nearest(pattern, there)
+            near = find_nearest(pattern, there)
             raise RuleError(
                 f"search: keep={pattern!r} is not a rule of start",
                 facts={"rules": ", ".join(there)},
@@ -403,7 +407,7 @@ class _Evaluation:
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
-        self._weights = frozenset(map(starred, paths))  # as a plan's cost has them
+        self._weights = frozenset(map(replace_numbers, paths))  # as a plan's cost has them
 
     def batch_dim(self, layout_map: RuleSet) -> str | None:
         """The dim over which batches are sharded with a map."""
@@ -421,7 +425,7 @@ class _Evaluation:
         """The plan of a map, with its cost."""
         plan, batch_dim = self._lowered.plan(layout_map), self.batch_dim(layout_map)
         counted = self.counted(layout_map, target, progress)
-        return plan.with_cost(Cost(counted, self._machine, batch_dim=batch_dim, verified=verified))
+        return plan.add_cost(Cost(counted, self._machine, batch_dim=batch_dim, verified=verified))
 
     def counted(
         self, layout_map: RuleSet, target: str | None = None, progress: bool | None = None
@@ -455,8 +459,8 @@ class _Progress:
             return
         self._next = now + _BETWEEN_SECONDS
         figures = best.figures
-        said = f"{duration(figures.seconds)}, {size(figures.peak_bytes)}" if figures else "none"
-        lacks = f", lacks {size(best.missing_bytes)}" if figures and best.missing_bytes else ""
+        said = f"{duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
+        lacks = f", lacks {format_bytes(best.missing_bytes)}" if figures and best.missing_bytes else ""
         sys.stderr.write(
             f"\r\x1b[Klayoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}"
         )

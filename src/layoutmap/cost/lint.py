@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layoutmap.core.paths import starred
-from layoutmap.core.text_table import size
+from layoutmap.core.paths import replace_numbers
+from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, duration
 from layoutmap.cost.table import Collective
-from layoutmap.plan.lint.weights import Linted, rule_of
+from layoutmap.plan.lint.weights import Linted, format_rule_suffix
 from layoutmap.plan.problems import Problem
 
 _LEAST_SHARE = 0.01  # of what a step sends: less is no matter
@@ -22,7 +22,7 @@ def _traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str]
     return (
         (
             "in a step",
-            f"{size(sent)} of the {size(cost.step.sent_bytes)} sent ({share}), {duration(seconds)}",
+            f"{format_bytes(sent)} of the {format_bytes(cost.step.sent_bytes)} sent ({share}), {duration(seconds)}",
         ),
     )
 
@@ -33,11 +33,11 @@ def _causes(cost: Cost, found: list[Collective]) -> Iterator[tuple[str, list[Col
     sent: dict[str, int] = {}
     by_cause: dict[str, list[Collective]] = {}
     for c in found:
-        group = starred(c.cause)
+        group = replace_numbers(c.cause)
         sent[group] = sent.get(group, 0) + c.sent_bytes(cost.step.mesh)
         by_cause.setdefault(c.cause, []).append(c)
     for cause, of_cause in by_cause.items():
-        if cause and sent[starred(cause)] >= least:
+        if cause and sent[replace_numbers(cause)] >= least:
             yield cause, of_cause
 
 
@@ -60,7 +60,7 @@ def gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
                 "warning",
                 path,
                 f"{path}: it is gathered over {over} in each step",
-                (("layout", f"{a.layout}{rule_of(a)}"), *_traffic(cost, of_weight)),
+                (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_traffic(cost, of_weight)),
                 f"the batch is not sharded over {over}, so its devices compute the same with the gathered weight",
                 "lay out what its layer and the one before it output, so that each device computes with its part: "
                 f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
@@ -70,7 +70,7 @@ def gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
 def _paths_of(linted: Linted, cause: str) -> list[str]:
     """The variables that a cause stands for, which may have stars for numbers."""
     plan = linted.plan
-    return [cause] if cause in plan else [path for path in plan if starred(path) == cause]
+    return [cause] if cause in plan else [path for path in plan if replace_numbers(path) == cause]
 
 
 def summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
@@ -105,14 +105,14 @@ def costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
         over = [c for c in cost.step.collectives if dim.name in c.dims]
         if dim.size == 1 or dim.name == linted.batch_dim or not over:
             continue
-        gathered = {starred(c.cause) for c in over if c.kind == "all_gather"}
+        gathered = {replace_numbers(c.cause) for c in over if c.kind == "all_gather"}
         sharded = [
             a.variable.path
             for a in plan.assignments
             if a.variable.kind is Kind.WEIGHT
-            and any(dim.name in a.layout.mesh_dims_of(axis) for axis in range(a.layout.rank))
+            and any(dim.name in a.layout.list_mesh_dims(axis) for axis in range(a.layout.rank))
         ]
-        if any(starred(path) not in gathered for path in sharded):
+        if any(replace_numbers(path) not in gathered for path in sharded):
             continue
         saves = (
             "each weight that is sharded over it is gathered" if sharded else "no weight is sharded over it"

@@ -18,7 +18,7 @@ from layoutmap.core.variables import Assignment
 from layoutmap.cost.model_steps import make_training_step
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
-from layoutmap.plan.completeness import problem_of_unbuilt
+from layoutmap.plan.completeness import make_unbuilt_problem
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_maker, check_remat
@@ -67,7 +67,7 @@ class LoweredStep:
         """Return the plan of the model under other rules; nothing is built for it."""
         complete, missing = self._missing is None, filter(None, [self._missing])
         plan = make_plan(self._variables, layout_map, complete=complete, free_activations=True)
-        return plan.with_problems([*missing])
+        return plan.add_problems([*missing])
 
     def count(
         self,
@@ -210,7 +210,7 @@ def lower_step(
         model = make_in(context, lambda: training.with_optimizer(make_model(), optimizer), inputs)
         step = make_training_step(context, model, inputs, optimizer, loss)
     unbuilt = context.session.unbuilt()
-    missing = problem_of_unbuilt(type(model).__name__, unbuilt, called=True) if unbuilt else None
+    missing = make_unbuilt_problem(type(model).__name__, unbuilt, called=True) if unbuilt else None
     return LoweredStep(step, batch_dim, remat, missing, fuse_attention)
 
 

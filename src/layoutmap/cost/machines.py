@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-from layoutmap.core.arguments import as_int, kind_of
-from layoutmap.core.errors import LayoutMapError, brief
+from layoutmap.core.arguments import as_int, describe_type
+from layoutmap.core.errors import LayoutMapError, shorten_repr
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.cost.machine import Device, Machine, Network
@@ -75,7 +75,9 @@ def machine_for(on: Any, mesh: Mesh) -> Machine:
     """
     if not isinstance(on, str | Machine):
         raise LayoutMapError(
-            f"on={brief(on)} names no machine", why=f"it is {kind_of(on)}", fix='write it as in on="h100:64"'
+            f"on={shorten_repr(on)} names no machine",
+            why=f"it is {describe_type(on)}",
+            fix='write it as in on="h100:64"',
         )
     machine = machine_named(on) if isinstance(on, str) else on
     if isinstance(on, str) and not re.search(r":[0-9]+$", on):
@@ -124,7 +126,9 @@ def devices_of_text(text: str, where: str) -> Mapping[str, Device]:
     """
     top = _Fields(read_yaml(text, where), where, ("version", "devices"))
     if top.data["version"] != 1:
-        raise _refused(where, f"version {brief(top.data['version'])}", "this layoutmap reads version 1")
+        raise _refused(
+            where, f"version {shorten_repr(top.data['version'])}", "this layoutmap reads version 1"
+        )
     devices = _Fields(top.data["devices"], f"{where}: devices", ()).data
     return {name: _device(name, data, f"{where}: {name}") for name, data in devices.items()}
 
@@ -134,14 +138,16 @@ class _Fields:
 
     def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
         if not isinstance(data, dict):
-            raise _refused(where, "it is not a mapping", f"it is {brief(data)}")
+            raise _refused(where, "it is not a mapping", f"it is {shorten_repr(data)}")
         self.data, self._where = cast("dict[Any, Any]", data), where
         known = (*needed, *optional)
         for key in self.data:
             if (known and key not in known) or not isinstance(key, str):
                 near = difflib.get_close_matches(str(key), known, 1)
                 fix = f"did you mean {near[0]!r}?" if near else "delete it"
-                raise _refused(where, f"key {brief(key)} is not known", f"it has {', '.join(known)}", fix)
+                raise _refused(
+                    where, f"key {shorten_repr(key)} is not known", f"it has {', '.join(known)}", fix
+                )
         for key in needed:
             if key not in self.data:
                 raise _refused(where, f"it has no {key!r}", "every device has one" if key in _KEYS else "")
@@ -149,14 +155,14 @@ class _Fields:
     def text(self, key: str, default: str | None = None) -> str:
         value = self.data.get(key, default)
         if not isinstance(value, str):
-            raise _refused(self._where, f"{key} is not text", f"it is {brief(value)}")
+            raise _refused(self._where, f"{key} is not text", f"it is {shorten_repr(value)}")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.data.get(key, default)
         number = as_int(value)
         if number is None or not (0 if default == 0 else 1) <= number < _MOST:
-            raise _refused(self._where, f"{key} is not a number of devices", f"it is {brief(value)}")
+            raise _refused(self._where, f"{key} is not a number of devices", f"it is {shorten_repr(value)}")
         return number
 
     def figure(self, key: str, unit: str) -> float:
@@ -169,7 +175,7 @@ class _Fields:
             raise _refused(
                 self._where,
                 f"{key} is no figure in {unit}",
-                f"it is {brief(value)}",
+                f"it is {shorten_repr(value)}",
                 f"write it as in {key}: {_EXAMPLE[unit]}",
             )
         return number
@@ -188,7 +194,7 @@ def _device(name: str, data: Any, where: str) -> Device:
     slow = _Fields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
     sources: Any = fields.data.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
-        raise _refused(where, "sources is not a list of texts", f"it is {brief(cast('Any', sources))}")
+        raise _refused(where, "sources is not a list of texts", f"it is {shorten_repr(cast('Any', sources))}")
     if not flops.data:
         raise _refused(where, "flops has no type", "time follows from how fast a device multiplies")
     return Device(

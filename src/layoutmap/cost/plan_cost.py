@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError
 from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.core.paths import repeated_layers
+from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Shape, TrainingStep
 from layoutmap.core.variables import Assignment
@@ -22,9 +22,9 @@ from layoutmap.cost.machines import machine_for
 from layoutmap.cost.model_steps import make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
-from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.plan.lint import guess_batch_dim
 from layoutmap.plan.variable_problems import find_free_activations
-from layoutmap.plan.ways import Way, preset_of
+from layoutmap.plan.ways import Way, find_preset
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
@@ -155,14 +155,14 @@ def add_cost(
     step, on_jax = counting.step, context.adapter.engine_name == "jax"
     variables = [a.variable for a in plan.assignments]
     tried, untried = advise(
-        replace(counting.way, preset=preset_of(context.layout_map), data=policy.batch_dim),
+        replace(counting.way, preset=find_preset(context.layout_map), data=policy.batch_dim),
         plan,
         found.cost.step.peak_bytes,
         counting.cost,
         blocks=blocks_of(getattr(lowered, "outputs", {}), variables),
         can_recompute=on_jax
         and request.remat is None
-        and bool(step.how_to_recompute and repeated_layers(v.path for v in variables)),
+        and bool(step.how_to_recompute and find_repeated_layers(v.path for v in variables)),
         can_fuse=on_jax and SCORED_ATTENTION in counted.notes,
         seconds=seconds,
     )
@@ -234,7 +234,7 @@ class _Counting:
             list(planned.values()), way.rules, layers=self._context.layers, complete=False
         ).check()
         layouts = {a.variable.key: a for a in table.assignments}
-        batch_dim = way.batch_dim or usual_batch_dim(table)
+        batch_dim = way.batch_dim or guess_batch_dim(table)
         activations = way.rules.activations
         policy = LayoutPolicy(table.mesh, batch_dim, activations.__getitem__ if activations else None)
         key = way.inputs, way.remat, way.fuse_attention
@@ -254,9 +254,9 @@ class _Counting:
         machine = Machine(self._request.machine.device, policy.mesh.size)
         is_open = plan.free_activations and not policy.activations and dim is not None
         if is_open and not any(problem.kind == "no activations" for problem in plan.problems):
-            plan = plan.with_problems([*find_free_activations(plan.assignments, dim)])
+            plan = plan.add_problems([*find_free_activations(plan.assignments, dim)])
         cost = Cost(counted, machine, batch_dim=dim, verified=verified)
-        return plan.with_cost(cost).judged(device_memory=self._request.device_memory)
+        return plan.add_cost(cost).set_limits(device_memory=self._request.device_memory)
 
     def cost(self, way: Way) -> Cost:
         """The cost of a step in a way.

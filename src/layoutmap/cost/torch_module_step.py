@@ -119,7 +119,7 @@ class _CountedStep:
             if parameter.grad is not None:
                 tracer.is_gradient(parameter.grad, name)
         if optimizer is not None:
-            with tracer.updating():
+            with tracer.open_update():
                 optimizer.step()
 
 

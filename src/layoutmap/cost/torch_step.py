@@ -90,7 +90,9 @@ class LoweredStep:  # why: decisions/0156
             values = {a.variable.key: _valueless(a) for a in assignments}
             batch = [torch.empty(b.shape, dtype=torch_dtype(b.dtype, b.name)) for b in self._step.batch]
             given = sum(
-                Assignment(VariableSpec(b.name, b.shape, b.dtype), policy.batch_layout(b.shape)).shard_bytes
+                Assignment(
+                    VariableSpec(b.name, b.shape, b.dtype), policy.derive_batch_layout(b.shape)
+                ).shard_bytes
                 for b in self._step.batch
             )
             given += sum(a.shard_bytes for a in assignments)
@@ -200,7 +202,7 @@ class _Counting(TorchDispatchMode):
         """While open, the step is in this part."""
         return temporarily(self, "_phase", name)
 
-    def updating(self) -> AbstractContextManager[None]:
+    def open_update(self) -> AbstractContextManager[None]:
         """While open, the optimizer updates the variables."""
         return self.phase("optimizer")
 

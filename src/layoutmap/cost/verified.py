@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutmap.core.errors import EngineError
-from layoutmap.core.text_table import size, text_table
+from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.cost.table import StepCost
 
 
@@ -74,7 +74,9 @@ class Verified:
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows; `width`: see `Plan.to_text`."""
         head = ("bytes", "counted", f"XLA for {self.target}", "quotient")
-        rows = [(name, size(a), size(b), f"{a / b:.2f}" if b else "") for name, a, b in self.rows]
-        return "\n".join(text_table(head, rows, head[1:], width=width))
+        rows = [
+            (name, format_bytes(a), format_bytes(b), f"{a / b:.2f}" if b else "") for name, a, b in self.rows
+        ]
+        return "\n".join(format_table(head, rows, head[1:], width=width))
 
     __str__ = to_text

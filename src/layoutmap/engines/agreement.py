@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from layoutmap.core.blocks import NumpyArray
-from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import CheckpointError, ScopeError, listed
+from layoutmap.core.checksums import compute_checksum
+from layoutmap.core.errors import CheckpointError, ScopeError, join_names
 from layoutmap.engines.checks import processes_differ
 
 _FIRST_CALLS = 8  # what feeds a loop wrongly does so from the first batch on
@@ -134,7 +134,7 @@ def check_computed(checksums: Sequence[tuple[str, int]], gather: Gather) -> None
     differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
     if differ:
         raise processes_differ(
-            f"{differ[0]}: the processes have different values", {"variables": listed(differ)}
+            f"{differ[0]}: the processes have different values", {"variables": join_names(differ)}
         )
 
 
@@ -170,7 +170,7 @@ def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None) 
         call: The number of the call of the model, for the message; `None`: it is not known.
     """
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    texts, _ = check_alike(f"{described}, checksum {checksum(*arrays):08x}", gather)
+    texts, _ = check_alike(f"{described}, checksum {compute_checksum(*arrays):08x}", gather)
     if texts:
         raise ScopeError(
             "the processes pass different batches",

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from layoutmap.core.blocks import BlockReader, Index, NumpyArray, block_shape
-from layoutmap.core.errors import EngineError, MeshError, listed
+from layoutmap.core.blocks import BlockReader, Index, NumpyArray, compute_block_shape
+from layoutmap.core.errors import EngineError, MeshError, join_names
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -45,7 +45,7 @@ def check_simulated(framework: str, number: int, there: Sequence[str]) -> None:
         return
     raise EngineError(
         f"{number} devices cannot be simulated: {framework} has started",
-        facts={"devices": listed(there)},
+        facts={"devices": join_names(there)},
         why="their number is fixed when the framework starts, at the first array or query for devices",
         fix=f"restart Python, and call lm.simulate_devices({number}) right after the imports",
     )
@@ -66,7 +66,7 @@ def device_names_of(
     if len(there) < mesh.size:
         raise MeshError(
             f"mesh of {mesh.size} devices, and {framework} has {len(there)}",
-            facts={"mesh": str(mesh), "devices": listed(there)},
+            facts={"mesh": str(mesh), "devices": join_names(there)},
             why="each position of the mesh needs a device",
             fix=fix_too_few,
         )
@@ -78,7 +78,7 @@ def device_names_of(
     if unknown:
         raise MeshError(
             f"device {unknown[0]!r} does not exist",
-            facts={"mesh": str(mesh), "missing": listed(unknown), "devices": listed(there)},
+            facts={"mesh": str(mesh), "missing": join_names(unknown), "devices": join_names(there)},
             why=f"{framework} has {len(there)} devices of that type here, named by their type and number",
             fix="name devices that exist, or pass devices=None",
         )
@@ -147,12 +147,12 @@ def check_initial_value(variable: VariableSpec, shape: Sequence[int], dtype: str
 
 def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtype: str) -> None:
     """Raise an `EngineError` unless what was read for an index has its shape and the variable's element type."""
-    if tuple(shape) != block_shape(index) or dtype != variable.dtype:
+    if tuple(shape) != compute_block_shape(index) or dtype != variable.dtype:
         raise EngineError(
             f"{variable.path}: a shard that was read has another shape or element type",
             facts={
                 "index": index,
-                "shard": f"{variable.dtype}{list(block_shape(index))}",
+                "shard": f"{variable.dtype}{list(compute_block_shape(index))}",
                 "read": f"{dtype}{list(shape)}",
             },
             why="a shard has the shape of its index and the variable's element type",

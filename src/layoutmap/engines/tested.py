@@ -13,7 +13,7 @@ import warnings
 from types import FunctionType, ModuleType
 
 from layoutmap.core.errors import EngineError, LayoutMapError, LayoutMapWarning
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 
 TESTED = {
     "jax": ("0.9.2", "0.10"),
@@ -57,7 +57,7 @@ def warn_if_untested(package: str) -> None:
         why="what a name does may have changed all the same",
         fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_requirement(package)}"',
     )
-    warnings.warn(warning, stacklevel=level_of_user(TESTED.keys()))
+    warnings.warn(warning, stacklevel=find_user_stacklevel(TESTED.keys()))
 
 
 def unsupported(package: str, missing: object, kind: type[LayoutMapError] = EngineError) -> LayoutMapError:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from layoutmap.adapters import Inspecting, adapter_of_model, capable
-from layoutmap.core.errors import listed
-from layoutmap.core.garbage import garbage_kept
+from layoutmap.core.errors import join_names
+from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_FOUND, Match
 from layoutmap.core.mesh import Mesh, check_dim
@@ -17,7 +17,7 @@ from layoutmap.core.variables import Assignment
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.inspecting.replicas import Held, differences
-from layoutmap.plan.problems import Problem, in_order
+from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan
@@ -67,7 +67,7 @@ def inspect(
           because     it is as it was found: no map was asked
           to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
     """
-    with garbage_kept():
+    with pause_garbage_collection():
         return _inspected(model, optimizer, batch_dim, across)
 
 
@@ -96,11 +96,11 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
     if across:
         problems += differences(held, engine, mesh)
     gathered = tuple(dim for dim in adapter.gathered_dims(model) if dim in mesh)
-    plan = Plan(mesh, tuple(assignments), in_order(problems), gathered_dims=gathered)
+    plan = Plan(mesh, tuple(assignments), sort_problems(problems), gathered_dims=gathered)
     plan = replace(plan, batches=(batch_dim,) if batch_dim else scope and scope.batches)
     if scope is not None:
         return _with_rules(plan, scope.plan)
-    return plan.with_problems([*_unused_dims(plan, batch_dim)])
+    return plan.add_problems([*_unused_dims(plan, batch_dim)])
 
 
 def _places(arrays: Sequence[Any], engine: Engine) -> list[Place]:
@@ -189,7 +189,7 @@ def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
         facts += (
             ("layout", str(place)),
             ("its mesh", str(place.mesh)),
-            ("devices", listed(place.mesh.devices or ())),
+            ("devices", join_names(place.mesh.devices or ())),
         )
         why = f"a plan is of one mesh, and most are on {mesh}: this is not in the plan"
         fix = "inspect the part of the model that is on the other mesh"
@@ -199,8 +199,8 @@ def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
         what = f"{path}: it is on {place.mesh}, a part of the mesh"
         yield Problem("another mesh", "note", path, what, facts, f"it counts as replicated over {rest}")
     if layout is not None:
-        for axis in layout.uneven_axes(variable.shape):
-            error = layout.uneven_error(variable.shape, axis, path)
+        for axis in layout.find_uneven_axes(variable.shape):
+            error = layout.make_uneven_error(variable.shape, axis, path)
             facts = tuple((name, str(value)) for name, value in error.facts.items())
             what = f"{path}: axis {axis} is sharded unevenly"
             why = f"{error.why}: some devices hold more than others"
@@ -211,7 +211,7 @@ def _parts(layout: Layout) -> tuple[Mesh, list[list[str]]]:
     """The mesh dims that part each axis: of one device there is nothing to part, and XLA leaves it out of results."""
     sizes = layout.mesh.dim_sizes
     return layout.mesh, [
-        [dim for dim in layout.mesh_dims_of(axis) if sizes[dim] > 1] for axis in range(layout.rank)
+        [dim for dim in layout.list_mesh_dims(axis) if sizes[dim] > 1] for axis in range(layout.rank)
     ]
 
 
@@ -245,7 +245,7 @@ def _with_rules(found: Plan, planned: PlanTable) -> Plan:
     return replace(
         found,
         assignments=tuple(assignments),
-        problems=in_order([*kept, *found.problems, *moved]),
+        problems=sort_problems([*kept, *found.problems, *moved]),
         activations=planned.activations,
         free_activations=planned.free_activations,
     )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from layoutmap.core.checksums import checksum
-from layoutmap.core.errors import listed
+from layoutmap.core.checksums import compute_checksum
+from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
@@ -55,7 +55,7 @@ def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Proble
     @cache
     def pieces_of(layout: Layout) -> Mapping[str, str]:
         """Which piece each device has; empty where each has all."""
-        dims = {dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
+        dims = {dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)}
         if not dims:
             return {}
         return {
@@ -94,7 +94,7 @@ def _pieces(
     pieces = pieces_of(layout)
     for device, values in engine.by_device(held.array):
         # An array that is whole may be on a device of no mesh.
-        yield device, pieces[device] if pieces else "", checksum(values)
+        yield device, pieces[device] if pieces else "", compute_checksum(values)
 
 
 def _drifted(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
@@ -105,7 +105,7 @@ def _drifted(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
     if wrong:
         piece, by_bits = next(iter(wrong.items()))
         facts = {"piece": piece or "all of it"} | {
-            f"checksum {bits:08x}": listed(devices) for bits, devices in by_bits.items()
+            f"checksum {bits:08x}": join_names(devices) for bits, devices in by_bits.items()
         }
         if len(wrong) > 1:
             facts["pieces that differ"] = f"{len(wrong)} of {len(by_piece)}"

@@ -1,10 +1,10 @@
-"""Another way to plan a model, with what it needs of memory: counted, never guessed."""
+"""Describe another way to plan a model, with the memory that it needs by a count."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Advice:
     step: str = ""
 
     def headline(self, available_bytes: int) -> str:
-        """The advice in a line: what it needs, and what it is."""
+        """Return the advice in one line: the memory that it needs, and the change."""
         fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
-        return f"{', '.join(filter(None, (size(self.needed_bytes), fits, self.step)))}: {self.what}"
+        return f"{', '.join(filter(None, (format_bytes(self.needed_bytes), fits, self.step)))}: {self.what}"
 
     def text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
-        """The advice in two lines or more, the others with what to type.
+        """Return the advice with the code or the options to type below it.
 
         Args:
             available_bytes: The memory of a device.

@@ -1,4 +1,4 @@
-"""The cost of a training step as a plan carries it, and the way to the package that counts and reads it.
+"""Define the part of a training step's cost that plans use, and import the package that counts it.
 
 `layoutmap.cost` lies above plans and scopes, so that both can be understood without it. It is imported where a plan has
 a cost, or one is asked for, and nowhere else.
@@ -13,8 +13,8 @@ from typing import Any, Protocol, Self
 from layoutmap.plan.advice import Advice
 
 
-class HeldTensors(Protocol):
-    """Tensors of one kind and shape on a device at the peak of a step; see `layoutmap.cost.table.Held`."""
+class PeakTensors(Protocol):
+    """Tensors of one kind and shape on a device at the peak of a step. See `layoutmap.cost.table.Held`."""
 
     @property
     def kind(self) -> str: ...  # noqa: D102
@@ -28,8 +28,8 @@ class HeldTensors(Protocol):
     def num_bytes(self) -> int: ...  # noqa: D102
 
 
-class CarriedCost(Protocol):
-    """The cost of a training step on a machine, as far as a plan knows it; see `layoutmap.cost.cost.Cost`."""
+class PlanCost(Protocol):
+    """Cost of a training step on a machine, as plans use it. See `layoutmap.cost.cost.Cost`."""
 
     @property
     def line(self) -> str:
@@ -52,23 +52,23 @@ class CarriedCost(Protocol):
         ...
 
     @property
-    def held(self) -> Sequence[HeldTensors]:
-        """Tensors on a device at the peak, beside what the step is given."""
+    def held(self) -> Sequence[PeakTensors]:
+        """Tensors on a device at the peak, except the variables and the batch."""
         ...
 
     @property
     def tried(self) -> tuple[Advice, ...]:
-        """Other ways to train the model, counted where the step does not fit."""
+        """Other ways to train the model, counted if the step does not fit."""
         ...
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """Ways that were not counted, for lack of time."""
+        """Names of ways that were not counted for lack of time."""
         ...
 
     @property
     def step(self) -> Any:
-        """The collectives, operations and bytes of the step; a `layoutmap.StepCost`."""
+        """Collectives, operations, and bytes of the step, a `layoutmap.StepCost`."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class CarriedCost(Protocol):
 
     @property
     def verified(self) -> Any:
-        """The figures of XLA's compiler, a `layoutmap.cost.verified.Verified`; `None` where it compiled nothing."""
+        """Figures of XLA's compiler, a `layoutmap.cost.verified.Verified`, or None if it compiled nothing."""
         ...
 
     @property
@@ -100,11 +100,11 @@ class CarriedCost(Protocol):
         """Return the same cost on devices with another memory."""
         ...
 
-    def with_weights(self, paths: frozenset[str]) -> Self:
-        """Return the same cost, which now tells collectives of weights from those of activations."""
+    def mark_weight_collectives(self, paths: frozenset[str]) -> Self:
+        """Return the same cost with the collectives of weights told apart from those of activations."""
         ...
 
-    def rows_of(self, paths: Iterable[str]) -> list[str]:
+    def describe_collectives(self, paths: Iterable[str]) -> list[str]:
         """Return a text for each collective that some variables or layers cause."""
         ...
 

@@ -1,4 +1,4 @@
-"""Whether a plan has all variables that there will be, and what says that it has not.
+"""Check whether a plan contains all variables that the model will have.
 
 A layer makes its weights when it is first called. A plan without them is no evidence: nothing of it does not fit, and
 no weight in it is sent. So what a plan lacks is a problem of its own kind, which files of plans keep as well: see
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layoutmap.core.errors import counted, listed
+from layoutmap.core.errors import format_count, join_names
 from layoutmap.core.variables import Kind
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
@@ -18,16 +18,16 @@ NOT_BUILT = "not built"
 """The kind of the problem that says which layers have no weights yet."""
 
 
-def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Problem:
-    """The problem of a plan that was made before these layers have their weights.
+def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> Problem:
+    """Return the problem that a plan was made before these layers had weights.
 
     Args:
         model: What the model is called; empty: that is not known.
         layers: The layers' names; none: the model has no weight at all.
         called: Whether the model was called with symbols of its inputs.
     """
-    count = f"{counted(len(layers), 'layer')} {'has' if len(layers) == 1 else 'have'}"
-    what = f"{count} no weights yet: {listed(layers)}" if layers else "it has no weights"
+    count = f"{format_count(len(layers), 'layer')} {'has' if len(layers) == 1 else 'have'}"
+    what = f"{count} no weights yet: {join_names(layers)}" if layers else "it has no weights"
     if called:
         why = "the model was called with these inputs, which did not reach them"
         fix = "pass inputs that reach all layers, or leave out layers that the model never calls"
@@ -37,15 +37,15 @@ def problem_of_unbuilt(model: str, layers: Sequence[str], *, called: bool) -> Pr
     return Problem("not built", "warning", model, f"{model}: {what}" if model else what, why=why, fix=fix)
 
 
-def what_is_missing(plan: PlanTable) -> Problem | None:
-    """The variables that a plan lacks still, in words; `None`: it is complete.
+def find_missing_weights(plan: PlanTable) -> Problem | None:
+    """Return the problem that a plan lacks variables, or None if it is complete.
 
     A plan without weights lacks something, whatever else it says: as a gate it would let all pass.
     """
     said = next((problem for problem in plan.problems if problem.kind == NOT_BUILT), None)
-    return said if said or has_weights(plan) else problem_of_unbuilt("", (), called=False)
+    return said if said or has_weights(plan) else make_unbuilt_problem("", (), called=False)
 
 
 def has_weights(plan: PlanTable) -> bool:
-    """Whether there is a variable of a layer: the optimizer, the loss and random states have some without one."""
+    """Return whether the plan has a variable of a layer. Optimizers, losses, and random states have other variables."""
     return any(a.variable.kind in (Kind.WEIGHT, Kind.STATE) for a in plan.assignments)

@@ -1,18 +1,18 @@
-"""The difference of two plans: variables that came, went, or are laid out otherwise, and layers' outputs."""
+"""Compare two plans: added, removed, and changed variables, and layers' outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from layoutmap.core.errors import counted
-from layoutmap.core.escaping import escaped
+from layoutmap.core.errors import format_count
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import Match
-from layoutmap.core.paths import merge_paths, path_shape
-from layoutmap.core.text_table import html_table, size, text_table
-from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
+from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.text_table import format_bytes, format_html_table, format_table
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_variable_names
 from layoutmap.plan.carried_cost import load_cost_package
-from layoutmap.plan.completeness import what_is_missing
+from layoutmap.plan.completeness import find_missing_weights
 from layoutmap.plan.table import PlanTable
 
 COST_COLUMNS = ("of a step", "before", "after")
@@ -20,7 +20,7 @@ COST_COLUMNS = ("of a step", "before", "after")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that differs between two plans.
+    """One difference between two plans.
 
     Args:
         path: The variable or layer; `""` for the mesh. Where the plans are of several models, a variable's
@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanDiff:
-    """The difference of two plans; true if there is any.
+    """Differences of two plans. It is true if there are any.
 
     Which rule gave a layout, and what devices a mesh names, are no differences; nor is what a step costs, which follows
     from the layouts, but it is shown.
@@ -66,23 +66,23 @@ class PlanDiff:
         return f"<PlanDiff: {self._line}>"
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
-        rows = [tuple(map(escaped, row)) for row in self._cells]
+        """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
+        rows = [tuple(map(escape_text, row)) for row in self._cells]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"{path:<{widths[0]}}  {what:<{widths[1]}}  {how}" for path, what, how in rows]
-        costs = text_table(COST_COLUMNS, self.costs, COST_COLUMNS[1:], width=width) if self.costs else []
+        costs = format_table(COST_COLUMNS, self.costs, COST_COLUMNS[1:], width=width) if self.costs else []
         parts = (lines, costs, [self._line])
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     __str__ = to_text
 
     def _repr_html_(self) -> str:
-        costs = html_table("A step", COST_COLUMNS, self.costs) if self.costs else ""
-        return html_table(f"Plan: {self._line}", ("variable", "changed", "how"), self._cells) + costs
+        costs = format_html_table("A step", COST_COLUMNS, self.costs) if self.costs else ""
+        return format_html_table(f"Plan: {self._line}", ("variable", "changed", "how"), self._cells) + costs
 
     @property
     def costs(self) -> list[tuple[str, str, str]]:
-        """The figures of a step before and after, where they differ; empty unless both plans have a cost."""
+        """Figures of a step before and after, if they differ and both plans have a cost."""
         before, after = self.before.cost, self.after.cost
         if before is None or after is None:
             return []
@@ -93,35 +93,40 @@ class PlanDiff:
 
     @property
     def _line(self) -> str:
-        sizes = f"; per device {size(self.before.device_bytes)} -> {size(self.after.device_bytes)}"
+        sizes = f"; per device {format_bytes(self.before.device_bytes)} -> {format_bytes(self.after.device_bytes)}"
         lacking = [
             f"; the plan {name} is incomplete: {missing.what}"
             for name, plan in (("before", self.before), ("after", self.after))
-            if (missing := what_is_missing(plan))
+            if (missing := find_missing_weights(plan))
         ]
         known = " among the variables that are known" if lacking else ""
-        return (counted(len(self), "change") + sizes if self else "no change" + known) + "".join(lacking)
+        return (format_count(len(self), "change") + sizes if self else "no change" + known) + "".join(lacking)
 
     @property
     def _cells(self) -> list[tuple[str, str, str]]:
-        """The cells of a row for a change: in which respect, and how."""
+        """Cells of a row for each change: path, kind of change, and both values."""
         return [
             (each.path or "the mesh", each.what, " -> ".join(filter(None, (each.before, each.after))))
-            for _, each in self.grouped
+            for _, each in self.grouped_changes
         ]
 
     @property
-    def grouped(self) -> list[tuple[int, Change]]:
-        """The changes with those of repeated blocks made one, and of slots, and how many each stands for."""
+    def grouped_changes(self) -> list[tuple[int, Change]]:
+        """Changes with those of repeated blocks and of slots merged, and how many each merged change stands for."""
         groups: dict[object, list[Change]] = {}
         for each in self.changes:
             slot = each.path.rpartition(f"{each.weight}.")[2] if each.weight else ""
-            key = (slot, each.what) if slot else (path_shape(each.path), each.what, each.before, each.after)
+            key = (
+                (slot, each.what)
+                if slot
+                else (split_at_numbers(each.path), each.what, each.before, each.after)
+            )
             groups.setdefault(key, []).append(each)
-        return [(len(group), _as_one(group)) for group in groups.values()]
+        return [(len(group), _merge_changes(group)) for group in groups.values()]
 
 
-def _as_one(group: list[Change]) -> Change:
+def _merge_changes(group: list[Change]) -> Change:
+    """Return one change for a group of equal changes."""
     first = group[0]
     if first.weight:
         slot = first.path.rpartition(f"{first.weight}.")[2]
@@ -130,29 +135,31 @@ def _as_one(group: list[Change]) -> Change:
 
 
 def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
-    """The difference of two plans; pure."""
+    """Return the differences of two plans."""
     changes: list[Change] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
         changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
-    changes += _with_weights([*_of_variables(_by_path(before), _by_path(after))])
-    changes += _of_outputs(before.activations, after.activations)
-    changes += _of_what_no_layout_says(before, after)
+    changes += _mark_slot_changes([*_diff_variables(_index_assignments(before), _index_assignments(after))])
+    changes += _diff_outputs(before.activations, after.activations)
+    changes += _diff_unplaced_arrays(before, after)
     return PlanDiff(before, after, tuple(changes))
 
 
-def _by_path(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
+def _index_assignments(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
+    """Return the assignments of a plan by the key of their variable."""
     return {a.variable.key: a for a in plan.assignments}
 
 
-def _of_variables(
+def _diff_variables(
     before: dict[tuple[str, str], Assignment], after: dict[tuple[str, str], Assignment]
 ) -> Iterator[tuple[VariableSpec, Change]]:
+    """Yield each variable that is added, removed, or changed, with its change."""
     variables = [a.variable for a in {**before, **after}.values()]
-    names = dict(zip((v.key for v in variables), full_names(variables), strict=True))
+    names = dict(zip((v.key for v in variables), format_variable_names(variables), strict=True))
     for key, old in before.items():
         new = after.get(key)
         if new is None:
-            yield old.variable, Change(names[key], "removed", _shown(old), "")
+            yield old.variable, Change(names[key], "removed", _format_assignment(old), "")
             continue
         was, now = old.variable, new.variable
         for what, a, b in (
@@ -168,31 +175,33 @@ def _of_variables(
                 yield now, Change(names[key], what, *texts)
     for key, new in after.items():
         if key not in before:
-            yield new.variable, Change(names[key], "added", "", _shown(new))
+            yield new.variable, Change(names[key], "added", "", _format_assignment(new))
 
 
-def _with_weights(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
-    """The changes, those of slots that change as their weight does marked with it."""
+def _mark_slot_changes(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
+    """Yield the changes, and set `weight` for a slot that changes as its weight does."""
     of_weights = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
     for v, c in changes:
         follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in of_weights
         yield replace(c, weight=v.parent or "") if follows else c
 
 
-def _shown(assignment: Assignment) -> str:
+def _format_assignment(assignment: Assignment) -> str:
+    """Return a variable's dtype, shape, and layout as text."""
     variable = assignment.variable
     return f"{variable.dtype}{list(variable.shape)} {assignment.layout}"
 
 
-def _of_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Change]:
+def _diff_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Change]:
+    """Yield the changes of layers' outputs."""
     old, new = ({match.path: str(match.layout) for match in matches} for matches in (before, after))
     for path in dict.fromkeys((*old, *new)):
         if old.get(path) != new.get(path):
             yield Change(path, "output", old.get(path, ""), new.get(path, ""))
 
 
-def _of_what_no_layout_says(before: PlanTable, after: PlanTable) -> Iterator[Change]:
-    """The arrays of models that exist which are held in another way than before, and have no layout in a plan."""
+def _diff_unplaced_arrays(before: PlanTable, after: PlanTable) -> Iterator[Change]:
+    """Yield changes in the storage of existing models' arrays that have no layout in a plan."""
     old, new = (
         {
             p.subject: dict(p.facts).get("layout", p.what.removeprefix(f"{p.subject}: "))

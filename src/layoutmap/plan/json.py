@@ -1,4 +1,4 @@
-"""A plan as JSON: to be kept beside the model, and compared with the plan of the next change.
+"""Write a plan as JSON and read it back, to compare the plan of a later version with it.
 
     {"format": "layoutmap plan", "version": 3,
      "verdict": {"passes": true, "says": "no problems; 4.0 KiB per device, before activations", ..},
@@ -31,13 +31,13 @@ from typing import Any, cast
 
 import msgspec
 
-from layoutmap.core.errors import LayoutMapError, brief
+from layoutmap.core.errors import LayoutMapError, shorten_repr
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.specs import with_none
+from layoutmap.core.specs import replace_unsharded
 from layoutmap.core.uneven import Uneven
-from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, itemsize
+from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, get_itemsize
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.json_fields import (
     MOST,
@@ -48,12 +48,12 @@ from layoutmap.plan.json_fields import (
     convert,
     convert_values,
     load_json,
-    refused,
-    wrong,
+    make_file_error,
+    make_type_error,
 )
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import verdict_of
+from layoutmap.plan.verdict import judge_plan
 
 FORMAT = "layoutmap plan"
 VERSION = 3
@@ -65,19 +65,19 @@ _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates; no encoding can w
 
 
 def plan_to_json(plan: PlanTable) -> str:
-    """The text of a plan; equal plans give equal texts."""
-    mesh: dict[str, Any] = {"dims": _dims(plan.mesh)}
+    """Return a plan as JSON text. Equal plans give equal texts."""
+    mesh: dict[str, Any] = {"dims": _get_dim_sizes(plan.mesh)}
     if plan.mesh.name:
         mesh["name"] = plan.mesh.name
     if plan.mesh.devices is not None:
         mesh["devices"] = plan.mesh.devices
     lists: dict[str, Iterable[Any]] = {
-        "variables": map(_variable, plan.assignments),
-        "activations": map(_match, plan.activations),
-        "problems": map(_problem, plan.problems),
+        "variables": map(_convert_variable, plan.assignments),
+        "activations": map(_convert_match, plan.activations),
+        "problems": map(_convert_problem, plan.problems),
     }
-    head = [f'"format": {_line(FORMAT)}, "version": {VERSION}']
-    head += [f'"verdict": {_line(_verdict(plan))}', f'"mesh": {_line(mesh)}']
+    head = [f'"format": {_dump_json(FORMAT)}, "version": {VERSION}']
+    head += [f'"verdict": {_dump_json(_convert_verdict(plan))}', f'"mesh": {_dump_json(mesh)}']
     if plan.device_memory is not None:
         head.append(f'"device_memory": {plan.device_memory}')
     if plan.strict:
@@ -85,11 +85,13 @@ def plan_to_json(plan: PlanTable) -> str:
     if plan.free_activations:
         head.append('"free_activations": true')
     if plan.gathered_dims:
-        head.append(f'"gathered_dims": {_line(plan.gathered_dims)}')
+        head.append(f'"gathered_dims": {_dump_json(plan.gathered_dims)}')
     if plan.cost:
         lists["collectives"], cost = load_cost_package().json_fields(plan.cost)
-        head.append(f'"cost": {_line(cost)}')
-    parts = head + [f'"{name}": {_lines([_line(each) for each in items])}' for name, items in lists.items()]
+        head.append(f'"cost": {_dump_json(cost)}')
+    parts = head + [
+        f'"{name}": {_format_list([_dump_json(each) for each in items])}' for name, items in lists.items()
+    ]
     return "{" + ",\n ".join(parts) + "}\n"
 
 
@@ -101,11 +103,11 @@ def plan_from_json(text: str) -> PlanTable:
     """
     data = load_json(text)
     if not isinstance(data, dict) or cast("dict[str, Any]", data).get("format") != FORMAT:
-        raise refused("it is not a plan", f'it does not say "format": "{FORMAT}"')
+        raise make_file_error("it is not a plan", f'it does not say "format": "{FORMAT}"')
     version = cast("dict[str, Any]", data).get("version")
     if type(version) is not int or version not in range(1, VERSION + 1):
         why = f"this layoutmap reads versions 1 to {VERSION}"
-        raise refused(f"version {brief(version)}", why, "write it again with this layoutmap")
+        raise make_file_error(f"version {shorten_repr(version)}", why, "write it again with this layoutmap")
     top = convert(cast("Any", data), _Plan)
     mesh = _read_mesh(top.mesh)
     plan = PlanTable(
@@ -121,61 +123,76 @@ def plan_from_json(text: str) -> PlanTable:
     if version == 2 or top.cost is not None:
         if top.collectives is None or top.cost is None:
             name = "collectives" if top.collectives is None else "cost"
-            raise refused(f"plan has no {name!r}", "every plan with a cost has one")
-        plan = plan.with_cost(load_cost_package().read_cost(top.cost, top.collectives, mesh))
+            raise make_file_error(f"plan has no {name!r}", "every plan with a cost has one")
+        plan = plan.add_cost(load_cost_package().read_cost(top.cost, top.collectives, mesh))
     elif top.collectives is not None:
-        raise refused("plan: 'collectives' is not known", "a plan without a cost has none", "delete it")
+        raise make_file_error(
+            "plan: 'collectives' is not known", "a plan without a cost has none", "delete it"
+        )
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):
         first = at.setdefault((variable.model, variable.path), i)
         if first != i:
             why = f"variables[{first}] is the same one, and each is counted once"
-            raise refused(f"variables[{i}]: {variable.path!r} is there twice", why, "delete one of the two")
+            raise make_file_error(
+                f"variables[{i}]: {variable.path!r} is there twice", why, "delete one of the two"
+            )
     return plan
 
 
-def fingerprint(plan: PlanTable) -> str:
-    """A short text that is the same for plans that put the same variables in the same places.
+def compute_fingerprint(plan: PlanTable) -> str:
+    """Return a short text that is equal for plans with the same variables in the same layouts.
 
     It changes with the sizes of the mesh's dims, with a variable's path, shape, dtype or layout, and with the layout of
     a layer's output. Devices' names, the order of the variables, what kind they are, and which rule gave a layout have
     no part in it: two plans on one mesh have the same one exactly if their `diff` has no change but of kinds.
     """
     variables = [
-        (a.variable.model, a.variable.path, a.variable.shape, a.variable.dtype, _specs(a.layout))
+        (a.variable.model, a.variable.path, a.variable.shape, a.variable.dtype, _convert_specs(a.layout))
         for a in plan.assignments
     ]
-    outputs = [(m.path, _specs(m.layout)) for m in plan.activations if m.layout is not None]
-    text = _line([list(_dims(plan.mesh).items()), sorted(variables, key=_order), sorted(outputs, key=_order)])
+    outputs = [(m.path, _convert_specs(m.layout)) for m in plan.activations if m.layout is not None]
+    text = _dump_json(
+        [
+            list(_get_dim_sizes(plan.mesh).items()),
+            sorted(variables, key=_make_sort_key),
+            sorted(outputs, key=_make_sort_key),
+        ]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _order(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A key to sort by: specs are `None`, texts or tuples, which cannot be compared."""
-    return *row[:-1], _line(row[-1])
+def _make_sort_key(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a key to sort rows by, because specs can be None, texts, or tuples, which do not compare."""
+    return *row[:-1], _dump_json(row[-1])
 
 
 # -- writing
 
 
-def _line(value: Any) -> str:
+def _dump_json(value: Any) -> str:
+    """Return a value as one line of JSON, with half surrogate pairs escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return _HALF_A_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
-def _lines(items: Sequence[str]) -> str:
+def _format_list(items: Sequence[str]) -> str:
+    """Return a JSON list with one item per line."""
     return "[" + ",".join(f"\n  {each}" for each in items) + ("\n ]" if items else "]")
 
 
-def _dims(mesh: Mesh) -> dict[str, int]:
+def _get_dim_sizes(mesh: Mesh) -> dict[str, int]:
+    """Return the sizes of a mesh's dims by name."""
     return dict(zip(mesh.dim_names, mesh.shape, strict=True))
 
 
-def _specs(layout: Layout) -> list[Any]:
-    return list(with_none(layout.sharding_specs))
+def _convert_specs(layout: Layout) -> list[Any]:
+    """Return a layout as a list of specs, with None for an unsharded axis."""
+    return list(replace_unsharded(layout.sharding_specs))
 
 
-def _variable(assignment: Assignment) -> dict[str, Any]:
+def _convert_variable(assignment: Assignment) -> dict[str, Any]:
+    """Return the JSON fields of a variable. Fields with the usual value are left out."""
     variable = assignment.variable
     usual = VariableSpec(variable.path, variable.shape, variable.dtype)
     written: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
@@ -186,9 +203,9 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
         written["use"] = variable.use.roles
         if variable.use.head_size is not None:
             written["head_size"] = variable.use.head_size
-    written["layout"] = _specs(assignment.layout)
+    written["layout"] = _convert_specs(assignment.layout)
     if assignment.match is not None:
-        match = _match(assignment.match)
+        match = _convert_match(assignment.match)
         if match.get("layout", written["layout"]) != written["layout"]:
             written["asked"] = match["layout"]
         written |= {name: value for name, value in match.items() if name not in written}
@@ -197,15 +214,18 @@ def _variable(assignment: Assignment) -> dict[str, Any]:
     return written
 
 
-def _match(match: Match) -> dict[str, Any]:
+def _convert_match(match: Match) -> dict[str, Any]:
     written: dict[str, Any] = {"path": match.path, "rule": None}
     if match.rule is not None:
-        written |= {"layout": _specs(match.rule.layout), "rule": [match.rule.number, match.rule.pattern]}
+        written |= {
+            "layout": _convert_specs(match.rule.layout),
+            "rule": [match.rule.number, match.rule.pattern],
+        }
         if match.rule.uneven != _ERROR:
             written["uneven"] = match.rule.uneven
     if match.others:
         written["others"] = [
-            [r.number, r.pattern, _specs(r.layout), *([r.uneven] if r.uneven != _ERROR else [])]
+            [r.number, r.pattern, _convert_specs(r.layout), *([r.uneven] if r.uneven != _ERROR else [])]
             for r in match.others
         ]
     if match.near_misses:
@@ -215,13 +235,15 @@ def _match(match: Match) -> dict[str, Any]:
     return written
 
 
-def _verdict(plan: PlanTable) -> dict[str, Any]:
-    verdict = verdict_of(plan)
+def _convert_verdict(plan: PlanTable) -> dict[str, Any]:
+    """Return the JSON fields of the verdict on a plan."""
+    verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
     return {"passes": verdict.passes, "says": verdict.headline} | fields
 
 
-def _problem(problem: Problem) -> dict[str, Any]:
+def _convert_problem(problem: Problem) -> dict[str, Any]:
+    """Return the JSON fields of a problem. Empty fields are left out."""
     written = dataclasses.asdict(problem)
     return {name: value for name, value in written.items() if value or name in ("subject", "what")}
 
@@ -309,37 +331,41 @@ def _read_mesh(item: _Mesh) -> Mesh:
     try:
         return Mesh(item.devices, dims, item.name)
     except LayoutMapError as error:
-        raise refused(f"mesh: {error.what}", error.why, error.fix) from error
+        raise make_file_error(f"mesh: {error.what}", error.why, error.fix) from error
 
 
 def _read_layout(specs: _Specs, place: str, mesh: Mesh) -> Layout:
     try:
         return Layout(specs, mesh)
     except LayoutMapError as error:
-        raise refused(f"{place}: {error.what}", error.why, error.fix) from error
+        raise make_file_error(f"{place}: {error.what}", error.why, error.fix) from error
 
 
 def _check_variable(item: _Variable, place: str) -> None:
     for name in ("shape", "parent_shape"):
         if math.prod(n for n in getattr(item, name) or () if n) > MOST:
-            raise wrong(f"{place}.{name}", getattr(item, name), "a shape: it has too many elements")
+            raise make_type_error(f"{place}.{name}", getattr(item, name), "a shape: it has too many elements")
     try:
         if not _DTYPE.fullmatch(item.dtype):
             raise TypeError
-        itemsize(item.dtype)
+        get_itemsize(item.dtype)
     except (TypeError, ValueError):
-        raise wrong(f"{place}.dtype", item.dtype, "a dtype") from None
+        raise make_type_error(f"{place}.dtype", item.dtype, "a dtype") from None
     for i, role in enumerate(item.use or ()):
         if not _ROLE.fullmatch(role):
             fix = 'use "in.0", "out.0", "rows" or ""'
-            raise refused(f"{place}.use[{i}] is no role of an axis", f"it is {brief(role)}", fix)
+            raise make_file_error(
+                f"{place}.use[{i}] is no role of an axis", f"it is {shorten_repr(role)}", fix
+            )
     for name in ("use", "axes"):
         each = getattr(item, name)
         if each is not None and len(each) != len(item.shape):
             why = f"it is for {len(each)} axes, and the shape has {len(item.shape)}"
-            raise refused(f"{place}.{name} does not fit the shape", why)
+            raise make_file_error(f"{place}.{name} does not fit the shape", why)
     if item.use is None and item.head_size is not None:
-        raise refused(f"{place}: 'head_size' is not known", "only a variable with a use has one", "delete it")
+        raise make_file_error(
+            f"{place}: 'head_size' is not known", "only a variable with a use has one", "delete it"
+        )
 
 
 def _read_variable(item: _Variable, place: str, mesh: Mesh) -> Assignment:
@@ -366,13 +392,13 @@ def _read_variable(item: _Variable, place: str, mesh: Mesh) -> Assignment:
     elif (
         item.asked or item.others or item.near_misses or (item.uneven, item.otherwise) != (_ERROR, _OTHERWISE)
     ):
-        raise refused(f"{place} has no 'rule'", "it has what a rule asked for")
+        raise make_file_error(f"{place} has no 'rule'", "it has what a rule asked for")
     return Assignment(variable, layout, match, item.global_init)
 
 
 def _read_activation(item: _Activation, place: str, mesh: Mesh) -> Match:
     if item.rule is msgspec.UNSET:
-        raise refused(f"{place} has no 'rule'", "every plan has one")
+        raise make_file_error(f"{place} has no 'rule'", "every plan has one")
     layout = None if item.layout is None else _read_layout(item.layout, f"{place}.layout", mesh)
     return _read_match(item, place, mesh, layout)
 
@@ -382,7 +408,7 @@ def _read_match(item: _Match, place: str, mesh: Mesh, layout: Layout | None) -> 
     if isinstance(item.rule, tuple):
         asked = layout if item.asked is None else _read_layout(item.asked, f"{place}.asked", mesh)
         if asked is None:
-            raise refused(f"{place} has no 'layout'", "every plan has one")
+            raise make_file_error(f"{place} has no 'layout'", "every plan has one")
         rule = Rule(*item.rule, asked, item.uneven)
     others = tuple(
         Rule(r.number, r.pattern, _read_layout(r.layout, f"{place}.others[{i}][2]", mesh), r.uneven)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from layoutmap.core.errors import PlanError, brief
+from layoutmap.core.errors import PlanError, shorten_repr
 
 MOST = 2**63 - 1
 """The largest number of elements or bytes, in one axis and in all."""
@@ -33,21 +33,21 @@ _WANTED = (  # the first pattern that is in msgspec's message names what belongs
 
 
 class PlanObject(msgspec.Struct, forbid_unknown_fields=True):  # why: decisions/0190
-    """An object of a plan's JSON."""
+    """Object in a plan's JSON."""
 
 
 class PlanRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A list of a plan's JSON whose places have types of their own."""
+    """List in a plan's JSON in which each position has its own type."""
 
 
-def refused(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
-    """Return the error of a plan's file."""
+def make_file_error(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
+    """Return the error for an invalid plan file."""
     return PlanError(f"plan file: {what}", why=why, fix=fix)
 
 
-def wrong(place: str, value: Any, wanted: str) -> PlanError:
-    """Return the error of a value of another kind than is wanted."""
-    return refused(f"{place} is not {wanted}", f"it is {brief(value)}")
+def make_type_error(place: str, value: Any, wanted: str) -> PlanError:
+    """Return the error that a value in a plan file has the wrong type."""
+    return make_file_error(f"{place} is not {wanted}", f"it is {shorten_repr(value)}")
 
 
 def load_json(text: str) -> Any:
@@ -65,13 +65,13 @@ def load_json(text: str) -> Any:
         data = json.loads(text, object_pairs_hook=make_object)
         places = [(_find_place(data, found, "plan"), key) for found, key in twice]
     except (ValueError, TypeError) as error:
-        raise refused("it is not JSON", str(error)) from error
+        raise make_file_error("it is not JSON", str(error)) from error
     except RecursionError:
-        raise refused("it is not JSON of a plan", "it is nested too deeply to be read") from None
+        raise make_file_error("it is not JSON of a plan", "it is nested too deeply to be read") from None
     for place, key in places:
         if place:
             why = "which of the two values is meant is not known"
-            raise refused(f"{place}: key {key!r} is there twice", why, "delete one of the two")
+            raise make_file_error(f"{place}: key {key!r} is there twice", why, "delete one of the two")
     return data
 
 
@@ -98,31 +98,33 @@ def convert(data: Any, kind: type[T], place: str = "") -> T:
 
 
 def convert_values(data: dict[str, Any], kind: Any, place: str) -> dict[str, Any]:
-    """Convert the values of an object with any keys; msgspec's own message does not name the key."""
+    """Convert the values of an object with any keys. The error names the key, which msgspec's message does not."""
     return {name: convert(value, kind, f"{place}.{name}") for name, value in data.items()}
 
 
 def _make_error(what: str, place: str, value: Any) -> PlanError:
     field = re.search("field `(.*)`", what)
     if field and "missing" in what:
-        return refused(f"{place} has no {field[1]!r}", "every plan has one")
+        return make_file_error(f"{place} has no {field[1]!r}", "every plan has one")
     if field:
         kinds = PlanObject.__subclasses__()
         kinds += [each for kind in kinds for each in kind.__subclasses__()]
         known = {name for each in kinds for name in each.__struct_fields__}
         near = difflib.get_close_matches(field[1], sorted(known - {field[1]}), 1)
         fix = f"did you mean {near[0]!r}?" if near else "delete it, or use the layoutmap that wrote it"
-        return refused(f"{place}: {brief(field[1])} is not known", "a plan has no such key", fix)
+        return make_file_error(
+            f"{place}: {shorten_repr(field[1])} is not known", "a plan has no such key", fix
+        )
     if what.startswith("Invalid enum value"):
-        return refused(f"{place} is not known", f"it is {brief(value)}")
+        return make_file_error(f"{place} is not known", f"it is {shorten_repr(value)}")
     for pattern, wanted in _WANTED:
         if found := re.search(pattern, what.partition(", got")[0]):
-            return wrong(place, value, found.expand(wanted))
-    return refused(f"{place}: {what}", f"it is {brief(value)}")
+            return make_type_error(place, value, found.expand(wanted))
+    return make_file_error(f"{place}: {what}", f"it is {shorten_repr(value)}")
 
 
 def _find_place(data: Any, wanted: Any, place: str) -> str:
-    """Return the place of an object in a document; `""` if it is not there."""
+    """Return the place of an object in a document, or `""` if it is not there."""
     if data is wanted:
         return place
     inside = "" if place == "plan" else place

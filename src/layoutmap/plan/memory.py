@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from layoutmap.core.paths import merge_paths, path_shape
-from layoutmap.core.text_table import size, text_table
+from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
 
@@ -14,8 +14,8 @@ _MOST_ROWS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class CouldShard:
-    """A replicated variable, and the axis and mesh dim whose sharding would save most.
+class ShardableVariable:
+    """Replicated variable, with the axis and mesh dim for which sharding would save the most memory.
 
     Args:
         assignment: The variable as it is planned.
@@ -31,8 +31,8 @@ class CouldShard:
 
 
 @dataclass(frozen=True, slots=True)
-class CouldShardRow:
-    """Replicated variables of repeated blocks that could be sharded alike.
+class ShardableRow:
+    """Replicated variables of repeated blocks that could be sharded the same way.
 
     Args:
         path: Their paths in one.
@@ -51,7 +51,7 @@ class CouldShardRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Memory:
-    """Bytes that one device holds, by what they are for, and what could be less.
+    """Bytes per device by purpose, and the variables that could take less.
 
     Gradients are laid out as their weights are, while they exist; what layers compute is not counted.
 
@@ -67,7 +67,7 @@ class Memory:
     gradients: int
     slots: int
     state: int
-    could_be_sharded: tuple[CouldShard, ...]
+    could_be_sharded: tuple[ShardableVariable, ...]
 
     @property
     def total(self) -> int:
@@ -75,14 +75,14 @@ class Memory:
         return self.weights + self.gradients + self.slots + self.state
 
     @property
-    def rows(self) -> list[CouldShardRow]:
+    def rows(self) -> list[ShardableRow]:
         """Replicated variables that could be sharded, repeated blocks in one row, the most bytes first."""
-        groups: dict[object, list[CouldShard]] = {}
+        groups: dict[object, list[ShardableVariable]] = {}
         for each in self.could_be_sharded:
             v = each.assignment.variable
-            groups.setdefault((v.model, path_shape(v.path), v.shape, v.dtype), []).append(each)
+            groups.setdefault((v.model, split_at_numbers(v.path), v.shape, v.dtype), []).append(each)
         rows = [
-            CouldShardRow(
+            ShardableRow(
                 merge_paths([each.assignment.variable.path for each in group]),
                 group[0].axis,
                 group[0].dim,
@@ -94,12 +94,14 @@ class Memory:
         return sorted(rows, key=lambda row: -row.saved_bytes)
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
-        cells = [(row.path, size(row.saved_bytes), f"axis {row.axis} over {row.dim}") for row in self.rows]
+        """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
+        cells = [
+            (row.path, format_bytes(row.saved_bytes), f"axis {row.axis} over {row.dim}") for row in self.rows
+        ]
         lines = [self._line]
         if cells:
             head = ("replicated", "saves", "if sharded")
-            lines += ["", *text_table(head, cells[:_MOST_ROWS], {"saves"}, width=width)]
+            lines += ["", *format_table(head, cells[:_MOST_ROWS], {"saves"}, width=width)]
         if len(cells) > _MOST_ROWS:
             lines.append(f"... and {len(cells) - _MOST_ROWS} more")
         return "\n".join(lines)
@@ -109,24 +111,27 @@ class Memory:
     @property
     def _line(self) -> str:
         parts = {name: getattr(self, name) for name in ("weights", "gradients", "slots", "state")}
-        listed = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
-        return f"per device: {listed or 'nothing'}; {size(self.total)} in total"
+        listed = ", ".join(
+            f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes
+        )
+        return f"per device: {listed or 'nothing'}; {format_bytes(self.total)} in total"
 
     def __repr__(self) -> str:
         return f"<Memory: {self._line}>"
 
 
-def memory_of(plan: PlanTable) -> Memory:
-    """Count the bytes by kind; variables that do not fit their layouts are left out."""
+def count_memory(plan: PlanTable) -> Memory:
+    """Count the bytes by kind, without variables that do not fit their layouts."""
     fitting = [a for a in plan.assignments if a.fits]
     weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
     gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
     slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)
-    could = sorted(_could_shard(plan, fitting), key=lambda each: -each.saved_bytes)
+    could = sorted(_find_shardable(plan, fitting), key=lambda each: -each.saved_bytes)
     return Memory(weights, gradients, slots, plan.device_bytes - weights - slots, tuple(could))
 
 
-def _could_shard(plan: PlanTable, fitting: list[Assignment]) -> Iterator[CouldShard]:
+def _find_shardable(plan: PlanTable, fitting: list[Assignment]) -> Iterator[ShardableVariable]:
+    """Yield each replicated variable that could be sharded over a mesh dim."""
     dims = sorted((dim for dim in plan.mesh.mesh_dims if dim.size > 1), key=lambda dim: -dim.size)
     for a in fitting:
         # What follows another variable saves where that does.
@@ -143,4 +148,4 @@ def _could_shard(plan: PlanTable, fitting: list[Assignment]) -> Iterator[CouldSh
         )
         if found is not None:
             axis, dim = found
-            yield CouldShard(a, axis, dim.name, a.shard_bytes - a.shard_bytes // dim.size)
+            yield ShardableVariable(a, axis, dim.name, a.shard_bytes - a.shard_bytes // dim.size)

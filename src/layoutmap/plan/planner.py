@@ -1,4 +1,4 @@
-"""Making a plan: match every variable, collect every problem; pure.
+"""Make a plan: match every variable with the rules, and collect every problem.
 
 `make_table` takes what is known of the variables and a layout map, and makes a value. The dry run and the real run
 share it: what `layoutmap.plan` prints is what a scope then does. Problems are worded in `variable_problems` and
@@ -14,11 +14,11 @@ from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import path_shape
-from layoutmap.core.uneven import Uneven, derived_layout, fitted, sharded_further, with_single_dims
+from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.uneven import Uneven, add_sharding_dim, derive_layout, fit_layout, keep_largest_dims
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
-from layoutmap.plan.problems import Problem, in_order
+from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.rule_problems import (
     MOST_COMPARISONS,
     correct_typos,
@@ -26,7 +26,7 @@ from layoutmap.plan.rule_problems import (
     find_idle_rules,
     find_layer_outputs,
 )
-from layoutmap.plan.slots import is_sharded_further, note_of_zero
+from layoutmap.plan.slots import is_sharded_by_zero, make_zero_note
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.variable_problems import (
     find_contradiction,
@@ -36,7 +36,7 @@ from layoutmap.plan.variable_problems import (
     find_unsupported,
     find_variable_problems,
 )
-from layoutmap.rules.keras_rules import is_named, layout_for
+from layoutmap.rules.keras_rules import is_keras_rule, pad_layout
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rule_set import RuleSet
 
@@ -56,7 +56,7 @@ def make_table(
     zero_dim: str | None = None,
     several_dims: bool = True,
 ) -> PlanTable:
-    """Match every variable, collect every problem; pure.
+    """Match every variable with the rules, and collect every problem, without changing any argument.
 
     Args:
         variables: The variables, in the order of the model.
@@ -84,7 +84,7 @@ def make_table(
     assignments = planning.assignments()
     problems = planning.problems
     if zero_dim is not None:
-        problems.append(note_of_zero(assignments, zero_dim))
+        problems.append(make_zero_note(assignments, zero_dim))
     if complete:
         paths = [path for v in planning.variables if v.kind in _MATCHED for path in (v.path, *v.aliases)]
         of_rules = [*find_idle_rules(layout_map, planning.won, planning.beaten, paths, "variable")]
@@ -100,16 +100,16 @@ def make_table(
         asked += [(a.match, a.layout, a.variable.model) for a in assignments if a.match]
         for match, layout, model in asked:
             found = find_several_dims(match, layout)
-            problems += (p.of_model(model if planning.several_models else "") for p in found)
-        assignments = [replace(a, layout=with_single_dims(a.layout)) for a in assignments]
+            problems += (p.name_model(model if planning.several_models else "") for p in found)
+        assignments = [replace(a, layout=keep_largest_dims(a.layout)) for a in assignments]
     if complete and free_activations and not laid_out:
         problems += find_free_activations(assignments)
     problems += find_unsupported(unsupported, assignments)
-    return PlanTable(mesh, tuple(assignments), in_order(problems), laid_out, free_activations)
+    return PlanTable(mesh, tuple(assignments), sort_problems(problems), laid_out, free_activations)
 
 
 class _Planning:
-    """One plan in the making: the variables matched so far, and what was found."""
+    """State while a plan is made: the variables matched so far, and the problems found."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class _Planning:
         given: Mapping[tuple[str, str], Layout],
         zero_dim: str | None,
     ) -> None:
-        self.has_named = any(is_named(rule.pattern) for rule in layout_map.rules)
-        self.variables = [_with_its_name(v) for v in variables] if self.has_named else variables
+        self.has_named = any(is_keras_rule(rule.pattern) for rule in layout_map.rules)
+        self.variables = [_add_name_alias(v) for v in variables] if self.has_named else variables
         self.layout_map = layout_map
         self.mesh = mesh
         self.global_init = global_init
@@ -138,52 +138,53 @@ class _Planning:
         self._near: dict[object, tuple[str, ...]] = {}
 
     def assignments(self) -> list[Assignment]:
-        """A layout for each variable, in order; that of a variable's parent is found first."""
-        return [self._assignment(variable) for variable in self.variables]
+        """Return an assignment for each variable, in order. A parent's layout is computed first."""
+        return [self._assign(variable) for variable in self.variables]
 
-    def _assignment(self, variable: VariableSpec) -> Assignment:
+    def _assign(self, variable: VariableSpec) -> Assignment:
+        """Return a variable's assignment, and record the problems found."""
         key = variable.key
         if key not in self._done:
-            asked, match, uneven = self._asked(variable)
-            layout = fitted(asked, variable.shape, uneven)
+            asked, match, uneven = self._find_layout(variable)
+            layout = fit_layout(asked, variable.shape, uneven)
             assignment = Assignment(variable, layout, match, self.global_init.get(key, ""))
             self._add(variable, find_variable_problems(assignment, asked))
-            if self.zero_dim is not None and is_sharded_further(variable):
+            if self.zero_dim is not None and is_sharded_by_zero(variable):
                 assignment = replace(
-                    assignment, layout=sharded_further(layout, variable.shape, self.zero_dim)
+                    assignment, layout=add_sharding_dim(layout, variable.shape, self.zero_dim)
                 )
             self._done[key] = assignment
             if match and match.rule:
                 self._count(match.rule, match.others, variable.path)
         return self._done[key]
 
-    def _asked(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
-        """The layout that is asked for, what the map said (`None`: it was not asked), and what may be done to it."""
+    def _find_layout(self, variable: VariableSpec) -> tuple[Layout, Match | None, Uneven]:
+        """Return a variable's wanted layout, the match (None if no rule was tried), and the `uneven` setting."""
         if variable.key in self.given:
             return self.given[variable.key], None, "error"
         if variable.follows:
-            match = self._meant(variable)
+            match = self._match_own_rules(variable)
             if match is None:
-                return self._as_parent(variable), None, "error" if variable.axes is None else "shrink"
+                return self._inherit_layout(variable), None, "error" if variable.axes is None else "shrink"
         else:
-            match = self._match(variable) if variable.kind in _MATCHED else None
+            match = self._match_rules(variable) if variable.kind in _MATCHED else None
         rule = match and match.rule
         if rule is None:
-            return self._replicated_layout(len(variable.shape)), match, "error"
-        layout = layout_for(rule, len(variable.rule_shape if variable.is_packed else variable.shape))
+            return self._get_replicated_layout(len(variable.shape)), match, "error"
+        layout = pad_layout(rule, len(variable.rule_shape if variable.is_packed else variable.shape))
         if variable.is_packed and layout.rank == len(variable.rule_shape):
-            return derived_layout(layout, variable.axes or ()), match, "shrink"
+            return derive_layout(layout, variable.axes or ()), match, "shrink"
         return layout, match, rule.uneven
 
-    def _replicated_layout(self, rank: int) -> Layout:
+    def _get_replicated_layout(self, rank: int) -> Layout:
         if rank not in self._replicated:
             self._replicated[rank] = Layout.replicated(self.mesh, rank)
         return self._replicated[rank]
 
-    def _match(self, variable: VariableSpec) -> Match:
-        """The rule of the map for a variable under all its paths; the first rule of the map among them wins."""
-        names = [path for path in variable.aliases if is_named(path)]
-        answers = {path: self.layout_map.matching_rules(path) for path in _paths_of(variable)}
+    def _match_rules(self, variable: VariableSpec) -> Match:
+        """Return the match of a variable under all its paths, in which the first of the map's rules wins."""
+        names = [path for path in variable.aliases if is_keras_rule(path)]
+        answers = {path: self.layout_map.matching_rules(path) for path in _list_paths(variable)}
         named = [rule for name in names for rule in self.layout_map.matching_rules(name)]
         if named:  # a name is no other path to the variable: a rule over names is one for its first path
             exact = {variable.path, *names}
@@ -194,9 +195,9 @@ class _Planning:
         if not winners and self.layout_map.rest:
             return Match(variable.path, None, otherwise=AS_REST)
         if not winners:
-            block = path_shape(variable.path)
+            block = split_at_numbers(variable.path)
             if block not in self._near:  # they take a while to find, and are the same in all repeated blocks
-                self._near[block] = tuple(self._patterns.nearest(variable.path))
+                self._near[block] = tuple(self._patterns.find_nearest(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in (*answers, *names), r.number))
         if len(named) > 1 and rule == named[0] and rule.pattern not in names:
@@ -206,14 +207,14 @@ class _Planning:
         others = {r.number: r for rules in answers.values() for r in rules if r != rule}
         return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
-    def _meant(self, variable: VariableSpec) -> Match | None:
-        """The rule that is meant for a derived variable: it matches that and not its parent.
+    def _match_own_rules(self, variable: VariableSpec) -> Match | None:
+        """Return the match of the rules that match a derived variable and not its parent, or None without one.
 
         A rule for kernels, such as `fc.*kernel`, matches a kernel's scale by accident. There the scale follows.
         """
         if variable.kind not in _MATCHED or variable.parent is None:
             return None
-        of_parent = self._rules_of_parent(variable)
+        of_parent = self._find_parent_rules(variable)
         paths = (variable.path, *variable.aliases)
         found = {r for path in paths for r in self.layout_map.matching_rules(path) if r not in of_parent}
         if not found:
@@ -221,34 +222,32 @@ class _Planning:
         first, *others = sorted(found, key=lambda r: (r.pattern not in paths, r.number))
         return Match(variable.path, first, tuple(others))
 
-    def _as_parent(self, variable: VariableSpec) -> Layout:
-        """The layout that a derived variable takes over."""
+    def _inherit_layout(self, variable: VariableSpec) -> Layout:
+        """Return the layout that a derived variable takes from its parent."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
-        replicated = self._replicated_layout(len(variable.shape))
+        replicated = self._get_replicated_layout(len(variable.shape))
         if parent is not None and not parent.is_packed:
-            layout, shape = self._assignment(parent).layout, parent.shape
+            layout, shape = self._assign(parent).layout, parent.shape
         else:  # it has made way for those that are derived from it, a packed form of it among them
-            rule = next(iter(self._rules_of_parent(variable)), None)
+            rule = next(iter(self._find_parent_rules(variable)), None)
             if rule is None:
                 return replicated
             self._count(rule, (), variable.path)
-            layout, shape = layout_for(rule, len(variable.rule_shape)), variable.rule_shape
+            layout, shape = pad_layout(rule, len(variable.rule_shape)), variable.rule_shape
         if variable.axes is None:
             return layout if shape == variable.shape else replicated
-        return (
-            derived_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
-        )
+        return derive_layout(layout, variable.axes) if layout.rank == len(variable.rule_shape) else replicated
 
-    def _rules_of_parent(self, variable: VariableSpec) -> list[Rule]:
-        """The rules that match the parent's path, and its name if it has one."""
+    def _find_parent_rules(self, variable: VariableSpec) -> list[Rule]:
+        """Return the rules that match the parent's path, and its Keras name if it has one."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
-        names = [path for path in parent.aliases if is_named(path)] if parent else []
+        names = [path for path in parent.aliases if is_keras_rule(path)] if parent else []
         return [
             rule for path in (variable.parent or "", *names) for rule in self.layout_map.matching_rules(path)
         ]
 
     def _add(self, variable: VariableSpec, problems: Iterable[Problem]) -> None:
-        self.problems += (p.of_model(variable.model if self.several_models else "") for p in problems)
+        self.problems += (p.name_model(variable.model if self.several_models else "") for p in problems)
 
     def _count(self, rule: Rule, others: Sequence[Rule], path: str) -> None:
         self.won[rule.number] += 1
@@ -256,13 +255,13 @@ class _Planning:
             self.beaten.setdefault(other.number, (rule, path))
 
 
-def _with_its_name(variable: VariableSpec) -> VariableSpec:
-    """A variable with what its library calls it among its aliases."""
+def _add_name_alias(variable: VariableSpec) -> VariableSpec:
+    """Return a variable with its library's name for it among its aliases."""
     if not variable.name or variable.name in variable.aliases:
         return variable
     return replace(variable, aliases=(*variable.aliases, variable.name))
 
 
-def _paths_of(variable: VariableSpec) -> list[str]:
-    """The object paths of a variable."""
-    return [variable.path, *(path for path in variable.aliases if not is_named(path))]
+def _list_paths(variable: VariableSpec) -> list[str]:
+    """Return the object paths of a variable."""
+    return [variable.path, *(path for path in variable.aliases if not is_keras_rule(path))]

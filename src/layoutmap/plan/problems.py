@@ -1,4 +1,4 @@
-"""A problem of a plan; those of repeated blocks as one."""
+"""Describe a problem of a plan, and merge equal problems of repeated blocks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from layoutmap.core.errors import format_message
-from layoutmap.core.escaping import escaped
-from layoutmap.core.paths import merge_paths, path_pattern, path_shape
+from layoutmap.core.escaping import escape_text
+from layoutmap.core.paths import format_path_pattern, merge_paths, split_at_numbers
 
 Severity = Literal["error", "warning", "note"]
 OF_RULES = ("unused rule", "shadowed rule")
@@ -16,7 +16,7 @@ OF_RULES = ("unused rule", "shadowed rule")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something in a plan that is wrong or may not be meant.
+    """Problem in a plan: an error, or a layout that may not be intended.
 
     Args:
         kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
@@ -44,28 +44,28 @@ class Problem:
     fix: str = ""
     model: str = ""
 
-    def of_model(self, model: str) -> Problem:
-        """The same problem of one model among several, named in the headline; `""`: as it is."""
+    def name_model(self, model: str) -> Problem:
+        """Return the problem with the model's name in its headline, or unchanged for `""`."""
         return replace(self, what=f"{model}: {self.what}", model=model) if model else self
 
     def __str__(self) -> str:
-        return format_message(escaped(self.what), dict(self.facts), self.why, self.fix)
+        return format_message(escape_text(self.what), dict(self.facts), self.why, self.fix)
 
 
 def group_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems with those of repeated blocks made one: `blocks.{0..31}.kernel: ...`."""
+    """Return the problems with those of repeated blocks merged: `blocks.{0..31}.kernel: ...`."""
     return [merged for merged, _ in merge_problems(problems)]
 
 
 def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
-    """The problems with those of repeated blocks made one, each with those that it was made of.
+    """Return the problems with those of repeated blocks merged, each with the original problems.
 
     Those of rules stay apart: a pattern made of two would be one that nobody has written.
     """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
         # The pattern in a fix names one block; all else must be equal for two problems to be one.
-        subject = p.subject if p.kind in OF_RULES else path_shape(p.subject)
+        subject = p.subject if p.kind in OF_RULES else split_at_numbers(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
@@ -75,14 +75,14 @@ def merge_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
             continue
         subjects = [first.subject, *(p.subject for p in rest)]
         new = merge_paths(subjects)
-        fix = first.fix.replace(path_pattern(subjects[:1]), path_pattern(subjects))
+        fix = first.fix.replace(format_path_pattern(subjects[:1]), format_path_pattern(subjects))
         head = f"{first.model}: " if first.model else ""
         what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
         merged.append((replace(first, subject=new, what=what, fix=fix), (first, *rest)))
     return merged
 
 
-def in_order(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Errors first; a rule that matches nothing comes before the variables that it may have been meant for."""
+def sort_problems(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Return the problems with errors first, and unused rules before the variables that they may be meant for."""
     order = {"error": 0, "warning": 1, "note": 2}
     return tuple(sorted(problems, key=lambda p: (order[p.severity], p.kind == "no rule")))

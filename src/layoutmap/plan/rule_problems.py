@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from layoutmap.core.errors import counted, listed
+from layoutmap.core.errors import format_count, join_names
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import path_pattern
+from layoutmap.core.paths import format_path_pattern
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.slots import NO_RULES, SLOTS
 from layoutmap.rules.index import RuleIndex
-from layoutmap.rules.keras_rules import is_named
+from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.near_misses import Candidates
 from layoutmap.rules.rules import Rules
 
@@ -51,10 +51,10 @@ def find_idle_rules(
     candidates: dict[bool, tuple[int, Candidates]] = {}
     idle = [rule for rule in rules.rules if not won[rule.number]]
     inside = _find_unanchored(
-        {r.pattern for r in idle if r.number not in beaten and not is_named(r.pattern)}, paths
+        {r.pattern for r in idle if r.number not in beaten and not is_keras_rule(r.pattern)}, paths
     )
     for rule in idle:
-        name = rules.name_of(rule)
+        name = rules.format_name(rule)
         if rule.number in beaten:
             winner, path = beaten[rule.number]
             yield Problem(
@@ -67,28 +67,28 @@ def find_idle_rules(
                 f"put it before rule {winner.number}, or delete it",
             )
             continue
-        named = is_named(rule.pattern)
+        named = is_keras_rule(rule.pattern)
         if named not in candidates:
-            tried = [path for path in paths if is_named(path) == named]
+            tried = [path for path in paths if is_keras_rule(path) == named]
             candidates[named] = len(tried), Candidates(tried, MOST_COMPARISONS)
         count, candidate_paths = candidates[named]
         if of == "variable" and SLOTS.match(rule.pattern):
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
-        near = candidate_paths.nearest(rule.pattern)
+        near = candidate_paths.find_nearest(rule.pattern)
         yield Problem(
             "unused rule",
             "warning",
             rule.pattern,
             f"{name}: matches no {of}",
             (("near misses", ", ".join(near)),),
-            f"such a rule matches whole names, and none of Keras's {counted(count, 'name')}"
+            f"such a rule matches whole names, and none of Keras's {format_count(count, 'name')}"
             if named
             else "rules match from the start of a path, and none of the model's "
-            f"{counted(count, 'path')} starts like this",
+            f"{format_count(count, 'path')} starts like this",
             f'to match anywhere in a path: r".*{rule.pattern}"'
             if rule.pattern in inside
-            else f"did you mean {path_pattern(near[:1])}? else delete it"
+            else f"did you mean {format_path_pattern(near[:1])}? else delete it"
             if near
             else "fix it, or delete it",
         )
@@ -99,7 +99,7 @@ def _find_unanchored(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
     listed, found = list(patterns), set[str]()
     index = RuleIndex(map(re.compile, listed), anywhere=True)
     for path in paths if listed else ():
-        found.update(listed[number] for number in index.matches(path))
+        found.update(listed[number] for number in index.find_matches(path))
     return found
 
 
@@ -115,14 +115,16 @@ def correct_typos(problems: Sequence[Problem], unused: Mapping[str, Problem]) ->
         if meant:
             name = meant[0].what.partition(": matches no")[0]
             problem = replace(
-                problem, fix=f"correct {name} to {path_pattern([problem.subject])}, or add a rule"
+                problem, fix=f"correct {name} to {format_path_pattern([problem.subject])}, or add a rule"
             )
         yield problem
 
 
 def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
     """Yield a note for each of Keras's rules with which Keras lays out outputs of layers, too."""
-    above = {path[:at] for path in paths if is_named(path) for at, sign in enumerate(path) if sign == "/"}
+    above = {
+        path[:at] for path in paths if is_keras_rule(path) for at, sign in enumerate(path) if sign == "/"
+    }
     outputs: dict[Rule, list[str]] = {}
     for layer in sorted(above):
         for rule in rules.matching_rules(f"{layer}/output"):
@@ -132,8 +134,8 @@ def find_layer_outputs(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
             "layer output",
             "note",
             rule.pattern,
-            f"{rules.name_of(rule)}: in Keras it also lays out outputs of layers; in this map it does not",
-            (("outputs", listed(names)),),
+            f"{rules.format_name(rule)}: in Keras it also lays out outputs of layers; in this map it does not",
+            (("outputs", join_names(names)),),
             "Keras looks up the output of a layer in the map of its variables, as the layer's path and /output",
             "if that is meant, add a rule for the layer's path: layout_map.activations[...]",
         )

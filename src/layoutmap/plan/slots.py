@@ -1,4 +1,4 @@
-"""Problems of an optimizer's slots: those that follow no weight, and those that are sharded further."""
+"""Find problems of optimizer slots that follow no weight, and describe slots that are sharded with ZeRO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from layoutmap.core.errors import listed
+from layoutmap.core.errors import join_names
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 
@@ -20,13 +20,13 @@ NO_RULES = (
 )
 
 
-def is_sharded_further(variable: VariableSpec) -> bool:
-    """Whether a variable is a slot that `zero_dim` is for: one of a weight, or a large one."""
+def is_sharded_by_zero(variable: VariableSpec) -> bool:
+    """Return whether `zero_dim` applies to a variable: a slot that follows a weight, or a large slot."""
     return variable.kind is Kind.SLOT and (variable.follows or math.prod(variable.shape) > _SMALL)
 
 
-def problems_of_slot(variable: VariableSpec) -> Iterator[Problem]:
-    """A problem for a slot of several elements that has no axis of a weight."""
+def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
+    """Yield a problem for a slot of several elements that shares no axis with a weight."""
     num_elements = math.prod(variable.shape)
     follows = variable.follows and (variable.axes is None or any(variable.axes))
     if variable.kind is not Kind.SLOT or num_elements < 2 or follows:
@@ -43,19 +43,19 @@ def problems_of_slot(variable: VariableSpec) -> Iterator[Problem]:
     )
 
 
-def note_of_zero(assignments: Sequence[Assignment], dim: str) -> Problem:
-    """A note that says which slots are sharded further than their weights."""
-    slots = [a for a in assignments if is_sharded_further(a.variable)]
+def make_zero_note(assignments: Sequence[Assignment], dim: str) -> Problem:
+    """Return a note with the number of slots that `zero_dim` shards further than their weights."""
+    slots = [a for a in assignments if is_sharded_by_zero(a.variable)]
     rest = [
         a.variable.path
         for a in slots
-        if all(dim not in a.layout.mesh_dims_of(axis) for axis in range(a.layout.rank))
+        if all(dim not in a.layout.list_mesh_dims(axis) for axis in range(a.layout.rank))
     ]
     return Problem(
         "zero",
         "note",
         dim,
         f"{len(slots) - len(rest)} of {len(slots)} slots are sharded over {dim} (ZeRO-1)",
-        (("as their weights", listed(rest)),),
+        (("as their weights", join_names(rest)),),
         f"zero_dim={dim!r}: slots are sharded further than their weights, along the first axis that divides",
     )

@@ -1,4 +1,4 @@
-"""The pure table of a plan: for each variable its layout and why, every problem there is, and all bytes; a value.
+"""Define the data of a plan: the layout of each variable and its reason, every problem, and all bytes.
 
 `layoutmap.plan.planner` makes it. What users see is `layoutmap.Plan`, a face of it in `layoutmap.scope.plan`.
 """
@@ -11,35 +11,36 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from layoutmap.core.errors import PlanError, listed
+from layoutmap.core.errors import PlanError, join_names
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
-from layoutmap.core.paths import starred
+from layoutmap.core.paths import replace_numbers
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.carried_cost import CarriedCost
-from layoutmap.plan.problems import Problem, group_problems, in_order
-from layoutmap.rules.near_misses import nearest
+from layoutmap.plan.carried_cost import PlanCost
+from layoutmap.plan.problems import Problem, group_problems, sort_problems
+from layoutmap.rules.near_misses import find_nearest
 
 _SHOWN_IN_FULL = 10
 
 
 @dataclass(frozen=True)
 class PlanTable(Mapping[str, Assignment]):
-    """Where every variable of a model goes: a mapping from path to `Assignment`; see `layoutmap.Plan`."""
+    """Mapping from the path of every variable to its `Assignment`. See `layoutmap.Plan`."""
 
     mesh: Mesh
     assignments: tuple[Assignment, ...]
     problems: tuple[Problem, ...] = ()
     activations: tuple[Match, ...] = ()
     free_activations: bool = False
-    cost: CarriedCost | None = field(default=None, hash=False)
+    cost: PlanCost | None = field(default=None, hash=False)
     device_memory: int | None = None
     strict: bool = False
     gathered_dims: tuple[str, ...] = ()
     batches: tuple[str, ...] | None = field(default=None, compare=False)
 
     @cached_property
-    def _by_key(self) -> dict[str, Assignment]:
+    def _assignments_by_key(self) -> dict[str, Assignment]:
+        """Assignments by the keys of the mapping."""
         counts = Counter(a.variable.path for a in self.assignments)
         found: dict[str, Assignment] = {}
         for a in self.assignments:
@@ -53,45 +54,45 @@ class PlanTable(Mapping[str, Assignment]):
         return found
 
     @cached_property
-    def _by_path(self) -> dict[str, list[str]]:
-        """The keys of the variables that have a path; a variable's own path is before another's alias."""
+    def _keys_by_path(self) -> dict[str, list[str]]:
+        """Keys of the variables with a path. A variable's own path takes precedence over another's alias."""
         own: dict[str, list[str]] = {}
         aliases: dict[str, list[str]] = {}
-        for key, a in self._by_key.items():
+        for key, a in self._assignments_by_key.items():
             own.setdefault(a.variable.path, []).append(key)
             for path in dict.fromkeys(a.variable.aliases):
                 aliases.setdefault(path, []).append(key)
         return {**aliases, **own}
 
     def __iter__(self) -> Iterator[str]:  # why: decisions/0038
-        return iter(self._by_key)
+        return iter(self._assignments_by_key)
 
     def __len__(self) -> int:
         return len(self.assignments)
 
     def __contains__(self, path: object) -> bool:
-        return path in self._by_key or path in self._by_path
+        return path in self._assignments_by_key or path in self._keys_by_path
 
     def __getitem__(self, path: str) -> Assignment:
-        if path in self._by_key:
-            return self._by_key[path]
-        keys = self._by_path.get(path, ())
+        if path in self._assignments_by_key:
+            return self._assignments_by_key[path]
+        keys = self._keys_by_path.get(path, ())
         if len(keys) == 1:
-            return self._by_key[keys[0]]
+            return self._assignments_by_key[keys[0]]
         if keys:
             raise PlanError(
                 f"{path}: {len(keys)} variables of the plan have this path",
-                facts={"variables": listed(keys)},
+                facts={"variables": join_names(keys)},
                 why="several models are in one plan",
                 fix=f"name the model too: plan[{keys[0]!r}]",
             )
-        near = nearest(path, self._by_path)
+        near = find_nearest(path, self._keys_by_path)
         raise KeyError(
             f"the plan has no variable {path!r}" + (f"; near misses: {', '.join(near)}" if near else "")
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields, without what is worked out of them."""
+        """Return the fields without cached properties."""
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
     @property
@@ -111,7 +112,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of what each device holds: the shards of all variables that are not in host memory."""
+        """Bytes on each device: the shards of all variables that are not in host memory."""
         return sum(a.device_bytes for a in self.assignments if a.fits)
 
     @property
@@ -124,30 +125,34 @@ class PlanTable(Mapping[str, Assignment]):
         """The mesh dims of several devices over which no weight and no output of a layer is sharded."""
         layouts = [a.layout for a in self.assignments if a.variable.kind is Kind.WEIGHT]
         layouts += [match.layout for match in self.activations if match.layout is not None]
-        used = {dim for layout in layouts for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
+        used = {
+            dim for layout in layouts for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)
+        }
         return tuple(dim for dim in self.mesh.mesh_dims if layouts and dim.size > 1 and dim.name not in used)
 
     @property
     def largest_global_init(self) -> Assignment | None:
-        """The largest variable whose global value must be initialized on one device, if there is any."""
+        """Largest variable that must be initialized unsharded on one device, or None."""
         found = [a for a in self.assignments if a.global_init]
         return max(found, key=lambda a: a.variable.global_bytes, default=None)
 
-    def with_problem(self, problem: Problem) -> Self:
-        """The same plan with one more problem."""
-        return self.with_problems([problem])
+    def add_problem(self, problem: Problem) -> Self:
+        """Return the plan with one more problem."""
+        return self.add_problems([problem])
 
-    def with_problems(self, problems: Sequence[Problem]) -> Self:
-        """The same plan with more problems."""
-        return replace(self, problems=in_order([*self.problems, *problems]))
+    def add_problems(self, problems: Sequence[Problem]) -> Self:
+        """Return the plan with more problems."""
+        return replace(self, problems=sort_problems([*self.problems, *problems]))
 
-    def with_cost(self, cost: CarriedCost) -> Self:
-        """Return the same plan with the cost of a training step."""
-        paths = {starred(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)}
-        return replace(self, cost=cost.with_weights(frozenset(paths)))
+    def add_cost(self, cost: PlanCost) -> Self:
+        """Return the plan with the cost of a training step."""
+        paths = {
+            replace_numbers(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)
+        }
+        return replace(self, cost=cost.mark_weight_collectives(frozenset(paths)))
 
-    def judged(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
-        """The same plan with what its `verdict` goes by.
+    def set_limits(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
+        """Return the plan with the limits that its `verdict` uses: the device memory, and whether warnings fail it.
 
         Args:
             device_memory: The memory of a device in bytes, in place of the machine's; `None`: as the plan has it.
@@ -169,7 +174,7 @@ class PlanTable(Mapping[str, Assignment]):
         return replace(self, cost=self.cost.on_memory(device_memory), strict=strict)
 
     def check(self, *, strict: bool = False) -> Self:
-        """Raise once, with every error; give the plan back if there is none.
+        """Raise one error with all errors of the plan, or return the plan if it has none.
 
         Args:
             strict: Whether warnings count as errors.

@@ -1,4 +1,4 @@
-"""A plan as logical axis rules of flax and MaxText: names for the axes of each variable, and dims for each name."""
+"""Convert a plan to logical axis rules of flax and MaxText: names for axes, and mesh dims for each name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import distinct
+from layoutmap.core.variables import make_unique_names
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.torch_styles import refused, ruled
-from layoutmap.rules.logical_axes import logical_specs
-from layoutmap.rules.partition_specs import leaves, read_spec
+from layoutmap.plan.torch_styles import list_ruled_variables, make_unsupported_error
+from layoutmap.rules.logical_axes import resolve_logical_axes
+from layoutmap.rules.partition_specs import flatten_tree, read_spec
 
 _CALL = "to_logical_axis_rules"
 
@@ -20,8 +20,8 @@ Names = tuple[str | None, ...]
 Rules = list[tuple[str, str | Dims | None]]
 
 
-def logical_rules_of(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rules]:
-    """The names of each variable's axes by path, and rules that give these names the plan's layouts.
+def make_logical_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rules]:
+    """Return the axis names of each variable by path, and rules that give these names the plan's layouts.
 
     Args:
         plan: The plan.
@@ -31,17 +31,17 @@ def logical_rules_of(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rule
         PlanError: No order of rules gives all of the layouts; names a variable that differs.
         RuleError: The names are of another form.
     """
-    layouts = {a.variable.path: a.layout for a in ruled(plan, _CALL)}
+    layouts = {a.variable.path: a.layout for a in list_ruled_variables(plan, _CALL)}
     if axes is None:
-        names, rules = _made(layouts)
+        names, rules = _name_axes(layouts)
     else:
-        names = _read(axes, layouts)
-        rules = _solved(names, layouts)
+        names = _read_names(axes, layouts)
+        rules = _order_rules(names, layouts)
     shapes = {a.variable.path: a.variable.shape for a in plan.assignments}
-    given, _ = logical_specs(rules, names, shapes, "linen", _CALL)
+    given, _ = resolve_logical_axes(rules, names, shapes, "linen", _CALL)
     for path in names:
         if Layout(given[path], plan.mesh) != layouts[path]:
-            raise _conflict(
+            raise _make_conflict_error(
                 path,
                 names,
                 layouts[path],
@@ -50,63 +50,72 @@ def logical_rules_of(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rule
     return names, rules
 
 
-def _dims(layout: Layout) -> list[Dims]:
-    return [tuple(layout.mesh_dims_of(axis)) for axis in range(layout.rank)]
+def _list_dims(layout: Layout) -> list[Dims]:
+    return [tuple(layout.list_mesh_dims(axis)) for axis in range(layout.rank)]
 
 
-def _made(layouts: Mapping[str, Layout]) -> tuple[dict[str, Names], Rules]:
-    """A name for each thing that an axis is sharded over; unsharded axes have none."""
-    used = [*dict.fromkeys(dims for layout in layouts.values() for dims in _dims(layout) if dims)]
-    name_of = dict(zip(used, distinct([f"over_{'_'.join(dims)}" for dims in used]), strict=True))
-    names = {path: tuple(name_of.get(dims) for dims in _dims(layout)) for path, layout in layouts.items()}
-    return names, [(name, _rule(dims)) for dims, name in name_of.items()]
+def _name_axes(layouts: Mapping[str, Layout]) -> tuple[dict[str, Names], Rules]:
+    """Return a name for each combination of mesh dims, and the rules. Unsharded axes have no name."""
+    used = [*dict.fromkeys(dims for layout in layouts.values() for dims in _list_dims(layout) if dims)]
+    name_of = dict(zip(used, make_unique_names([f"over_{'_'.join(dims)}" for dims in used]), strict=True))
+    names = {
+        path: tuple(name_of.get(dims) for dims in _list_dims(layout)) for path, layout in layouts.items()
+    }
+    return names, [(name, _simplify_dims(dims)) for dims, name in name_of.items()]
 
 
-def _rule(dims: Dims) -> str | Dims | None:
+def _simplify_dims(dims: Dims) -> str | Dims | None:
     return (dims[0] if len(dims) == 1 else dims) if dims else None
 
 
-def _read(axes: Any, layouts: Mapping[str, Layout]) -> dict[str, Names]:
-    given = {path: read_spec(names, f"{_CALL}: {path}") for path, names in leaves(axes, _CALL).items()}
+def _read_names(axes: Any, layouts: Mapping[str, Layout]) -> dict[str, Names]:
+    given = {path: read_spec(names, f"{_CALL}: {path}") for path, names in flatten_tree(axes, _CALL).items()}
     found: dict[str, Names] = {}
     for path, layout in layouts.items():
         names = given.get(path, ())
         if len(names) > layout.rank or not all(name is None or isinstance(name, str) for name in names):
             what = f"axes named {names}"
-            raise refused(_CALL, path, what, f"it has {layout.rank} axes", "name each of its axes once")
+            raise make_unsupported_error(
+                _CALL, path, what, f"it has {layout.rank} axes", "name each of its axes once"
+            )
         found[path] = (*names, *(None,) * (layout.rank - len(names)))  # type: ignore[assignment]
     return found
 
 
-def _solved(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> Rules:
-    """Rules in an order in which, where a name's dims are not wanted, another axis has taken them before."""
+def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> Rules:
+    """Return rules in an order that gives each name its dims only on axes where the layouts have them."""
     dims: dict[str, Dims] = {}
     for path, layout in layouts.items():
-        for name, found in zip(names[path], _dims(layout), strict=True):
+        for name, found in zip(names[path], _list_dims(layout), strict=True):
             if name is None and found:
-                raise _conflict(path, names, layout, "an axis without a name is unsharded there")
+                raise _make_conflict_error(path, names, layout, "an axis without a name is unsharded there")
             if name is not None and found and dims.setdefault(name, found) != found:
-                raise _conflict(path, names, layout, f"{name!r} is sharded over {dims[name]} elsewhere")
+                raise _make_conflict_error(
+                    path, names, layout, f"{name!r} is sharded over {dims[name]} elsewhere"
+                )
     before: dict[str, set[str]] = {
         name: set() for each in names.values() for name in each if name is not None
     }
     for path, layout in layouts.items():
-        parts = dict(zip(names[path], _dims(layout), strict=True))
+        parts = dict(zip(names[path], _list_dims(layout), strict=True))
         for name, found in parts.items():
             if name is None or found or name not in dims:
                 continue
             takers = {other for other, taken in parts.items() if other and {*taken} & {*dims[name]}}
             if not takers:
-                raise _conflict(path, names, layout, f"{name!r} is sharded over {dims[name]} elsewhere")
+                raise _make_conflict_error(
+                    path, names, layout, f"{name!r} is sharded over {dims[name]} elsewhere"
+                )
             before[name] |= takers
     ordered: list[str] = []
     while free := [name for name in before if name not in ordered and before[name] <= {*ordered}]:
         ordered += free
     return [
-        (name, _rule(dims.get(name, ()))) for name in [*ordered, *(n for n in before if n not in ordered)]
+        (name, _simplify_dims(dims.get(name, ())))
+        for name in [*ordered, *(n for n in before if n not in ordered)]
     ]
 
 
-def _conflict(path: str, names: Mapping[str, Names], layout: Layout, why: str) -> PlanError:
+def _make_conflict_error(path: str, names: Mapping[str, Names], layout: Layout, why: str) -> PlanError:
     fix = "name its axes differently, or leave axes out: names that fit are made"
-    return refused(_CALL, path, f"the layout {layout} of the axes {names[path]}", why, fix)
+    return make_unsupported_error(_CALL, path, f"the layout {layout} of the axes {names[path]}", why, fix)

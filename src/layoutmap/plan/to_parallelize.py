@@ -1,4 +1,4 @@
-"""A plan as Python to paste: torch's own calls that lay a module out so."""
+"""Convert a plan to Python code with the calls of torch that shard a module as planned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from layoutmap.core.layout import Layout
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.torch_styles import Held, Styled, by_module, dims_of, refused, styled_modules
+from layoutmap.plan.torch_styles import (
+    Held,
+    StyledModule,
+    find_styled_modules,
+    group_by_module,
+    list_sharding_dims,
+    make_unsupported_error,
+)
 
 _CALL = "to_parallelize_plan"
 _START = '''\
@@ -48,23 +55,23 @@ _SHARED = """\
 """
 
 
-def parallelize_text(plan: PlanTable) -> str:
-    """A program with a function `parallelize(model, mesh)`.
+def write_parallelize_code(plan: PlanTable) -> str:
+    """Return a program with a function `parallelize(model, mesh)`.
 
     Raises:
         PlanError: Something has no form in torch's calls.
     """
-    modules = by_module(plan, _CALL)
-    styled = styled_modules(plan, modules, _CALL)
-    rest, shared = _rest(modules, styled)
+    modules = group_by_module(plan, _CALL)
+    styled = find_styled_modules(plan, modules, _CALL)
+    rest, shared = _collect_placements(modules, styled)
     mesh = plan.mesh
     text = _START.format(mesh=mesh, shape=mesh.shape, names=tuple(mesh.dim_names))
     for dim in dict.fromkeys(each.dim for each in styled.values()):
         text += f'    parallelize_module(\n        model,\n        mesh["{dim}"],\n        {{\n'
-        calls = {path: _style(each) for path, each in styled.items() if each.dim == dim}
-        text += "".join(f"            {line},\n" for line in _entries(calls)) + "        },\n    )\n"
+        calls = {path: _format_style(each) for path, each in styled.items() if each.dim == dim}
+        text += "".join(f"            {line},\n" for line in _format_entries(calls)) + "        },\n    )\n"
     if rest:
-        lines = "".join(f"        {line},\n" for line in _entries(rest))
+        lines = "".join(f"        {line},\n" for line in _format_entries(rest))
         text += f"    for path, placements in {{\n{lines}    }}.items():\n"
         text += "        distribute(model.get_submodule(path), mesh, placements)\n"
     if shared:
@@ -75,7 +82,7 @@ def parallelize_text(plan: PlanTable) -> str:
     return text
 
 
-def _style(styled: Styled) -> str:
+def _format_style(styled: StyledModule) -> str:
     if styled.kind == "sequence":
         return f"SequenceParallel(sequence_dim={styled.output}, use_local_output=True)"
     options: list[str] = []
@@ -87,43 +94,46 @@ def _style(styled: Styled) -> str:
     return f"{styled.kind.title()}Parallel({', '.join(options)})"
 
 
-def _rest(modules: Mapping[str, Held], styled: Mapping[str, Styled]) -> tuple[dict[str, str], dict[str, str]]:
-    """The placements of what no style is for, by module; and the tensors that several modules share."""
+def _collect_placements(
+    modules: Mapping[str, Held], styled: Mapping[str, StyledModule]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the placements that no style expresses, by module, and the tensors that several modules share."""
     rest: dict[str, str] = {}
     shared: dict[str, str] = {}
     for module, held in modules.items():
         placements: list[str] = []
         for name, a in held.items():
             own, path = a.variable.path, f"{module}.{name}".lstrip(".")
-            if not dims_of(a.layout):
+            if not list_sharding_dims(a.layout):
                 continue
             if path != own:
                 shared[path] = own
             if module not in styled:
-                placements.append(f'"{name}": [{", ".join(_placements(own, a.layout))}]')
+                placements.append(f'"{name}": [{", ".join(_list_placements(own, a.layout))}]')
         if placements:
             rest[module] = f"{{{', '.join(placements)}}}"
     return rest, shared
 
 
-def _placements(path: str, layout: Layout) -> Iterator[str]:
+def _list_placements(path: str, layout: Layout) -> Iterator[str]:
+    """Return torch's placements for a layout as Python code, one per mesh dim."""
     order = {name: number for number, name in enumerate(layout.mesh.dim_names)}
     for axis in range(layout.rank):
-        dims = layout.mesh_dims_of(axis)
+        dims = layout.list_mesh_dims(axis)
         if [*dims] != sorted(dims, key=order.__getitem__):
-            raise refused(
+            raise make_unsupported_error(
                 _CALL,
                 path,
                 f"the layout {layout} on {layout.mesh}",
                 "several placements of torch shard one axis in the order of the mesh's dims",
                 f"plan on a mesh with its dims in the order {', '.join(dims)}",
             )
-    axis_of = {dim: axis for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)}
+    axis_of = {dim: axis for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)}
     return (f"Shard({axis_of[dim]})" if dim in axis_of else "Replicate()" for dim in layout.mesh.dim_names)
 
 
-def _entries(values: Mapping[str, str]) -> Iterator[str]:
-    """The entries of a dict as text; those that differ in the first number of their path are one."""
+def _format_entries(values: Mapping[str, str]) -> Iterator[str]:
+    """Yield the entries of a dict as code, with entries that differ in one number merged into a loop."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, value in values.items():
         groups.setdefault((_FIRST.sub("{i}", path, count=1), value), []).append(path)
@@ -132,12 +142,12 @@ def _entries(values: Mapping[str, str]) -> Iterator[str]:
             yield f'"{paths[0]}": {value}'
         else:
             numbers = [int(found[0]) for each in paths if (found := _FIRST.search(each))]
-            yield f'**{{f"{path}": {value} for i in {_range(numbers)}}}'
+            yield f'**{{f"{path}": {value} for i in {_format_range(numbers)}}}'
 
 
 _FIRST = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def _range(numbers: Iterable[int]) -> str:
+def _format_range(numbers: Iterable[int]) -> str:
     numbers = [*numbers]
     return f"range({len(numbers)})" if numbers == [*range(len(numbers))] else str(tuple(numbers))

@@ -1,24 +1,24 @@
-"""The fewest rules that give the layouts of a plan, so that what was found can be planned, changed and built."""
+"""Find the fewest rules that give a plan's layouts, so that they can be edited and planned again."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from layoutmap.core.errors import RuleError, listed
-from layoutmap.core.paths import path_shape
-from layoutmap.core.specs import Specs, with_none
+from layoutmap.core.errors import RuleError, join_names
+from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.specs import Specs, replace_unsharded
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.rules.merged_rules import rules_for
+from layoutmap.rules.merged_rules import make_group_rules
 from layoutmap.rules.rule_set import RuleSet
 
 _RULED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 
 
-def rules_of_plan(plan: PlanTable) -> RuleSet:
-    """Rules with which a plan of the same variables has the same layouts; that is checked by planning with them.
+def derive_rules(plan: PlanTable) -> RuleSet:
+    """Return rules that give a plan's variables the same layouts. The result is checked by planning with it.
 
     Raises:
         RuleError: No rules give them.
@@ -31,7 +31,7 @@ def rules_of_plan(plan: PlanTable) -> RuleSet:
         >>> found = {f"h.{i}.{name}.kernel": specs for i in range(2) for name, specs in
         ...          (("up", (None, "model")), ("gate", (None, "model")), ("norm", (None, None)))}
         >>> variables = [(VariableSpec(path, (8, 8), "float32"), Layout(specs, mesh)) for path, specs in found.items()]
-        >>> print(rules_of_plan(PlanTable(mesh, tuple(Assignment(*each) for each in variables))))
+        >>> print(derive_rules(PlanTable(mesh, tuple(Assignment(*each) for each in variables))))
         RuleSet on data=2, model=4, 1 rule
            1  .*\\.(up|gate)\\.kernel$  (unsharded, model)
         the rest is replicated
@@ -40,33 +40,33 @@ def rules_of_plan(plan: PlanTable) -> RuleSet:
     ruled = [a for a in plan.assignments if a.variable.kind in _RULED]
     for a in ruled:
         if not a.variable.follows:
-            groups.setdefault((path_shape(a.variable.path), _specs(a)), []).append(a.variable.path)
+            groups.setdefault((split_at_numbers(a.variable.path), _get_specs(a)), []).append(a.variable.path)
     owners = {path: a.variable.path for a in ruled for path in (a.variable.path, *a.variable.aliases)}
-    rules = rules_for({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
+    rules = make_group_rules({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
     # What is derived from another variable follows it, unless a rule is meant for it alone.
-    own = {a.variable.path: _specs(a) for a in _others(plan, rules)}
+    own = {a.variable.path: _get_specs(a) for a in _find_mismatches(plan, rules)}
     rules = {f"{re.escape(path)}$": specs for path, specs in own.items()} | rules
-    if wrong := [a.variable.path for a in _others(plan, rules)]:
+    if wrong := [a.variable.path for a in _find_mismatches(plan, rules)]:
         raise RuleError(
-            f"{listed(wrong)}: no rules give {'it its layout' if len(wrong) == 1 else 'them their layouts'}",
+            f"{join_names(wrong)}: no rules give {'it its layout' if len(wrong) == 1 else 'them their layouts'}",
             facts={"layout": str(plan[wrong[0]].layout)},
             why="it has taken another variable's place in another form, whose layout follows from a rule for that",
             fix="leave it out of what is inspected, and lay it out by hand",
         )
-    return _map(plan, rules)
+    return _make_map(plan, rules)
 
 
-def _specs(assignment: Assignment) -> Specs:
-    return tuple(with_none(assignment.layout.sharding_specs))
+def _get_specs(assignment: Assignment) -> Specs:
+    return tuple(replace_unsharded(assignment.layout.sharding_specs))
 
 
-def _map(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
+def _make_map(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
     return RuleSet(plan.mesh, rules, rest="replicated")
 
 
-def _others(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
-    """The variables that rules are asked for and give another layout."""
-    planned = make_table([a.variable for a in plan.assignments], _map(plan, rules), complete=False)
+def _find_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
+    """Yield the planned variables to which the rules would give another layout."""
+    planned = make_table([a.variable for a in plan.assignments], _make_map(plan, rules), complete=False)
     for a, found in zip(planned.assignments, plan.assignments, strict=True):
         if found.variable.kind in _RULED and a.layout != found.layout:
             yield found

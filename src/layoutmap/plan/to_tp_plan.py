@@ -1,4 +1,4 @@
-"""A plan as a tensor parallel plan of Hugging Face transformers, `{"layers.*.mlp.up_proj": "colwise", ...}`."""
+"""Convert a plan to a tensor parallel plan of transformers, `{"layers.*.mlp.up_proj": "colwise", ...}`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Mapping
 
 from layoutmap.core.layout import Layout
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.torch_styles import Held, Styled, by_module, dims_of, refused, styled_modules
+from layoutmap.plan.torch_styles import (
+    Held,
+    StyledModule,
+    find_styled_modules,
+    group_by_module,
+    list_sharding_dims,
+    make_unsupported_error,
+)
 
 _CALL = "to_tp_plan"
 _STYLES: dict[tuple[str, bool, bool, int | None], str] = {
@@ -23,23 +30,23 @@ _STYLES: dict[tuple[str, bool, bool, int | None], str] = {
 }
 
 
-def tp_plan_of(plan: PlanTable) -> dict[str, str]:
-    """The styles of a plan's modules, by their paths with a star for each number.
+def make_tp_plan(plan: PlanTable) -> dict[str, str]:
+    """Return the styles of a plan's modules, by their paths with a star for each number.
 
     Raises:
         PlanError: transformers has no style for a module, or one entry would be for modules with different styles.
     """
-    modules = by_module(plan, _CALL)
-    styled = styled_modules(plan, modules, _CALL)
+    modules = group_by_module(plan, _CALL)
+    styled = find_styled_modules(plan, modules, _CALL)
     _check(modules, styled)
     found: dict[str, str] = {}
     of_entry: dict[str, str] = {}
     for path in [*dict.fromkeys([*modules, *styled])]:
-        name = _name(styled[path]) if path in styled else ""
-        entry = _entry(path)
+        name = _name_style(styled[path]) if path in styled else ""
+        entry = _make_entry(path)
         other = of_entry.setdefault(entry, path)
         if found.setdefault(entry, name) != name:
-            raise refused(
+            raise make_unsupported_error(
                 _CALL,
                 path,
                 f"another style than that of {other}",
@@ -49,24 +56,26 @@ def tp_plan_of(plan: PlanTable) -> dict[str, str]:
     return {entry: name for entry, name in found.items() if name}
 
 
-def _entry(path: str) -> str:
-    """As transformers looks a module up: of two numbers that follow each other only the first is a star."""
+def _make_entry(path: str) -> str:
+    """Return a path as transformers matches it, where only the first of two adjacent numbers becomes a star."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", path)
 
 
-def _check(modules: Mapping[str, Held], styled: Mapping[str, Styled]) -> None:
+def _check(modules: Mapping[str, Held], styled: Mapping[str, StyledModule]) -> None:
     dims: dict[str, tuple[str, Layout]] = {}
     for path, held in modules.items():
         for name, a in held.items():
             own = a.variable.path
-            for dim in dims_of(a.layout):
+            for dim in list_sharding_dims(a.layout):
                 dims.setdefault(dim, (own, a.layout))
-            if path in styled or not dims_of(a.layout):
+            if path in styled or not list_sharding_dims(a.layout):
                 continue
             if own != f"{path}.{name}".lstrip("."):
                 what, why = f"{path}.{name}, which shares its tensor", "one of them alone would be laid out"
-                raise refused(_CALL, own, what, why, "do not tie them, or add both entries by hand")
-            raise refused(
+                raise make_unsupported_error(
+                    _CALL, own, what, why, "do not tie them, or add both entries by hand"
+                )
+            raise make_unsupported_error(
                 _CALL,
                 own,
                 f"the layout {a.layout}",
@@ -75,7 +84,7 @@ def _check(modules: Mapping[str, Held], styled: Mapping[str, Styled]) -> None:
             )
     if len(dims) > 1:
         (_, first), (path, layout) = [*dims.values()][:2]
-        raise refused(
+        raise make_unsupported_error(
             _CALL,
             path,
             f"the layout {layout}, beside {first}",
@@ -84,11 +93,11 @@ def _check(modules: Mapping[str, Held], styled: Mapping[str, Styled]) -> None:
         )
 
 
-def _name(styled: Styled) -> str:
+def _name_style(styled: StyledModule) -> str:
     name = _STYLES.get((styled.kind, styled.is_embedding, styled.is_paired, styled.output))
     if name is None:
         what = f"a module sharded by {'columns' if styled.kind == 'colwise' else 'rows'} with this output"
-        raise refused(
+        raise make_unsupported_error(
             _CALL, styled.path, what, "it has no style for that", "leave the rule for its output out"
         )
     return name

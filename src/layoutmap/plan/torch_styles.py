@@ -1,4 +1,4 @@
-"""The layouts of torch modules as styles of tensor parallelism, which torch and transformers have in common."""
+"""Express layouts of torch modules as the tensor parallel styles that torch and transformers share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHARDED_AXES: dict[tuple[str, ...], dict[Literal["colwise", "rowwise"], dict[st
 
 
 @dataclass(frozen=True, slots=True)
-class Styled:
-    """A module whose layouts are those of a style.
+class StyledModule:
+    """Module with the layouts of a tensor parallel style.
 
     Args:
         path: Its path.
@@ -44,8 +44,8 @@ class Styled:
 
 
 # why: decisions/0014
-def ruled(plan: PlanTable, call: str) -> list[Assignment]:
-    """The variables of a plan for which another library has rules: all but slots, which follow, and metrics.
+def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
+    """Return the variables of a plan for which another library has rules: all except slots and metrics.
 
     Raises:
         PlanError: The plan has errors, or a slot is not laid out as its weight.
@@ -56,7 +56,7 @@ def ruled(plan: PlanTable, call: str) -> list[Assignment]:
         if v.kind is Kind.SLOT and not a.layout.is_fully_replicated():
             parent = plan[v.parent].layout if v.parent and v.parent in plan else None
             if v.axes is not None or a.layout != parent:
-                raise refused(
+                raise make_unsupported_error(
                     call,
                     v.path,
                     f"the layout {a.layout} of an optimizer's slot",
@@ -66,35 +66,37 @@ def ruled(plan: PlanTable, call: str) -> list[Assignment]:
     return [a for a in plan.assignments if a.variable.kind in (Kind.WEIGHT, Kind.STATE, Kind.RNG)]
 
 
-def refused(call: str, path: str, what: str, why: str, fix: str) -> PlanError:
-    """The error that another library's form cannot express something of a plan."""
+def make_unsupported_error(call: str, path: str, what: str, why: str, fix: str) -> PlanError:
+    """Return the error that another library's form cannot express a part of a plan."""
     return PlanError(f"{call}: {path}: {what} has no form there", why=why, fix=fix)
 
 
-def by_module(plan: PlanTable, call: str) -> dict[str, dict[str, Assignment]]:
-    """The variables of a plan of a torch module, by the modules that hold them, those that share one included.
+def group_by_module(plan: PlanTable, call: str) -> dict[str, dict[str, Assignment]]:
+    """Return the variables of a torch plan by module and name. A shared variable is listed in each module.
 
     Raises:
-        PlanError: It is a plan of another library, or see `ruled`.
+        PlanError: It is a plan of another library, or see `list_ruled_variables`.
     """
     found: dict[str, dict[str, Assignment]] = {}
-    for a in ruled(plan, call):
+    for a in list_ruled_variables(plan, call):
         if a.variable.name.startswith(KERAS):
             what, why = "a variable of Keras", "its styles are for modules of torch"
-            raise refused(call, a.variable.path, what, why, "use to_keras or to_partition_specs")
+            raise make_unsupported_error(
+                call, a.variable.path, what, why, "use to_keras or to_partition_specs"
+            )
         for path in (a.variable.path, *a.variable.aliases):
             module, _, name = path.rpartition(".")
             found.setdefault(module, {})[name] = a
     return found
 
 
-def dims_of(layout: Layout) -> tuple[str, ...]:
-    """The mesh dims over which any axis is sharded."""
-    return tuple(dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis))
+def list_sharding_dims(layout: Layout) -> tuple[str, ...]:
+    """Return the mesh dims over which any axis is sharded."""
+    return tuple(dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis))
 
 
-def styled_modules(plan: PlanTable, modules: Mapping[str, Held], call: str) -> dict[str, Styled]:
-    """The modules whose layouts, and whose output where the plan has a rule for that, are those of a style, by path.
+def find_styled_modules(plan: PlanTable, modules: Mapping[str, Held], call: str) -> dict[str, StyledModule]:
+    """Return by path the modules with the layouts of a style, and with an output that the style allows.
 
     A module that is sharded by columns gives its shards to one beside it that is sharded by rows, if there is any, as
     in attention and in gated units; else its output is whole. Rules for outputs say otherwise.
@@ -103,43 +105,46 @@ def styled_modules(plan: PlanTable, modules: Mapping[str, Held], call: str) -> d
         PlanError: A rule for the output of a module is none that a style has.
     """
     outputs = {match.path: match.layout for match in plan.activations if match.layout is not None}
-    found = {path: styled for path, held in modules.items() if (styled := _style_of(path, held))}
+    found = {path: styled for path, held in modules.items() if (styled := _find_style(path, held))}
     sides = {(path.rpartition(".")[0], s.dim, s.kind) for path, s in found.items() if not s.is_embedding}
     for path, styled in found.items():
         other = "rowwise" if styled.kind == "colwise" else "colwise"
         if not styled.is_embedding and (path.rpartition(".")[0], styled.dim, other) in sides:
             found[path] = replace(styled, is_paired=True, output=-1 if styled.kind == "colwise" else None)
-    of_weights = {dim for held in modules.values() for a in held.values() for dim in dims_of(a.layout)}
+    of_weights = {
+        dim for held in modules.values() for a in held.values() for dim in list_sharding_dims(a.layout)
+    }
     for path, layout in outputs.items():
         axes = {
-            axis: dims for axis in range(layout.rank) if (dims := {*layout.mesh_dims_of(axis)} & of_weights)
+            axis: dims for axis in range(layout.rank) if (dims := {*layout.list_mesh_dims(axis)} & of_weights)
         }
         styled = found.get(path)
         if styled is not None and not axes:
             found[path] = replace(styled, output=None)
         elif axes:
-            found[path] = _with_output(path, styled, modules.get(path), axes, layout, call)
+            found[path] = _set_output(path, styled, modules.get(path), axes, layout, call)
     return found
 
 
-def _with_output(
+def _set_output(
     path: str,
-    styled: Styled | None,
+    styled: StyledModule | None,
     held: Held | None,
     axes: Mapping[int, set[str]],
     layout: Layout,
     call: str,
-) -> Styled:
+) -> StyledModule:
+    """Return a styled module with the sharded axis of its output."""
     (axis, dims), *more = axes.items()
     if (
         styled is None
         and held
-        and not any(dims_of(a.layout) for a in held.values())
+        and not any(list_sharding_dims(a.layout) for a in held.values())
         and axis < layout.rank - 1
     ):
-        styled = Styled(path, "sequence", next(iter(dims)))
+        styled = StyledModule(path, "sequence", next(iter(dims)))
     if styled is None or more or dims != {styled.dim}:
-        raise refused(
+        raise make_unsupported_error(
             call,
             path,
             f"the layout {layout} of its output",
@@ -149,9 +154,9 @@ def _with_output(
     return replace(styled, output=-1 if axis == layout.rank - 1 else axis)
 
 
-def _style_of(path: str, held: Held) -> Styled | None:
+def _find_style(path: str, held: Held) -> StyledModule | None:
     weight = held.get("weight")
-    dims = {dim for a in held.values() for dim in dims_of(a.layout)}
+    dims = {dim for a in held.values() for dim in list_sharding_dims(a.layout)}
     use = weight.variable.use if weight else None
     if (
         weight is None
@@ -161,12 +166,12 @@ def _style_of(path: str, held: Held) -> Styled | None:
     ):
         return None  # what a weight is to a module that shares it, the plan does not know
     (dim,) = dims
-    axes = {name: _axis_of(a.layout) for name, a in held.items()}
+    axes = {name: _find_sharded_axis(a.layout) for name, a in held.items()}
     for kind, expected in _SHARDED_AXES.get(use.roles, {}).items():
         if axes == {name: expected.get(name, -1) for name in axes}:
-            return Styled(path, kind, dim, is_embedding=use.roles == _EMBEDDING)
+            return StyledModule(path, kind, dim, is_embedding=use.roles == _EMBEDDING)
     return None
 
 
-def _axis_of(layout: Layout) -> int | None:
-    return next((axis for axis in range(layout.rank) if layout.mesh_dims_of(axis)), None)
+def _find_sharded_axis(layout: Layout) -> int | None:
+    return next((axis for axis in range(layout.rank) if layout.list_mesh_dims(axis)), None)

@@ -8,18 +8,18 @@ from dataclasses import replace
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import path_pattern
-from layoutmap.core.uneven import with_single_dims
+from layoutmap.core.paths import format_path_pattern
+from layoutmap.core.uneven import keep_largest_dims
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
 from layoutmap.plan.problems import Problem, Severity
-from layoutmap.plan.slots import problems_of_slot
+from layoutmap.plan.slots import find_slot_problems
 
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE)
 
 
 def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
-    """Return the problem of a variable whose name several of Keras's rules match."""
+    """Return the problem that several of Keras's rules match the name of one variable."""
     return Problem(
         "contradiction",
         "error",
@@ -32,7 +32,7 @@ def find_contradiction(variable: VariableSpec, rules: Sequence[Rule]) -> Problem
 
 
 def find_tied(variable: VariableSpec, rule: Rule, winners: Mapping[str, Rule], num_paths: int) -> Problem:
-    """Return the problem of a variable whose paths match rules with different layouts.
+    """Return the problem that the paths of one variable match rules with different layouts.
 
     Args:
         variable: The variable.
@@ -63,17 +63,17 @@ def find_variable_problems(assignment: Assignment, asked: Layout) -> Iterator[Pr
     if layout.rank != len(variable.shape):
         if not is_its_parents:
             shape = variable.rule_shape if variable.is_packed else variable.shape
-            error = layout.rank_error(shape, variable.path)
+            error = layout.make_rank_error(shape, variable.path)
             yield _describe_layout_error("rank", "error", error, assignment)
         return
-    for axis in () if is_its_parents else asked.uneven_axes(variable.shape):
-        error = asked.uneven_error(variable.shape, axis, variable.path)
+    for axis in () if is_its_parents else asked.find_uneven_axes(variable.shape):
+        error = asked.make_uneven_error(variable.shape, axis, variable.path)
         if layout == asked:
             problem = _describe_layout_error("uneven", "error", error, assignment)
             yield replace(problem, fix=f'{problem.fix}, or set uneven="shrink"')
         else:
             yield _describe_replacement(error, assignment, axis)
-    yield from problems_of_slot(variable)
+    yield from find_slot_problems(variable)
     if match is not None and not (match.rule or match.is_rest) and variable.kind in _NEED_A_RULE:
         near = ", ".join(match.near_misses)
         yield Problem(
@@ -83,7 +83,7 @@ def find_variable_problems(assignment: Assignment, asked: Layout) -> Iterator[Pr
             f"{variable.path}: no rule matches, so it is replicated",
             (("shape", str(variable.shape)), ("near misses", near)),
             f"every device holds all {variable.global_bytes:,} bytes of it",
-            f"add a rule: layout_map[{path_pattern([variable.path])}] = {(None,) * len(variable.shape)}",
+            f"add a rule: layout_map[{format_path_pattern([variable.path])}] = {(None,) * len(variable.shape)}",
         )
     if assignment.global_init:
         yield Problem(
@@ -115,7 +115,7 @@ def find_unsupported(
         ):
             what = f"{each.path}: {each.what}"
             problem = Problem("unsupported", each.severity, each.path, what, why=each.why, fix=each.fix)
-            yield problem.of_model(each.model if several else "")
+            yield problem.name_model(each.model if several else "")
 
 
 def _describe_layout_error(
@@ -130,7 +130,7 @@ def _describe_layout_error(
 
 def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int) -> Problem:
     """Return the note of an axis that does not divide, so that other dims shard it."""
-    dims = assignment.layout.mesh_dims_of(axis)
+    dims = assignment.layout.list_mesh_dims(axis)
     taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
     problem = _describe_layout_error("uneven", "note", error, assignment)
     rule = assignment.match.rule if assignment.match else None
@@ -150,7 +150,7 @@ def _describe_replacement(error: LayoutError, assignment: Assignment, axis: int)
 
 def find_several_dims(match: Match, layout: Layout) -> Iterator[Problem]:
     """Yield a problem for each axis over several dims, for an engine that shards an axis over one."""
-    taken = with_single_dims(layout)
+    taken = keep_largest_dims(layout)
     for axis in range(layout.rank):
         if layout.num_shards(axis) > taken.num_shards(axis):
             yield Problem(
@@ -177,7 +177,7 @@ def find_free_activations(
     def is_open(layout: Layout) -> bool:
         if batch_dim is None:
             return sum(count > 1 for count in layout.shard_counts) > 1
-        dims = [dim for axis in range(layout.rank) for dim in layout.mesh_dims_of(axis)]
+        dims = [dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)]
         return layout.rank > 1 and batch_dim in dims and layout.mesh.dim_size(batch_dim) > 1
 
     sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and is_open(a.layout)]

@@ -1,4 +1,4 @@
-"""The verdict on a plan: one answer, worked out here alone, for the page, the terminal, JSON and the exit code.
+"""Judge a plan in one place, for the page, the terminal, JSON, and the exit code.
 
 What it goes by is in the plan: see docs/decisions/0120.
 """
@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from layoutmap.core.errors import aligned, counted
-from layoutmap.core.escaping import escaped
-from layoutmap.core.paths import starred
-from layoutmap.core.text_table import size
+from layoutmap.core.errors import align_rows, format_count
+from layoutmap.core.escaping import escape_text
+from layoutmap.core.paths import replace_numbers
+from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.advice import Advice
-from layoutmap.plan.completeness import NOT_BUILT, what_is_missing
-from layoutmap.plan.memory import memory_of
+from layoutmap.plan.completeness import NOT_BUILT, find_missing_weights
+from layoutmap.plan.memory import count_memory
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.ways import Way, needs_of, typed, way_of
+from layoutmap.plan.ways import Way, describe_change, read_way, try_count
 
 _MOST_ADVICE = 6
 _MOST_CAUSES = 10
@@ -45,10 +45,10 @@ class Cause:
     @property
     def text(self) -> str:
         """The group in words, without its bytes."""
-        return " ".join(filter(None, (self.what, escaped(self.path), self.shape)))
+        return " ".join(filter(None, (self.what, escape_text(self.path), self.shape)))
 
     def __str__(self) -> str:
-        return f"{self.text}  {size(self.num_bytes)}"
+        return f"{self.text}  {format_bytes(self.num_bytes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,10 @@ class Verdict:
     @property
     def headline(self) -> str:
         """The verdict in one line, the worst first."""
-        errors = f"cannot be built: {counted(self.num_errors, 'error')}"
-        warnings = counted(self.num_warnings, "warning") + self.strict * ", which strict counts as errors"
+        errors = f"cannot be built: {format_count(self.num_errors, 'error')}"
+        warnings = (
+            format_count(self.num_warnings, "warning") + self.strict * ", which strict counts as errors"
+        )
         known = [
             (self.num_errors, errors),
             (self.missing, f"incomplete: {self.missing}"),
@@ -117,39 +119,39 @@ class Verdict:
     def _memory(self) -> str:
         there, so_far = self.available_bytes, self.is_so_far
         if there is None:
-            return f"{size(self.needed_bytes)} per device{so_far * ' so far'}, {self.moment}"
-        sizes = f"{size(self.needed_bytes)} of {size(there)} per device"
+            return f"{format_bytes(self.needed_bytes)} per device{so_far * ' so far'}, {self.moment}"
+        sizes = f"{format_bytes(self.needed_bytes)} of {format_bytes(there)} per device"
         if self.fits and self.moment == "before activations":
-            return f"fits: {sizes}, and {size(there - self.needed_bytes)} are left for activations"
+            return f"fits: {sizes}, and {format_bytes(there - self.needed_bytes)} are left for activations"
         start = "does not fit: " if self.fits is False else "fits: " if self.fits else ""
         return f"{start}{sizes}{so_far * ' so far'}, {self.moment}"
 
     def text(self, **typed: Any) -> str:
-        """The group in words, without its bytes."""
+        """Return the verdict with the causes and the advice below it."""
         if self.fits is not False:
             return f"Verdict: {self.headline}"
         there = self.available_bytes or 0
         rows = [
-            ("because of", "\n".join(text_rows(self.because))),
+            ("because of", "\n".join(format_causes(self.because))),
             ("try", "\n".join(a.text(there, **typed) for a in self.advice)),
             ("not tried", f"{', '.join(self.untried)}: counting that takes too long" if self.untried else ""),
         ]
-        return aligned(f"Verdict: {self.headline}", [row for row in rows if row[1]])
+        return align_rows(f"Verdict: {self.headline}", [row for row in rows if row[1]])
 
     def __str__(self) -> str:
         return self.text()
 
 
-def text_rows(causes: Sequence[Cause]) -> list[str]:
-    """Causes in lines, their bytes in a column before them."""
-    sizes = [size(cause.num_bytes) for cause in causes]
+def format_causes(causes: Sequence[Cause]) -> list[str]:
+    """Return one line per cause, with the bytes in a column before the text."""
+    sizes = [format_bytes(cause.num_bytes) for cause in causes]
     width = max(map(len, sizes), default=0)
     return [f"{num_bytes:>{width}}  {cause.text}" for num_bytes, cause in zip(sizes, causes, strict=True)]
 
 
-def verdict_of(plan: PlanTable) -> Verdict:
-    """Judge a plan by the memory of a device, as far as that is known, and by its problems."""
-    memory, cost, missing = memory_of(plan), plan.cost, what_is_missing(plan)
+def judge_plan(plan: PlanTable) -> Verdict:
+    """Judge a plan by a device's memory, if that is known, and by the plan's problems."""
+    memory, cost, missing = count_memory(plan), plan.cost, find_missing_weights(plan)
     needed = cost.peak_bytes if cost else memory.total
     there = cost.memory_bytes if cost else plan.device_memory
     is_known = there is not None and (needed > there or not (plan.errors or missing))
@@ -158,23 +160,23 @@ def verdict_of(plan: PlanTable) -> Verdict:
         len(plan.errors),
         sum(problem.kind != NOT_BUILT for problem in plan.warnings),
         plan.strict,
-        escaped(missing.what) if missing else "",
+        escape_text(missing.what) if missing else "",
         fits,
         needed,
         there,
         "at the peak of a step" if cost else "before activations",
-        _causes(plan, needed),
-        _best(plan, needed, there) if there is not None and fits is False else (),
+        _collect_causes(plan, needed),
+        _choose_advice(plan, needed, there) if there is not None and fits is False else (),
         cost.untried if cost and fits is False else (),
     )
 
 
-def _causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
-    """The groups of tensors on a device, the largest first, those of repeated blocks as one, and the rest."""
+def _collect_causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
+    """Return the groups of tensors on a device, largest first, repeated blocks merged, and the rest as one."""
     held = plan.cost.held if plan.cost else ()
     found: dict[tuple[str, str, str], int] = {}
     for kind, path, shape, num_bytes in [
-        *_given(plan),
+        *_iterate_variables(plan),
         *((h.kind, h.path, f"{h.dtype}{list(h.shape)}", h.num_bytes) for h in held),
     ]:
         found[kind, path, shape] = found.get((kind, path, shape), 0) + num_bytes
@@ -190,15 +192,15 @@ def _causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
     return (*causes[:_MOST_CAUSES], *others)
 
 
-def _given(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
-    """The variables, and without a counted step their gradients: kind, path, shape on a device, bytes."""
+def _iterate_variables(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
+    """Yield the kind, path, shard shape, and bytes of each variable, and of gradients if no step is counted."""
     for a in plan.assignments:
         v = a.variable
         if not a.fits:
             continue
         kind = "optimizer slots" if v.kind is Kind.SLOT else "weights" if v.is_trained else "state"
         path, shape = (
-            starred(v.parent or v.path if v.kind is Kind.SLOT else v.path),
+            replace_numbers(v.parent or v.path if v.kind is Kind.SLOT else v.path),
             f"{v.dtype}{list(a.shard_shape)}",
         )
         yield kind, path, shape, a.shard_bytes
@@ -206,54 +208,56 @@ def _given(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
             yield "gradients", path, shape, a.shard_bytes
 
 
-def _best(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
-    """Return the counted advice that saves memory, that which fits first; in each half the order is kept."""
-    tried = plan.cost.tried if plan.cost else _planned(plan, needed, there)
+def _choose_advice(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
+    """Return the counted advice that saves memory, with the advice that fits first."""
+    tried = plan.cost.tried if plan.cost else _plan_alternatives(plan, needed, there)
     helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed]
     return tuple(sorted(helps, key=lambda each: each.needed_bytes > there)[:_MOST_ADVICE])
 
 
-def _planned(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
-    """Return advice for a plan without a counted step: its variables are planned again in each other way."""
-    counts = _alike(plan)
-    before = way_of(plan)
+def _plan_alternatives(plan: PlanTable, needed: int, there: int) -> tuple[Advice, ...]:
+    """Return advice for a plan without a step cost, by planning its variables again with other options."""
+    counts = _count_similar(plan)
+    before = read_way(plan)
 
-    def needs(way: Way) -> int:
-        variables = [replace(v, dtype=way.dtype) if way.dtype and _is_made(v) else v for v in counts]
+    def count_bytes(way: Way) -> int:
+        variables = [replace(v, dtype=way.dtype) if way.dtype and _can_use_bfloat16(v) else v for v in counts]
         table = make_table(variables, way.rules, complete=False).check()
         found = zip(table.assignments, counts.values(), strict=True)
         return sum(a.shard_bytes * (1 + a.variable.is_trained) * number for a, number in found)
 
-    if needs_of(lambda: needs(before)) != needed:  # a layout follows from more than the rules
+    if try_count(lambda: count_bytes(before)) != needed:  # a layout follows from more than the rules
         return ()
     dims = plan.mesh.dim_names
-    sharded = [way for dim in dims if plan.mesh.dim_size(dim) > 1 and (way := before.sharded_over(dim, plan))]
-    narrow = [replace(before, dtype="bfloat16")] * any(map(_is_made, counts))
+    sharded = [
+        way for dim in dims if plan.mesh.dim_size(dim) > 1 and (way := before.shard_weights(dim, plan))
+    ]
+    narrow = [replace(before, dtype="bfloat16")] * any(map(_can_use_bfloat16, counts))
     found: list[tuple[int, Way]] = []
     together = (way.doubled(dim) for way in sharded for dim in dims)
     for ways in (sharded, [before.doubled(dim) for dim in dims], together, narrow):
         if ways is together and any(n <= there for n, _ in found):
             continue
         # Of several that are the same but for a dim, the best one.
-        known = [(n, way) for way in ways if (n := needs_of(lambda way=way: needs(way))) is not None]
+        known = [(n, way) for way in ways if (n := try_count(lambda way=way: count_bytes(way))) is not None]
         found += [min(known, key=lambda each: each[0])] if known else []
-    return tuple(Advice(*typed(before, way), needed_bytes=n) for n, way in found)
+    return tuple(Advice(*describe_change(before, way), needed_bytes=n) for n, way in found)
 
 
-def _is_made(v: VariableSpec) -> bool:
-    """Whether it is of float32, and a layer of bfloat16 would make it in that."""
+def _can_use_bfloat16(v: VariableSpec) -> bool:
+    """Return whether a float32 variable would be bfloat16 in a model with bfloat16 layers."""
     return v.dtype == "float32" and (v.is_trained or (v.kind is Kind.SLOT and v.parent is not None))
 
 
-def _alike(plan: PlanTable) -> dict[VariableSpec, int]:
-    """One of each sort of variables that are planned alike, and how many of them there are."""
+def _count_similar(plan: PlanTable) -> dict[VariableSpec, int]:
+    """Return one of each group of variables that are planned alike, with the size of the group."""
     first: dict[object, VariableSpec] = {}
     counts: dict[VariableSpec, int] = {}
     for a in plan.assignments:
         v, rule = a.variable, a.match and a.match.rule
         key = (
             v.model,
-            starred(v.path),
+            replace_numbers(v.path),
             v.shape,
             v.dtype,
             v.kind,

@@ -1,4 +1,4 @@
-"""Other ways to plan a model, and what to type for each: in Python, as options of the command line, in a rules file.
+"""Describe other ways to plan a model, and how to write each in Python, as options, and in a rules file.
 
 A way is a value. What to type follows from what differs between two of them, so nothing is advised that is not counted.
 """
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.core.escaping import escaped
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import path_regex, path_shape
-from layoutmap.core.specs import with_none
+from layoutmap.core.paths import make_path_regex, split_at_numbers
+from layoutmap.core.specs import replace_unsharded
 from layoutmap.core.steps import Shape
 from layoutmap.core.variables import Assignment
-from layoutmap.plan.lint import usual_batch_dim
+from layoutmap.plan.lint import guess_batch_dim
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets
 from layoutmap.rules.rule_set import RuleSet
@@ -30,20 +30,20 @@ _QUOTE = "'"
 
 
 class Preset(NamedTuple):
-    """The arguments of `LayoutMap.preset`."""
+    """Arguments of `LayoutMap.preset`."""
 
     name: str
     model_dim: str | None
     fsdp_dim: str | None
 
     def rules(self, mesh: Mesh) -> RuleSet:
-        """The rules of the way on a mesh."""
+        """Return the preset's rules for a mesh."""
         return RuleSet.preset(self.name, mesh, model_dim=self.model_dim, fsdp_dim=self.fsdp_dim)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is planned.
+    """One way to plan a model.
 
     Args:
         rules: The rules.
@@ -79,31 +79,31 @@ class Way:
 
     @property
     def batch_size(self) -> int:
-        """The first axis of the first array of a batch; 1 where there is none."""
+        """Size of the first axis of the first input, or 1 without one."""
         return next((each.shape[0] for each in self.inputs if each.shape), 1)
 
     # -- others
 
-    def with_rules(self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None) -> Way:
-        """The same with some rules changed, and others added behind."""
-        return replace(self, rules=_edited(self.rules, self.mesh, rules, activations or {}), preset=None)
+    def change_rules(self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None) -> Way:
+        """Return the way with some rules changed, and others added at the end."""
+        return replace(self, rules=_edit_rules(self.rules, self.mesh, rules, activations or {}), preset=None)
 
     def doubled(self, dim: str) -> Way:
-        """The same with twice as many devices along a mesh dim."""
+        """Return the way with twice as many devices along a mesh dim."""
         mesh = Mesh(None, [(each.name, each.size * (1 + (each.name == dim))) for each in self.mesh.mesh_dims])
         on = re.sub(r":[0-9]+$", f":{mesh.size}", self.on)
-        return replace(self, rules=_edited(self.rules, mesh, {}, {}), on=on)
+        return replace(self, rules=_edit_rules(self.rules, mesh, {}, {}), on=on)
 
     def joined(self, before: Way, other: Way) -> Way:
-        """The same with what another way changes of a first one; of two that change rules, this one's stay."""
+        """Return the way with the changes from `before` to `other`. This way's rules stay if it changed them."""
         names = ["fuse_attention", "remat", "batch_dim", "inputs"]
         names += ["rules", "preset", "blocks"] if self.rules == before.rules else []
         return replace(
             self, **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(before, n)}
         )
 
-    def halved(self) -> Way | None:
-        """The same with half the batch; `None`: it is odd, or not known."""
+    def halve_batch(self) -> Way | None:
+        """Return the way with half the batch, or None if the batch size is odd or unknown."""
         size = self.batch_size
         if size % 2:
             return None
@@ -112,8 +112,8 @@ class Way:
         ]
         return replace(self, inputs=tuple(inputs))
 
-    def sharded_over(self, dim: str, plan: PlanTable) -> Way | None:
-        """The same with each weight of two axes or more sharded over a mesh dim as well; `None`: there is none.
+    def shard_weights(self, dim: str, plan: PlanTable) -> Way | None:
+        """Return the way with each weight of two or more axes also sharded over `dim`, or None without such a weight.
 
         Args:
             dim: The mesh dim.
@@ -126,17 +126,17 @@ class Way:
         for a in plan.assignments:
             if not a.variable.follows and a.fits and a.layout.rank > 1:
                 rule = a.match.rule if a.match else None
-                groups.setdefault(rule or path_shape(a.variable.path), []).append(a)
+                groups.setdefault(rule or split_at_numbers(a.variable.path), []).append(a)
         changed = {
-            key.pattern if isinstance(key, Rule) else path_regex([a.variable.path for a in group]): specs
+            key.pattern if isinstance(key, Rule) else make_path_regex([a.variable.path for a in group]): specs
             for key, group in groups.items()
-            if (specs := _over(dim, key.layout if isinstance(key, Rule) else group[0].layout, group))
+            if (specs := _add_dim(dim, key.layout if isinstance(key, Rule) else group[0].layout, group))
         }
-        return self.with_rules(changed) if changed else None
+        return self.change_rules(changed) if changed else None
 
 
-def way_of(plan: PlanTable) -> Way:
-    """The way of a plan without a counted step: the rules that decide in it."""
+def read_way(plan: PlanTable) -> Way:
+    """Return the way in which a plan without a step cost was made: the rules that won in it."""
     rules = RuleSet(plan.mesh, rest="replicated")
     for made, matches in (
         (rules, [a.match for a in plan.assignments if a.match]),
@@ -145,16 +145,18 @@ def way_of(plan: PlanTable) -> Way:
         won = {match.rule.number: match.rule for match in matches if match.rule}
         for number in sorted(won):
             made.add(won[number].pattern, won[number].layout, uneven=won[number].uneven)
-    return Way(rules, preset_of(rules), data=usual_batch_dim(plan))
+    return Way(rules, find_preset(rules), data=guess_batch_dim(plan))
 
 
-def preset_of(rules: RuleSet) -> Preset | None:
-    """The preset that has all of these rules; `None`: there is none."""
+def find_preset(rules: RuleSet) -> Preset | None:
+    """Return the preset that contains all of these rules, or None without one."""
     mesh = rules.mesh
     if mesh is None or not rules:
         return None
-    for name in presets.names():
-        fields = presets.read(name, mesh, None, None)  # which has the patterns: most are of other families
+    for name in presets.list_presets():
+        fields = presets.read_preset(
+            name, mesh, None, None
+        )  # which has the patterns: most are of other families
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
                 preset = Preset(name, model_dim, fsdp_dim)
@@ -165,44 +167,45 @@ def preset_of(rules: RuleSet) -> Preset | None:
     return None
 
 
-def _over(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
-    """The specs of variables of one rule, which are sharded over a dim as well, along the largest free axis."""
-    dims = [layout.mesh_dims_of(axis) for axis in range(layout.rank)]
+def _add_dim(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
+    """Return one rule's specs with a dim added along the largest axis that it divides, or None without one."""
+    dims = [layout.list_mesh_dims(axis) for axis in range(layout.rank)]
     if any(a.layout != layout for a in group) or any(dim in of for of in dims):
         return None
     shape, size = group[0].variable.shape, layout.mesh.dim_size(dim)
     for axis in sorted(range(layout.rank), key=lambda axis: (bool(dims[axis]), -shape[axis])):
         if all(a.variable.shape[axis] % (layout.num_shards(axis) * size) == 0 for a in group):
             dims[axis] = (*dims[axis], dim)
-            return _specs(Layout(dims, layout.mesh))
+            return _get_specs(Layout(dims, layout.mesh))
     return None
 
 
-def _edited(
+def _edit_rules(
     before: RuleSet, mesh: Mesh, rules: Mapping[str, Specs], activations: Mapping[str, Specs]
 ) -> RuleSet:
+    """Return rules for a mesh with some changed, and others added at the end."""
     after = RuleSet(mesh, uneven=before.uneven, rest=before.rest)
     for made, there, changed in (
         (after, before, rules),
         (after.activations, before.activations, activations),
     ):
         for rule in there.rules:
-            made.add(rule.pattern, changed.get(rule.pattern, _specs(rule.layout)), uneven=rule.uneven)
+            made.add(rule.pattern, changed.get(rule.pattern, _get_specs(rule.layout)), uneven=rule.uneven)
         for pattern, specs in changed.items():
             if pattern not in there:
                 made.add(pattern, specs)
     return after
 
 
-def _specs(layout: Layout) -> Specs:
-    return with_none(layout.sharding_specs)
+def _get_specs(layout: Layout) -> Specs:
+    return replace_unsharded(layout.sharding_specs)
 
 
 # -- what to type
 
 
-class Typed(NamedTuple):
-    """A difference between two ways: in words, in Python, as options, in a rules file; empty where it has none."""
+class Difference(NamedTuple):
+    """Difference of two ways in words, in Python, as options, and in a rules file, or empty texts."""
 
     what: str
     python: str
@@ -210,9 +213,9 @@ class Typed(NamedTuple):
     yaml: str = ""
 
 
-def typed(before: Way, after: Way) -> tuple[str, str, str]:
-    """The change from one way to another: in words, in Python, and on the command line, empty where it cannot be."""
-    found = list(_differences(before, after))
+def describe_change(before: Way, after: Way) -> tuple[str, str, str]:
+    """Return the change between two ways in words, in Python, and as command-line options, or "" without options."""
+    found = list(_find_differences(before, after))
     lines = [each.yaml for each in found if each.yaml]
     if options := " ".join(each.option for each in found if each.option):
         lines.insert(0, options)
@@ -221,13 +224,14 @@ def typed(before: Way, after: Way) -> tuple[str, str, str]:
     return what, python, "\n".join(lines) if can else ""
 
 
-def _differences(before: Way, after: Way) -> Iterator[Typed]:
+def _find_differences(before: Way, after: Way) -> Iterator[Difference]:
+    """Yield the differences of two ways."""
     if after.fuse_attention and not before.fuse_attention:
         what = "have attention computed by one fused kernel (flash attention)"
-        yield Typed(what, "fuse_attention=True", "--fuse-attention")
+        yield Difference(what, "fuse_attention=True", "--fuse-attention")
     if after.remat != before.remat:
         what = f"recompute the activations of {after.remat} in the backward pass"
-        yield Typed(what, f'remat="{after.remat}"', f"--remat {after.remat}")
+        yield Difference(what, f'remat="{after.remat}"', f"--remat {after.remat}")
     dims = ",".join(map(str, after.mesh.mesh_dims))
     if after.mesh != before.mesh:
         on = after.on if after.on != before.on else ""
@@ -235,75 +239,82 @@ def _differences(before: Way, after: Way) -> Iterator[Typed]:
             f'mesh="{dims}"' + f', on="{on}"' * bool(on),
             f"--mesh {dims}" + f" --on {on}" * bool(on),
         )
-        yield Typed(f"use {after.mesh.size:,} devices", python, option)
+        yield Difference(f"use {after.mesh.size:,} devices", python, option)
     if after.preset and after.preset != before.preset:
         name, model, fsdp = after.preset
         python = f"lm.LayoutMap.preset({name!r}, {dims!r}, model_dim={model!r}, fsdp_dim={fsdp!r})"
         more = f" --model-dim {model or 'none'}" * (model != "model")
         option = f"--preset {name}{more} --fsdp-dim {fsdp}"
-        yield Typed(_sharded([fsdp], before.data), python.replace("'", '"'), option)
+        yield Difference(_describe_sharding([fsdp], before.data), python.replace("'", '"'), option)
     else:
-        yield from _of_rules(before, after)
+        yield from _find_rule_differences(before, after)
     if after.batch_dim != before.batch_dim:
         dim = after.batch_dim
-        yield Typed(f"shard the batch over {dim}", f'batch_dim="{dim}"', f"--batch-dim {dim}")
+        yield Difference(f"shard the batch over {dim}", f'batch_dim="{dim}"', f"--batch-dim {dim}")
     if after.inputs != before.inputs:
         texts = [
             f"{x.name}=" * after.named + f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in after.inputs
         ]
         batch = f"a batch of {after.batch_size:,}"
         option = " ".join(f'"{text}"' for text in texts)
-        yield Typed(f"take {batch}", f"inputs of {batch}", f"--inputs {option}")
+        yield Difference(f"take {batch}", f"inputs of {batch}", f"--inputs {option}")
     if after.dtype != before.dtype:
         what, dtype = f"make weights and slots in {after.dtype}", after.dtype
-        yield Typed(what, f'dtype="{dtype}" where the model is made', f"--dtype {dtype}")
+        yield Difference(what, f'dtype="{dtype}" where the model is made', f"--dtype {dtype}")
 
 
-def _of_rules(before: Way, after: Way) -> Iterator[Typed]:
+def _find_rule_differences(before: Way, after: Way) -> Iterator[Difference]:
+    """Yield the differences of two ways' rules."""
     for name, old, new in (
         ("rules", before.rules, after.rules),
         ("activations", before.rules.activations, after.rules.activations),
     ):
-        there = {rule.pattern: _specs(rule.layout) for rule in old.rules}
-        changed = {r.pattern: specs for r in new.rules if there.get(r.pattern) != (specs := _specs(r.layout))}
+        there = {rule.pattern: _get_specs(rule.layout) for rule in old.rules}
+        changed = {
+            r.pattern: specs for r in new.rules if there.get(r.pattern) != (specs := _get_specs(r.layout))
+        }
         if not changed:
             continue
-        what = f"lay out what {escaped(after.blocks)} return as {_in_python(next(iter(changed.values())))}"
+        what = f"lay out what {escape_text(after.blocks)} return as {_format_python(next(iter(changed.values())))}"
         if name == "rules":
             dims = {
-                dim for p, specs in changed.items() for dim in {*_dims(specs)} - {*_dims(there.get(p, ()))}
+                dim
+                for p, specs in changed.items()
+                for dim in {*_iterate_dims(specs)} - {*_iterate_dims(there.get(p, ()))}
             }
-            what = _sharded(sorted(dims), before.data)
-        written = ", ".join(f'r"{escaped(p)}": {_in_python(specs)}' for p, specs in changed.items())
-        lines = [f"  '{escaped(p).replace(_QUOTE, 2 * _QUOTE)}': {_in_yaml(s)}" for p, s in changed.items()]
+            what = _describe_sharding(sorted(dims), before.data)
+        written = ", ".join(f'r"{escape_text(p)}": {_format_python(specs)}' for p, specs in changed.items())
+        lines = [
+            f"  '{escape_text(p).replace(_QUOTE, 2 * _QUOTE)}': {_format_yaml(s)}" for p, s in changed.items()
+        ]
         # Rules of a preset are in no file that could be changed.
-        yield Typed(
+        yield Difference(
             what, f"{name}={{{written}}}", "", "" if before.preset else "\n".join([f"{name}:", *lines])
         )
 
 
-def _sharded(dims: Sequence[str | None], data: str | None) -> str:
+def _describe_sharding(dims: Sequence[str | None], data: str | None) -> str:
     return f"shard weights over {', '.join(map(str, dims))} as well" + " (FSDP)" * (dims == [data])
 
 
-def _dims(specs: Specs) -> Iterator[str]:
+def _iterate_dims(specs: Specs) -> Iterator[str]:
     for spec in specs:
         yield from [spec] if isinstance(spec, str) else spec or ()
 
 
-def _in_python(specs: Specs) -> str:
+def _format_python(specs: Specs) -> str:
     return repr(tuple(specs)).replace("'", '"')
 
 
-def _in_yaml(specs: Specs) -> str:
-    def one(spec: Any) -> str:
+def _format_yaml(specs: Specs) -> str:
+    def format_spec(spec: Any) -> str:
         return "null" if spec is None else spec if isinstance(spec, str) else f"[{', '.join(spec)}]"
 
-    return f"[{', '.join(map(one, specs))}]"
+    return f"[{', '.join(map(format_spec, specs))}]"
 
 
-def needs_of(work_out: Callable[[], T]) -> T | None:
-    """The function that works out the needs of a way; `None`: a model cannot be planned so."""
+def try_count(work_out: Callable[[], T]) -> T | None:
+    """Return the bytes that a function counts, or None if a model cannot be planned that way."""
     try:
         return work_out()
     except LayoutMapError:

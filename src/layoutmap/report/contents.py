@@ -10,15 +10,15 @@ from typing import Any
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.specs import variable_specs
-from layoutmap.core.errors import aligned, listed
-from layoutmap.core.escaping import escaped
+from layoutmap.core.errors import align_rows, join_names
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import format_pre, html_table, size, text_table
+from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
-from layoutmap.report.rows import Row, plan_rows
-from layoutmap.report.text import shape_text
+from layoutmap.report.rows import Row, make_rows
+from layoutmap.report.text import format_shape
 
 COLUMNS = ("variable", "times", "shape", "dtype", "kind", "layout", "bytes")
 _RIGHT = {"times", "bytes"}
@@ -50,15 +50,19 @@ class Contents:
     table: PlanTable
 
 
-def contents_of(source: Source, variables: Iterable[SavedVariable]) -> Contents:
-    """Return what a source of values says of itself; reads no values.
+def read_contents(source: Source, variables: Iterable[SavedVariable]) -> Contents:
+    """Return the variables and facts of a checkpoint or weight file, without reading values.
 
     Args:
         source: A step of a checkpoint, or files that others have written.
         variables: Those of its variables that are shown.
     """
     manifest: Manifest | None = getattr(source, "manifest", None)
-    facts = _facts_of_others(source) if manifest is None else _facts(manifest, getattr(source, "steps", ()))
+    facts = (
+        _list_foreign_facts(source)
+        if manifest is None
+        else _list_facts(manifest, getattr(source, "steps", ()))
+    )
     shown = tuple(variables)
     dims: Mapping[str, int] = (manifest.facts.get("mesh") if manifest else None) or {}
     mesh = Mesh(None, list(dims.items()))
@@ -71,39 +75,39 @@ def contents_of(source: Source, variables: Iterable[SavedVariable]) -> Contents:
     return Contents(source.where, facts, shown, PlanTable(mesh, tuple(assignments)))
 
 
-def contents_line(contents: Contents) -> str:
-    """A checkpoint in one line."""
+def format_contents_line(contents: Contents) -> str:
+    """Return a checkpoint's summary in one line."""
     count = len(contents.variables)
     return (
-        f"{escaped(contents.where)}: {count} variable{'' if count == 1 else 's'}, "
-        f"{size(contents.table.global_bytes)}"
+        f"{escape_text(contents.where)}: {count} variable{'' if count == 1 else 's'}, "
+        f"{format_bytes(contents.table.global_bytes)}"
     )
 
 
-def contents_text(contents: Contents, width: int | None = None) -> str:
-    """A checkpoint's facts, its variables in a table, the largest first, and its totals; `width`: of the table."""
-    facts = [(name, escaped(text)) for name, text in contents.facts.items()]
+def format_text(contents: Contents, width: int | None = None) -> str:
+    """Return a checkpoint's facts, a table of its variables, the largest first, and its totals."""
+    facts = [(name, escape_text(text)) for name, text in contents.facts.items()]
     return "\n".join(
         [
-            aligned(f"Checkpoint {contents_line(contents)}", facts),
+            align_rows(f"Checkpoint {format_contents_line(contents)}", facts),
             "",
-            *text_table(COLUMNS, _cells(contents), _RIGHT, width=width, drop=_DROP),
+            *format_table(COLUMNS, _make_rows(contents), _RIGHT, width=width, drop=_DROP),
             "",
-            _totals(contents.table.assignments),
+            _sum_by_kind(contents.table.assignments),
         ]
     )
 
 
-def contents_html(contents: Contents) -> str:
-    """The same as HTML: one table, no scripts."""
-    facts = aligned("", [(name, escaped(text)) for name, text in contents.facts.items()])
-    return html_table(f"Checkpoint {contents_line(contents)}", COLUMNS, _cells(contents)) + format_pre(
-        f"{facts.lstrip()}\n{_totals(contents.table.assignments)}"
-    )
+def format_html(contents: Contents) -> str:
+    """Return a checkpoint's facts and variables as HTML, without scripts."""
+    facts = align_rows("", [(name, escape_text(text)) for name, text in contents.facts.items()])
+    return format_html_table(
+        f"Checkpoint {format_contents_line(contents)}", COLUMNS, _make_rows(contents)
+    ) + format_pre(f"{facts.lstrip()}\n{_sum_by_kind(contents.table.assignments)}")
 
 
-def contents_json(contents: Contents, head: Mapping[str, Any]) -> str:
-    """The same for programs, a variable in each line.
+def format_json(contents: Contents, head: Mapping[str, Any]) -> str:
+    """Return a checkpoint's facts and variables as JSON, one variable per line.
 
     Args:
         contents: The checkpoint.
@@ -119,7 +123,7 @@ def contents_json(contents: Contents, head: Mapping[str, Any]) -> str:
     return "{" + ",\n ".join([*lines, f'"variables": [{variables}\n ]']) + "}\n"
 
 
-def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
+def _list_facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
     known = manifest.facts
     mesh: Mapping[str, int] | None = known.get("mesh")
     metrics: Mapping[str, float] = known.get("metrics") or {}
@@ -130,50 +134,50 @@ def _facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, str]:
         "model of": " on ".join(filter(None, (known.get("library"), known.get("engine")))),
         "mesh": mesh and ", ".join(f"{name}={number}" for name, number in mesh.items()),
         "plan": known.get("plan"),
-        "files": f"{len(manifest.files)}, {size(sum(file.num_bytes for file in manifest.files))}",
+        "files": f"{len(manifest.files)}, {format_bytes(sum(file.num_bytes for file in manifest.files))}",
         "metrics": ", ".join(f"{name} {value}" for name, value in metrics.items()),
-        "states": listed(list(manifest.states)),
-        "metadata": "" if manifest.metadata is None else _shown(manifest.metadata),
-        "steps": listed([str(each) for each in steps]) if len(steps) > 1 else "",
+        "states": join_names(list(manifest.states)),
+        "metadata": "" if manifest.metadata is None else _shorten_metadata(manifest.metadata),
+        "steps": join_names([str(each) for each in steps]) if len(steps) > 1 else "",
     }
     return {name: str(value) for name, value in joined.items() if value}
 
 
-def _facts_of_others(source: Source) -> dict[str, str]:
+def _list_foreign_facts(source: Source) -> dict[str, str]:
     metadata = getattr(source, "metadata", None)
     return {"checksums": "none: a changed value is not found"} | (
-        {"metadata": _shown(metadata)} if metadata else {}
+        {"metadata": _shorten_metadata(metadata)} if metadata else {}
     )
 
 
-def _shown(metadata: Any) -> str:
+def _shorten_metadata(metadata: Any) -> str:
     text = json.dumps(metadata, ensure_ascii=False, default=str)
     return text if len(text) <= _MOST_METADATA else f"{text[:_MOST_METADATA]}..."
 
 
-def _cells(contents: Contents) -> list[tuple[str, ...]]:
+def _make_rows(contents: Contents) -> list[tuple[str, ...]]:
     plain = {v.path for v in contents.variables if v.layout is None}
-    rows = sorted(plan_rows(contents.table), key=lambda row: -row.global_bytes)
-    return [_cells_of(row, row.first.variable.path in plain) for row in rows]
+    rows = sorted(make_rows(contents.table), key=lambda row: -row.global_bytes)
+    return [_make_cells(row, row.first.variable.path in plain) for row in rows]
 
 
-def _cells_of(row: Row, plain: bool) -> tuple[str, ...]:
+def _make_cells(row: Row, plain: bool) -> tuple[str, ...]:
     a = row.first
     layout = "" if plain else "replicated" if a.layout.is_fully_replicated() else str(a.layout)
     return (
         row.path,
         str(len(row.assignments)) if len(row.assignments) > 1 else "",
-        "as its weight" if row.follows else shape_text(a.variable.shape),
+        "as its weight" if row.follows else format_shape(a.variable.shape),
         a.variable.dtype,
         str(a.variable.kind),
         "as its weight" if row.follows and not plain else layout,
-        size(row.global_bytes),
+        format_bytes(row.global_bytes),
     )
 
 
-def _totals(assignments: Iterable[Assignment]) -> str:
+def _sum_by_kind(assignments: Iterable[Assignment]) -> str:
     found = dict.fromkeys(_NAMES.values(), 0)
     for a in assignments:
         found[_NAMES[a.variable.kind]] += a.variable.global_bytes
-    parts = [f"{name} {size(num_bytes)}" for name, num_bytes in found.items() if num_bytes]
-    return ", ".join(parts) + f"; {size(sum(found.values()))} in total"
+    parts = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in found.items() if num_bytes]
+    return ", ".join(parts) + f"; {format_bytes(sum(found.values()))} in total"

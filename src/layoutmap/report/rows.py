@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.core.variables import Assignment, Kind, has_several_models
 from layoutmap.plan.table import PlanTable
 
@@ -29,7 +29,7 @@ class Row:
 
     @property
     def first(self) -> Assignment:
-        """One of them; all have its shape, type, layout and rule."""
+        """First assignment of the row. All share its shape, dtype, layout, and rule."""
         return self.assignments[0]
 
     @property
@@ -55,8 +55,8 @@ class Row:
         return str(match.rule.number) if match.rule else "the rest" if match.is_rest else "no rule"
 
 
-def plan_rows(plan: PlanTable) -> list[Row]:
-    """The rows of a plan, in the order of their first variables."""
+def make_rows(plan: PlanTable) -> list[Row]:
+    """Return the rows of a plan, in the order of their first variables."""
     layouts = {(a.variable.model, a.variable.path): (a.variable.shape, a.layout) for a in plan.assignments}
     groups: dict[tuple[object, ...], list[Assignment]] = {}
     for a in plan.assignments:
@@ -70,7 +70,7 @@ def plan_rows(plan: PlanTable) -> list[Row]:
             key = (
                 v.model,
                 follows,
-                path_shape(v.path),
+                split_at_numbers(v.path),
                 v.shape,
                 v.dtype,
                 v.kind,

@@ -46,10 +46,10 @@ class RuleIndex:
         """Add a regex, after all others."""
         self._patterns.append(pattern)
 
-    def matches(self, path: str) -> Iterator[int]:
-        """The numbers of the rules that match, first to last."""
+    def find_matches(self, path: str) -> Iterator[int]:
+        """Yield the numbers of the rules that match a path, first to last."""
         if self._filed != len(self._patterns):
-            self._file_new()
+            self._index_new_rules()
         files = self._files
         candidates = list(files.always)
         for width in files.widths:
@@ -60,13 +60,13 @@ class RuleIndex:
             if self._longest[number] in path and self._matchers[number](path):
                 yield number
 
-    def _file_new(self) -> None:
+    def _index_new_rules(self) -> None:
         with self._filing:
             start = len(self._pieces)
             for pattern in self._patterns[start:]:
                 # Flags are written in a pattern, and most change what its characters mean: it is always tried then.
-                literals = required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
-                pieces = {piece for text in literals for piece in _pieces(text)}
+                literals = find_required_literals(pattern.pattern) if pattern.flags == re.UNICODE else []
+                pieces = {piece for text in literals for piece in _cut_literal(text)}
                 self._frequency.update(pieces)
                 self._matchers.append(pattern.search if self._anywhere else pattern.match)
                 self._longest.append(max(literals, key=len, default=""))
@@ -98,8 +98,8 @@ class _Files:
             self.widths.append(len(rarest))
 
 
-def _pieces(literal: str) -> Iterable[str]:
-    """The texts that a rule may be filed under: every run of three characters of a literal, or a shorter literal."""
+def _cut_literal(literal: str) -> Iterable[str]:
+    """Return the index keys of a literal: each run of three characters, or the whole of a shorter literal."""
     return _cut(literal, min(_PIECE, len(literal)))
 
 
@@ -107,14 +107,14 @@ def _cut(text: str, width: int) -> list[str]:
     return [text[i : i + width] for i in range(len(text) - width + 1)]
 
 
-def required_literals(pattern: str) -> list[str]:
-    """Texts that every string matched by a regex must contain; empty where that is not plain to see.
+def find_required_literals(pattern: str) -> list[str]:
+    """Return texts that every match of a regex contains, or an empty list if they cannot be told.
 
     Only what stands outside groups and classes counts, and a regex with an alternative at its top level has none:
     too few are harmless, one too many would lose a match.
 
     Example:
-        >>> required_literals(r".*\\.layer_17\\.(query|key)\\.kernels?$")
+        >>> find_required_literals(r".*\\.layer_17\\.(query|key)\\.kernels?$")
         ['.layer_17.', '.kernel']
     """
     try:

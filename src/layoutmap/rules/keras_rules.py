@@ -17,8 +17,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import LayoutMapError, RuleError, brief
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import LayoutMapError, RuleError, shorten_repr
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import KERAS, Rule
 from layoutmap.core.mesh import Mesh
@@ -26,14 +26,14 @@ from layoutmap.core.mesh import Mesh
 _FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))+")
 
 
-def is_named(text: str) -> bool:  # why: decisions/0014
-    """Whether a rule is one over Keras's names, or a path is such a name."""
+def is_keras_rule(text: str) -> bool:  # why: decisions/0014
+    """Return whether a rule or path starts with `keras:` and so refers to Keras's own variable names."""
     return text.startswith(KERAS)
 
 
-def anchored(pattern: str) -> str:
-    """The regex that matches from the start what a rule matches: that of `keras:a|b` is `keras:(?:a|b)\\Z`."""
-    if not is_named(pattern):
+def anchor_pattern(pattern: str) -> str:
+    """Return a rule's regex anchored at the start of a path: `keras:(?:a|b)\\\\Z` for `keras:a|b`."""
+    if not is_keras_rule(pattern):
         return pattern
     body = pattern.removeprefix(KERAS)
     flags = _FLAGS.match(body)
@@ -41,17 +41,17 @@ def anchored(pattern: str) -> str:
     return f"{flags[0] if flags else ''}{KERAS}(?:{body[flags.end() if flags else 0 :]}{end})\\Z"
 
 
-def layout_for(rule: Rule, rank: int) -> Layout:
-    """The layout that a rule gives to a variable of a rank."""
+def pad_layout(rule: Rule, rank: int) -> Layout:
+    """Return a rule's layout for a variable of `rank` axes, padded with unsharded axes for a `keras:` rule."""
     layout = rule.layout
-    if not is_named(rule.pattern) or layout.rank >= rank:
+    if not is_keras_rule(rule.pattern) or layout.rank >= rank:
         return layout
     padding = [UNSHARDED] * (rank - layout.rank)
     return Layout.from_valid_specs([*layout.sharding_specs, *padding], layout.mesh)
 
 
-def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:
-    """The mesh of Keras's map, if none is given, and its rules.
+def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:
+    """Return the mesh and the rules of a `keras.distribution.LayoutMap`.
 
     Raises:
         RuleError: It is no map of Keras's, or has no mesh, or a key of it is none.
@@ -59,8 +59,8 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[o
     """
     if not _is_keras_map(keras_map):
         raise RuleError(
-            f"from_keras: {brief(keras_map)} is not a layout map of Keras",
-            why=f"it is {kind_of(keras_map)}",
+            f"from_keras: {shorten_repr(keras_map)} is not a layout map of Keras",
+            why=f"it is {describe_type(keras_map)}",
             fix="pass a keras.distribution.LayoutMap, as in Llama3Backbone.get_layout_map(device_mesh)",
         )
     rules: dict[str, tuple[object, ...]] = {}
@@ -81,7 +81,7 @@ def rules_of(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[o
             why="neither the map nor a layout in it has a device_mesh",
             fix='pass one: LayoutMap.from_keras(keras_map, lm.create_mesh("batch=2,model=4"))',
         )
-    found = [mesh] if mesh else list(dict.fromkeys(map(_mesh_of, theirs)))
+    found = [mesh] if mesh else list(dict.fromkeys(map(_convert_mesh, theirs)))
     if len(found) > 1:
         raise RuleError(
             f"from_keras: its layouts are on {len(found)} meshes",
@@ -96,8 +96,8 @@ def _is_keras_map(value: object) -> bool:
     return isinstance(value, Mapping) and hasattr(value, "device_mesh")  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _mesh_of(device_mesh: Any) -> Mesh:
-    """The mesh of a `keras.distribution.DeviceMesh`."""
+def _convert_mesh(device_mesh: Any) -> Mesh:
+    """Return the mesh of a `keras.distribution.DeviceMesh`."""
     dims = list(zip(map(str, device_mesh.axis_names), map(int, device_mesh.shape), strict=True))
     names = [
         f"{each.platform}:{each.id}" if hasattr(each, "platform") else each

@@ -15,17 +15,25 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from layoutmap.core.errors import RuleError
-from layoutmap.rules.partition_specs import Shape, Specs, check_known, fitted, leaves, pairs, read_spec
+from layoutmap.rules.partition_specs import (
+    Shape,
+    Specs,
+    check_known,
+    flatten_tree,
+    pad_specs,
+    read_pairs,
+    read_spec,
+)
 
 Semantics = Literal["linen", "nnx"]
 
 _Dims = str | tuple[str, ...] | None
 
 
-def logical_specs(
+def resolve_logical_axes(
     rules: object, axes: object, shapes: Mapping[str, Shape], semantics: Semantics, where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """The specs that rules give to arrays with named axes, by path; and the names that have no rule, in linen.
+    """Return the specs that rules give to arrays with named axes, by path, and the names without a rule (linen only).
 
     Raises:
         RuleError: Rules or axes are of another form, do not fit their array, or say what a layout cannot.
@@ -36,11 +44,11 @@ def logical_specs(
             why="linen and nnx treat two rules for one name differently",
             fix="use 'linen', as MaxText and flax.linen do, or 'nnx'",
         )
-    read = [(name, _dims(name, dims, where)) for name, dims in pairs(rules, where)]
+    read = [(name, _read_dims(name, dims, where)) for name, dims in read_pairs(rules, where)]
     known = {name for name, _ in read}
     found: dict[str, Specs] = {}
     without: dict[str, None] = {}
-    for path, given in leaves(axes, where).items():
+    for path, given in flatten_tree(axes, where).items():
         check_known(path, shapes, where)
         at = f"{where}: {path}"
         names = read_spec(given, at)
@@ -48,18 +56,18 @@ def logical_specs(
             last = dict(read)
             specs = tuple(last.get(name, name) if isinstance(name, str) else name for name in names)
         else:
-            specs = _first_free(names, read, at)
+            specs = _apply_linen_rules(names, read, at)
             without |= dict.fromkeys(name for name in names if isinstance(name, str) and name not in known)
-        found[path] = fitted(specs, shapes[path], at)
+        found[path] = pad_specs(specs, shapes[path], at)
     return found, tuple(without)
 
 
-def _dims(name: str, dims: object, where: str) -> _Dims:
+def _read_dims(name: str, dims: object, where: str) -> _Dims:
     return dims if isinstance(dims, str) else read_spec((dims,), f"{where}: rule {name!r}")[0]
 
 
-def _first_free(names: Specs, rules: Sequence[tuple[str, _Dims]], where: str) -> Specs:
-    """As `flax.linen.logical_to_mesh_axes`: rules in order, each where its axis and its dims are free."""
+def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: str) -> Specs:
+    """Return the specs as `flax.linen.logical_to_mesh_axes` does, in rule order, for free axes and dims."""
     twice = next((name for name in names if isinstance(name, str) and names.count(name) > 1), None)
     if twice is not None:
         raise RuleError(
@@ -72,11 +80,11 @@ def _first_free(names: Specs, rules: Sequence[tuple[str, _Dims]], where: str) ->
     taken: dict[int, _Dims] = {axis: name for axis, name in enumerate(names) if not isinstance(name, str)}
     for name, dims in rules:
         axis = names.index(name) if name in names else None
-        used = {dim for each in taken.values() for dim in _each(each)}
-        if axis is not None and axis not in taken and not used & set(_each(dims)):
+        used = {dim for each in taken.values() for dim in _list_dims(each)}
+        if axis is not None and axis not in taken and not used & set(_list_dims(dims)):
             taken[axis] = dims
     return tuple(taken.get(axis) for axis in range(len(names)))
 
 
-def _each(dims: _Dims) -> tuple[str, ...]:
+def _list_dims(dims: _Dims) -> tuple[str, ...]:
     return (dims,) if isinstance(dims, str) else dims or ()

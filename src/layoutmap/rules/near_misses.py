@@ -10,8 +10,8 @@ _CLOSE = 0.6
 _NUMBER = re.compile(r"\d+")
 
 
-def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates most like a path or a pattern, best first; digits and regex signs do not count.
+def find_nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """Return the candidates most similar to a path or pattern, best first, ignoring digits and regex signs.
 
     Example:
         >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
@@ -19,11 +19,11 @@ def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         >>> nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
         ['layers.3.self_attention.query_dense.kernel']
     """
-    return Candidates(candidates).nearest(text, count)
+    return Candidates(candidates).find_nearest(text, count)
 
 
 class Candidates:
-    """Paths or patterns among which near misses are looked for many times; those of repeated blocks count as one.
+    """Paths or patterns for repeated similarity searches. Paths of repeated blocks count as one.
 
     Args:
         candidates: The paths or patterns.
@@ -36,15 +36,15 @@ class Candidates:
         self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
         for candidate in candidates:
             numbers = tuple(_NUMBER.findall(candidate))
-            self._by_skeleton.setdefault(_skeleton(candidate), {}).setdefault(numbers, candidate)
+            self._by_skeleton.setdefault(_strip_numbers(candidate), {}).setdefault(numbers, candidate)
 
-    def nearest(self, text: str, count: int = 3) -> list[str]:
-        """See `nearest`."""
+    def find_nearest(self, text: str, count: int = 3) -> list[str]:
+        """Return the candidates most similar to a path or pattern, best first."""
         if self._left is not None:
             if len(self._by_skeleton) > self._left:
                 return []
             self._left -= len(self._by_skeleton)
-        wanted = _skeleton(text).split(".")
+        wanted = _strip_numbers(text).split(".")
         numbers = tuple(_NUMBER.findall(text))
         matcher = difflib.SequenceMatcher()
         scored: list[tuple[float, str]] = []
@@ -57,21 +57,21 @@ class Candidates:
             matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
             # The last word says what a variable is; to be another kind of variable is the least likely mistake.
             score = matcher.ratio() - 0.01 * abs(len(parts) - len(wanted)) + 0.1 * (parts[-1] == wanted[-1])
-            if score < _CLOSE and _is_part_of(wanted, parts):
+            if score < _CLOSE and _is_subsequence(wanted, parts):
                 score = _CLOSE
             if score >= _CLOSE:
                 scored.append((-score, candidate))
         return [candidate for _, candidate in sorted(scored)[:count]]
 
 
-def _is_part_of(wanted: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether a path's parts begin with the words that are looked for, in their order, with others between them."""
+def _is_subsequence(wanted: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether the words occur in order as prefixes of a path's parts."""
     rest = iter(parts)
     return any(wanted) and all(any(part.startswith(word) for part in rest) for word in wanted)
 
 
-def _skeleton(text: str) -> str:
-    """The words of a path or a pattern, without numbers and regex signs, joined by dots."""
+def _strip_numbers(text: str) -> str:
+    """Return the words of a path or pattern joined by dots, without numbers and regex signs."""
     text = text.replace("\\.", ".").replace("/", ".")
     text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
     return re.sub(r"\.+", ".", text).strip(".")

@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
-from layoutmap.core.arguments import as_int, kind_of
-from layoutmap.core.errors import RuleError, brief, listed
+from layoutmap.core.arguments import as_int, describe_type
+from layoutmap.core.errors import RuleError, join_names, shorten_repr
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import path_regex, path_shape
+from layoutmap.core.paths import make_path_regex, split_at_numbers
 from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Assignment
-from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.patterns import compile_pattern
 
 Shape = tuple[int, ...]
@@ -27,53 +27,53 @@ _FREE = "UNCONSTRAINED"
 _ENTRIES = "an entry is None, a mesh dim, or a tuple of mesh dims"
 
 
-def leaves(tree: Any, where: str) -> dict[str, Any]:
-    """The leaves of dicts, and of lists of dicts, by path.
+def flatten_tree(tree: Any, where: str) -> dict[str, Any]:
+    """Return the leaves of nested dicts, and of lists of dicts, by path.
 
     Raises:
         RuleError: It is no dict.
     """
     if not isinstance(tree, Mapping):
         raise RuleError(
-            f"{where}: {brief(tree)} is not a dict",
-            why=f"it is {kind_of(tree)}, and what is in it goes by path",
+            f"{where}: {shorten_repr(tree)} is not a dict",
+            why=f"it is {describe_type(tree)}, and what is in it goes by path",
             fix='pass a dict by path, as in {"d1.kernel": ...}, or dicts in dicts',
         )
-    return dict(_leaves(tree, ""))
+    return dict(_iterate_leaves(tree, ""))
 
 
-def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, Mapping):
         children = cast("Mapping[Any, Any]", tree).items()
-    elif _is_list(tree) and not all(map(_is_of_a_leaf, tree)):
+    elif _is_list(tree) and not all(map(_is_part_of_leaf, tree)):
         children = enumerate(cast("list[Any]", tree))
     else:
         yield prefix.removesuffix("."), tree
     for key, child in children:
-        yield from _leaves(child, f"{prefix}{key}.")
+        yield from _iterate_leaves(child, f"{prefix}{key}.")
 
 
-def _is_of_a_leaf(value: Any) -> bool:
-    """Whether this is a size of a shape or an entry of a spec, and no leaf of a tree itself."""
+def _is_part_of_leaf(value: Any) -> bool:
+    """Return whether a value is a size in a shape or an entry of a spec, not a leaf of the tree."""
     if _is_list(value):
         return all(isinstance(dim, str) for dim in value)
     return value is None or isinstance(value, (str, int)) or str(value) == _FREE
 
 
-def shapes_of(parameters: object, where: str) -> dict[str, Shape]:  # why: decisions/0014
-    """The shapes of all arrays, by path: of a plan, or of dicts of shapes or of anything with a shape.
+def read_shapes(parameters: object, where: str) -> dict[str, Shape]:  # why: decisions/0014
+    """Return the shapes of all arrays by path, from a plan or from dicts of shapes or of objects with a shape.
 
     Raises:
         RuleError: It is no dict, or something in it has no shape.
     """
     found: dict[str, Shape] = {}
-    for path, leaf in leaves(parameters, where).items():
+    for path, leaf in flatten_tree(parameters, where).items():
         shape = leaf.variable.shape if isinstance(leaf, Assignment) else getattr(leaf, "shape", leaf)
         if not _is_list(shape) or any(as_int(n) is None for n in shape):
             raise RuleError(
                 f"{where}: {path}: no shape",
-                facts={"given": brief(leaf)},
+                facts={"given": shorten_repr(leaf)},
                 why="a PartitionSpec may leave out last axes, and a layout has a spec for each",
                 fix="give the array's shape, or anything with a shape: jax.eval_shape(init, ...) returns such a tree, "
                 "and nn.meta.unbox(tree) one without the boxes of flax",
@@ -83,34 +83,34 @@ def shapes_of(parameters: object, where: str) -> dict[str, Shape]:  # why: decis
 
 
 def read_spec(given: object, where: str) -> Specs:
-    """The entries of a PartitionSpec, or of the one in a NamedSharding; of `None`, none.
+    """Return the entries of a PartitionSpec or of a NamedSharding's, and no entries for None.
 
     Raises:
         RuleError: It is something else, or says what a layout cannot.
     """
     memory = getattr(given, "memory_kind", None)
     if memory not in (None, "device"):
-        raise _not_expressed(
+        raise _make_unsupported_error(
             where, f"memory kind {memory!r}", "a layout says on which devices a shard is, in their memory"
         )
     spec: Any = getattr(given, "spec", given)
     for name in ("unreduced", "reduced"):
         if dims := getattr(spec, name, None):
-            raise _not_expressed(
+            raise _make_unsupported_error(
                 where, f"{name}={sorted(dims)}", "a variable's layout has no sums that are still to be made"
             )
     if spec is None:
         return ()
     if _is_no_row(spec):
         raise RuleError(
-            f"{where}: {brief(spec)} is not a PartitionSpec",
-            why=f"it is {kind_of(spec)}",
+            f"{where}: {shorten_repr(spec)} is not a PartitionSpec",
+            why=f"it is {describe_type(spec)}",
             fix='write PartitionSpec(None, "model"), or a tuple; of boxed variables of flax, nn.get_partition_spec(..)',
         )
-    return tuple(_entry(entry, axis, where) for axis, entry in enumerate(spec))
+    return tuple(_read_entry(entry, axis, where) for axis, entry in enumerate(spec))
 
 
-def _entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
+def _read_entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
     if entry is None or isinstance(entry, str):
         return entry
     if _is_list(entry) and all(isinstance(dim, str) for dim in entry):
@@ -118,15 +118,15 @@ def _entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
     why = _ENTRIES
     if str(entry) == _FREE:
         why = f"it leaves the axis to JAX's compiler, and a layout says where each axis is: {_ENTRIES}"
-    raise _not_expressed(where, f"entry {brief(entry)} of axis {axis}", why)
+    raise _make_unsupported_error(where, f"entry {shorten_repr(entry)} of axis {axis}", why)
 
 
-def _not_expressed(where: str, what: str, why: str) -> RuleError:
+def _make_unsupported_error(where: str, what: str, why: str) -> RuleError:
     return RuleError(f"{where}: {what} cannot be expressed in a layout", why=why, fix="leave it out")
 
 
-def fitted(specs: Specs, shape: Shape, where: str) -> Specs:
-    """An entry for each axis: those that are left out are unsharded.
+def pad_specs(specs: Specs, shape: Shape, where: str) -> Specs:
+    """Return one entry per axis, with None for axes that a PartitionSpec leaves out.
 
     Raises:
         RuleError: There are more entries than axes.
@@ -141,32 +141,32 @@ def fitted(specs: Specs, shape: Shape, where: str) -> Specs:
     return (*specs, *[None] * (len(shape) - len(specs)))
 
 
-def rules_by_path(specs: Mapping[str, Specs]) -> dict[str, Specs]:
-    """Rules that give these arrays these specs, and nothing to others but further repeats of their blocks.
+def make_path_rules(specs: Mapping[str, Specs]) -> dict[str, Specs]:
+    """Return rules that give these arrays their specs, and match other paths only in repeated blocks.
 
     Example:
-        >>> rules_by_path({"blocks.0.up": (None, "x"), "blocks.1.up": (None, "x"), "out": ("x", None)})
+        >>> make_path_rules({"blocks.0.up": (None, "x"), "blocks.1.up": (None, "x"), "out": ("x", None)})
         {'blocks\\\\.\\\\d+\\\\.up$': (None, 'x'), 'out$': ('x', None)}
     """
     groups: dict[tuple[str, ...], dict[Specs, list[str]]] = {}
     for path, each in specs.items():
-        groups.setdefault(path_shape(path), {}).setdefault(each, []).append(path)
+        groups.setdefault(split_at_numbers(path), {}).setdefault(each, []).append(path)
     rules: dict[str, Specs] = {}
     for by_specs in groups.values():
         for each, paths in by_specs.items():
             for together in [paths] if len(by_specs) == 1 else [[path] for path in paths]:
-                rules[path_regex(together)] = each
+                rules[make_path_regex(together)] = each
     return rules
 
 
-def specs_of_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where: str) -> dict[str, Specs]:
-    """The specs of a tree of PartitionSpecs or NamedShardings, by path.
+def read_spec_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where: str) -> dict[str, Specs]:
+    """Return the specs of a tree of PartitionSpecs or NamedShardings by path.
 
     Raises:
         RuleError: Something in it is neither, does not fit its array, or is on another mesh, or there is no such array.
     """
     found: dict[str, Specs] = {}
-    for path, given in leaves(tree, where).items():
+    for path, given in flatten_tree(tree, where).items():
         check_known(path, shapes, where)
         theirs = getattr(given, "mesh", None)
         if theirs is not None and list(theirs.shape.items()) != list(mesh.dim_sizes.items()):
@@ -176,14 +176,14 @@ def specs_of_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where: 
                 why="all variables of a model are on one mesh",
                 fix="pass the mesh of the shardings, or PartitionSpecs, which are on none",
             )
-        found[path] = fitted(read_spec(given, f"{where}: {path}"), shapes[path], f"{where}: {path}")
+        found[path] = pad_specs(read_spec(given, f"{where}: {path}"), shapes[path], f"{where}: {path}")
     return found
 
 
 def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
     """Raise a `RuleError` if there is no array of a path."""
     if path not in shapes:
-        near = nearest(path, shapes, 1)
+        near = find_nearest(path, shapes, 1)
         raise RuleError(
             f"{where}: {path} is none of the arrays",
             why=f"none of the {len(shapes)} shapes has this path",
@@ -191,10 +191,10 @@ def check_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
         )
 
 
-def searched_specs(
+def search_specs(
     rules: object, shapes: Mapping[str, Shape], where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """The specs that rules of EasyLM's form give, by path; and the rules that give none, as text.
+    """Return the specs that EasyLM-style rules give by path, and the rules that give none as texts.
 
     Raises:
         RuleError: A rule is no pair of a regex and a PartitionSpec, or there is none for an array.
@@ -204,7 +204,7 @@ def searched_specs(
             compile_pattern(pattern, f"{where}: rule {number}"),
             read_spec(spec, f"{where}: rule {number} {pattern!r}"),
         )
-        for number, (pattern, spec) in enumerate(pairs(rules, where), 1)
+        for number, (pattern, spec) in enumerate(read_pairs(rules, where), 1)
     ]
     found: dict[str, Specs] = {}
     used: set[int] = set()
@@ -220,11 +220,11 @@ def searched_specs(
             continue
         used.add(number)
         at = f"{where}: rule {number + 1} {compiled[number][0].pattern!r}, which finds {path}"
-        found[path] = fitted(compiled[number][1], shape, at)
+        found[path] = pad_specs(compiled[number][1], shape, at)
     if missing:
         raise RuleError(
             f"{where}: no rule is for {len(missing)} of the arrays",
-            facts={"arrays": listed(missing)},
+            facts={"arrays": join_names(missing)},
             why="none of the regexes is found in their paths, joined by slashes",
             fix='add rules for them; a last one for all others is (".*", PartitionSpec())',
         )
@@ -232,23 +232,23 @@ def searched_specs(
     return found, tuple(unused)
 
 
-def pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
-    """Rules as a list of pairs whose first is text.
+def read_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
+    """Return rules as pairs, each with a text first.
 
     Raises:
         RuleError: They are not.
     """
     if _is_no_row(rules):
         raise RuleError(
-            f"{where}: {brief(rules)} are no rules",
-            why=f"they are {kind_of(rules)}",
+            f"{where}: {shorten_repr(rules)} are no rules",
+            why=f"they are {describe_type(rules)}",
             fix='write a list of pairs, in order, as in [("embed", "fsdp"), ("mlp", "tensor")]',
         )
     found: list[tuple[str, Any]] = []
     for number, rule in enumerate(rules, 1):
         if not _is_list(rule) or len(rule) != 2 or not isinstance(rule[0], str):
             raise RuleError(
-                f"{where}: rule {number} is {brief(rule)}",
+                f"{where}: rule {number} is {shorten_repr(rule)}",
                 why="a rule is a pair whose first is text",
                 fix='write it as in ("mlp", "tensor")',
             )

@@ -1,4 +1,4 @@
-"""The regex of a rule: compiled, or refused with what to write instead."""
+"""Compile the regex of a rule, or refuse it with a suggested correction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.match import KERAS
-from layoutmap.rules.keras_rules import anchored, is_named
+from layoutmap.rules.keras_rules import anchor_pattern, is_keras_rule
 
 _MAX_LENGTH = 1000
 _MAX_COST = 27  # A repeat costs 4 and an optional part 1, so a path of 60 letters takes seconds at worst.
@@ -24,17 +24,17 @@ _DOT = re.compile(r"\)*\\\.")
 
 
 def compile_pattern(pattern: str, rule: str) -> re.Pattern[str]:
-    """The compiled regex of a rule; `rule` is what messages call it.
+    """Return the compiled regex of a rule. `rule` names the rule in errors.
 
     Raises:
         RuleError: It is no regex.
     """
     try:
-        return re.compile(anchored(pattern))
+        return re.compile(anchor_pattern(pattern))
     except (re.error, OverflowError, RecursionError) as error:
         raise RuleError(
             f"{rule} {pattern!r} is not a regex",
-            why=_why(error),
+            why=_explain_error(error),
             fix=_fix(pattern.removeprefix(KERAS), error),
         ) from error
 
@@ -46,7 +46,7 @@ def refuse_slow_pattern(pattern: str, rule: str) -> None:
         RuleError: The pattern exceeds a limit.
     """
     reason = find_slow_part(
-        pattern + "$" * is_named(pattern)
+        pattern + "$" * is_keras_rule(pattern)
     )  # A rule over Keras's names matches to the end.
     if reason:
         raise RuleError(
@@ -90,7 +90,7 @@ def _has_choice(group: str) -> bool:
     return any(map(_CHOICE.fullmatch, _TOKEN.findall(group)))
 
 
-def _why(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     if not isinstance(error, re.error):
         return str(error)
     return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"

@@ -6,10 +6,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Self
 
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import MeshError, RuleError
-from layoutmap.core.match import AS_REST, Rest, as_rest
-from layoutmap.core.mesh import Mesh, as_mesh
+from layoutmap.core.match import AS_REST, Rest, check_rest
+from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.rules import presets, yaml_file
 from layoutmap.rules.rules import WRITING, MeshSlot, Rules
@@ -23,9 +23,9 @@ class Activations(Rules):
     A layer's output is not known before it runs, so another rank is an error when that layer is first called.
     """
 
-    _rule = "activation rule"
+    _number_rule = "activation rule"
     _paths = "layers' paths"
-    _written = "layout_map.activations"
+    _format_rules = "layout_map.activations"
     _example = r"blocks\.\d+"
     _otherwise = "its output stays as it is"
 
@@ -59,13 +59,13 @@ class RuleSet(Rules):
         uneven: Uneven = "error",
         rest: Rest | None = None,
     ):
-        super().__init__(MeshSlot(given_mesh(mesh)), rules, uneven)
+        super().__init__(MeshSlot(read_mesh(mesh)), rules, uneven)
         self._activations = Activations(self._slot, activations)
         self.rest = rest
 
     @property
     def activations(self) -> Activations:
-        """The rules for layers' outputs; they share the map's mesh."""
+        """Rules for the outputs of layers, on the same mesh."""
         return self._activations
 
     @property
@@ -88,7 +88,7 @@ class RuleSet(Rules):
 
     @rest.setter
     def rest(self, rest: Rest | None) -> None:
-        self._otherwise = AS_REST if as_rest(rest, "layout_map") else type(self)._otherwise
+        self._otherwise = AS_REST if check_rest(rest, "layout_map") else type(self)._otherwise
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
         """Add rules, in order, and those for activations if they come from a layout map: all of them, or none.
@@ -97,15 +97,15 @@ class RuleSet(Rules):
             RuleError: See `__setitem__`.
         """
         theirs = rules._activations if isinstance(rules, RuleSet) else ()
-        new, new_activations = self._new_rules(rules, more), self._activations._new_rules(theirs, {})
+        new, new_activations = self._collect_rules(rules, more), self._activations._collect_rules(theirs, {})
         with WRITING:
-            mesh, entries = self._checked(new, self.mesh)
-            mesh, activations = self._activations._checked(new_activations, mesh)
+            mesh, entries = self._check_rules(new, self.mesh)
+            mesh, activations = self._activations._check_rules(new_activations, mesh)
             self._put(mesh, entries)
             self._activations._put(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
-        """Whether two maps have the same rules in the same order, on the same mesh, activations and `rest` included.
+        """Return whether two maps have equal rules in order, an equal mesh, equal activation rules, and equal `rest`.
 
         Any other mapping has no order and stands for a map without activations that says nothing of the rest.
         """
@@ -126,7 +126,7 @@ class RuleSet(Rules):
         return twin
 
     def to_yaml(self) -> str:
-        """The map as a rules file, to be kept beside the model; see `layoutmap.rules.yaml_file`.
+        """Return the map as the text of a rules file (see `layoutmap.rules.yaml_file`).
 
         Example:
             >>> print(lm.LayoutMap(lm.Mesh(None, "model=4"), {r"d1\\.kernel": (None, "model")}).to_yaml())
@@ -146,7 +146,7 @@ class RuleSet(Rules):
                 rules={pattern: layout.sharding_specs for pattern, layout in self.items()},
                 activations={pattern: layout.sharding_specs for pattern, layout in self.activations.items()},
                 uneven=self.uneven,
-                uneven_rules=self._uneven_rules(),
+                uneven_rules=self._list_uneven_rules(),
                 rest=self.rest,
             )
         )
@@ -171,18 +171,18 @@ class RuleSet(Rules):
         fields = yaml_file.from_yaml(text)
         if mesh is None and fields.dims is not None:
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name)
-        return cls._of(fields, mesh)
+        return cls._from_fields(fields, mesh)
 
     @classmethod
     def preset(
         cls, name: str, mesh: Mesh, *, model_dim: str | None = "model", fsdp_dim: str | None = None
     ) -> Self:
-        """Make a map for a family of models that this library knows.
+        """Return a map for a model family that has a preset.
 
         It is a map as any other: rules can be added and taken out, and `to_yaml` writes it to a file.
 
         Args:
-            name: The family, as in `"llama"`; `layoutmap.rules.presets.names()` are all.
+            name: The family, as in `"llama"`; `layoutmap.rules.presets.list_presets()` are all.
             mesh: The mesh.
             model_dim: The mesh dim that layers are sharded over: each device gets the global input and
                 computes with its heads, experts or features. `None`: they are not.
@@ -205,11 +205,11 @@ class RuleSet(Rules):
             >>> layout_map.activations["backbone.transformer_layer_0"].sharding_specs
             ('data', 'unsharded', 'unsharded')
         """
-        mesh = given_mesh(mesh) or mesh
-        return cls._of(presets.read(name, mesh, model_dim, fsdp_dim), mesh)
+        mesh = read_mesh(mesh) or mesh
+        return cls._from_fields(presets.read_preset(name, mesh, model_dim, fsdp_dim), mesh)
 
     @classmethod
-    def _of(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
+    def _from_fields(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
         made = cls(mesh, uneven=fields.uneven, rest=fields.rest)
         rules = [
             (pattern, specs, fields.uneven_rules.get(pattern)) for pattern, specs in fields.rules.items()
@@ -220,16 +220,16 @@ class RuleSet(Rules):
             made.activations._add(outputs)
         except RuleError:
             rows = [*((made, *rule) for rule in rules), *((made.activations, *rule) for rule in outputs)]
-            yaml_file.all_or_errors(_add_one, rows)
+            yaml_file.check_all(_add_one, rows)
             raise
         return made
 
     def __repr__(self) -> str:
-        if self._uneven_rules():  # only `add` can say it for one rule
+        if self._list_uneven_rules():  # only `add` can say it for one rule
             return f"{type(self).__name__}.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
-        parts = [repr(self.mesh), _written(self)]
+        parts = [repr(self.mesh), _format_rules(self)]
         if self._activations:
-            parts.append(f"activations={_written(self._activations)}")
+            parts.append(f"activations={_format_rules(self._activations)}")
         if self.uneven != "error":
             parts.append(f"uneven={self.uneven!r}")
         if self.rest:
@@ -246,22 +246,22 @@ def _add_one(rules: Rules, pattern: str, specs: Any, uneven: Any) -> None:
         rules.add(pattern, specs, uneven=uneven)
 
 
-def given_mesh(mesh: object) -> Mesh | None:
-    """The mesh of a map, from what it is given."""
+def read_mesh(mesh: object) -> Mesh | None:
+    """Return the mesh for a map from a `Mesh`, another library's mesh, a text, or None."""
     if isinstance(mesh, str):
         return Mesh(None, mesh)
-    mesh = as_mesh(mesh)
+    mesh = convert_mesh(mesh)
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
     raise MeshError(
         f"{mesh!r} is not a mesh",
-        why=f"it is {kind_of(mesh)}",
-        fix=f'pass a Mesh, as lm.create_mesh("{_dims_of(mesh)}") makes one, or that text',
+        why=f"it is {describe_type(mesh)}",
+        fix=f'pass a Mesh, as lm.create_mesh("{_format_dims(mesh)}") makes one, or that text',
     )
 
 
-def _dims_of(mesh: Any) -> str:
-    """The dims of another library's mesh as text (JAX, Keras and torch say them alike); else those of an example."""
+def _format_dims(mesh: Any) -> str:
+    """Return the dims of a JAX, Keras, or torch mesh as text, or example dims."""
     names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
     if not names:
         return "batch=2,model=4"
@@ -270,7 +270,7 @@ def _dims_of(mesh: Any) -> str:
     return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=False))
 
 
-def _written(rules: Rules) -> str:
-    """Rules as code, one a line."""
+def _format_rules(rules: Rules) -> str:
+    """Return rules as Python code, one per line."""
     lines = "".join(f"    {p!r}: {layout.sharding_specs!r},\n" for p, layout in rules.items())
     return f"{{{chr(10) if lines else ''}{lines}}}"

@@ -11,15 +11,15 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutmap.core.errors import LayoutMapError, RuleError, counted
-from layoutmap.core.layout import Layout, as_layout
-from layoutmap.core.match import Match, Rule, layout_text
+from layoutmap.core.errors import LayoutMapError, RuleError, format_count
+from layoutmap.core.layout import Layout, convert_layout
+from layoutmap.core.match import Match, Rule, format_rule_layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.uneven import Uneven, as_uneven
-from layoutmap.rules.keras_rules import is_named
-from layoutmap.rules.near_misses import nearest
+from layoutmap.core.uneven import Uneven, check_uneven
+from layoutmap.rules.keras_rules import is_keras_rule
+from layoutmap.rules.near_misses import find_nearest
 from layoutmap.rules.patterns import compile_pattern
-from layoutmap.rules.table import Kept, Table
+from layoutmap.rules.table import Entry, Table
 
 _MISSING: Any = object()
 
@@ -30,7 +30,7 @@ _NewRule = tuple[object, object, object]
 
 @dataclass(slots=True)
 class MeshSlot:
-    """The mesh that the rules of one map share; `None` until the first layout has set it."""
+    """Mesh shared by the rules of one map, or None until the first layout sets it."""
 
     mesh: Mesh | None
 
@@ -40,7 +40,7 @@ WRITING = threading.RLock()
 
 
 class Rules(MutableMapping[str, Layout]):
-    """A dict from regex over a path to a layout: what `LayoutMap` and its `activations` are.
+    """Mutable mapping from a regex over paths to a layout, the base of `LayoutMap` and its `activations`.
 
     Reading (`rules[path]`, `rules.get(path)`) looks the path up: an exact key first, then `re.match` over the rules in
     insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`, `items`, ...)
@@ -57,7 +57,7 @@ class Rules(MutableMapping[str, Layout]):
     """
 
     # What messages call a rule and its paths, what they say to type, and what is done where no rule matches.
-    _rule = "rule"
+    _number_rule = "rule"
     _paths = "variable paths"
     _written = "layout_map"
     _example = r".*\.kernel"
@@ -65,23 +65,23 @@ class Rules(MutableMapping[str, Layout]):
 
     def __init__(self, slot: MeshSlot, rules: Mapping[str, object] | None = None, uneven: Uneven = "error"):
         self._slot = slot
-        self._default_uneven: Uneven = as_uneven(uneven, self._written)
+        self._default_uneven: Uneven = check_uneven(uneven, self._written)
         self._table = Table()
         Rules.update(self, rules or {})
 
     # -- looking up a path
 
     def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
-        rule = self._first(path)
+        rule = self._find_first_rule(path)
         return rule and rule.layout
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The layout of a path, or `default` if no rule matches."""
-        rule = self._first(path)
+        """Return the layout of a path, or `default` if no rule matches."""
+        rule = self._find_first_rule(path)
         return rule.layout if rule else default
 
     def match(self, path: str) -> Match:
-        """The rule for a path, and why: the one that won, those that lost, near misses if none matches.
+        """Return the rule for a path with its reasons: the winner, the shadowed rules, and near misses if none matches.
 
         Example:
             >>> rules = {r".*\\.kernel": (None, "model"), "d1.*": ("model", None)}
@@ -92,13 +92,13 @@ class Rules(MutableMapping[str, Layout]):
               change it     the first rule that matches wins: put one before rule 1, or change that
         """
         won, *lost = self.matching_rules(path) or [None]
-        near = () if won else tuple(nearest(path, self))
+        near = () if won else tuple(find_nearest(path, self))
         return Match(path, won, tuple(rule for rule in lost if rule), near, self._otherwise)
 
     def matching_rules(self, path: str) -> list[Rule]:
-        """All rules that match a path, the one that wins first."""
+        """Return all rules that match a path, the winner first."""
         table = self._table
-        found = list(_matching(table, path))
+        found = list(_iterate_rules(table, path))
         exact = table.entries.get(path)
         if exact is not None:
             found = [exact.rule, *(rule for rule in found if rule.pattern != path)]
@@ -111,15 +111,15 @@ class Rules(MutableMapping[str, Layout]):
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of the map; `None` while it has neither a mesh nor a rule."""
+        """Mesh of the map, or None while it has neither a mesh nor a rule."""
         return self._slot.mesh
 
-    def _first(self, path: str) -> Rule | None:
+    def _find_first_rule(self, path: str) -> Rule | None:
         table = self._table
         exact = table.entries.get(path)
         if exact is not None:
             return exact.rule
-        return next(_matching(table, path), None)
+        return next(_iterate_rules(table, path), None)
 
     # -- the dict of rules
 
@@ -161,28 +161,28 @@ class Rules(MutableMapping[str, Layout]):
     def _add(self, new: Iterable[_NewRule]) -> None:
         new = list(new)
         with WRITING:
-            self._put(*self._checked(new, self._slot.mesh))
+            self._put(*self._check_rules(new, self._slot.mesh))
 
-    def _checked(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Kept]]:
-        """The rules as entries, and the mesh with them; nothing is changed."""
-        made: dict[str, Kept] = {}
+    def _check_rules(self, new: Iterable[_NewRule], mesh: Mesh | None) -> tuple[Mesh | None, list[Entry]]:
+        """Return the mesh and the entries of new rules, without changing the map."""
+        made: dict[str, Entry] = {}
         for pattern, layout, uneven in new:
-            entry = self._entry(pattern, layout, uneven, mesh, made)
+            entry = self._make_entry(pattern, layout, uneven, mesh, made)
             made[entry.rule.pattern] = entry
             mesh = entry.rule.layout.mesh
         return mesh, list(made.values())
 
-    def _put(self, mesh: Mesh | None, entries: Iterable[Kept]) -> None:
+    def _put(self, mesh: Mesh | None, entries: Iterable[Entry]) -> None:
         self._slot.mesh = mesh
         for entry in entries:
             self._table.append(entry)
 
-    def _entry(
-        self, pattern: object, layout: object, uneven: object, mesh: Mesh | None, beside: Mapping[str, Kept]
-    ) -> Kept:
+    def _make_entry(
+        self, pattern: object, layout: object, uneven: object, mesh: Mesh | None, beside: Mapping[str, Entry]
+    ) -> Entry:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
-                f"{self._rule} {pattern!r} is not text",
+                f"{self._number_rule} {pattern!r} is not text",
                 why=f"a rule is a regex over {self._paths}",
                 fix=f'write it as in {self._written}[r"{self._example}"]',
             )
@@ -190,28 +190,31 @@ class Rules(MutableMapping[str, Layout]):
         there = self._table.entries.get(pattern) or beside.get(pattern)
         if there is not None:
             raise RuleError(
-                f"{self._rule} {pattern!r} is in the map already",
+                f"{self._number_rule} {pattern!r} is in the map already",
                 facts={"there": there.rule.layout, "new": layout},
                 why="one pattern has one layout",
                 fix=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
             )
-        compiled = compile_pattern(pattern, self._rule)
+        compiled = compile_pattern(pattern, self._number_rule)
         try:
-            value = as_layout(layout, mesh)
+            value = convert_layout(layout, mesh)
         except LayoutMapError as error:
             raise RuleError(
-                f"{self._rule} {pattern!r}: {error.what}", facts=error.facts, why=error.why, fix=error.fix
+                f"{self._number_rule} {pattern!r}: {error.what}",
+                facts=error.facts,
+                why=error.why,
+                fix=error.fix,
             ) from error
         if mesh is not None and value.mesh != mesh:
             raise RuleError(
-                f"{self._rule} {pattern!r}: its layout is on another mesh",
-                facts=_difference(mesh, value.mesh),
+                f"{self._number_rule} {pattern!r}: its layout is on another mesh",
+                facts=_describe_difference(mesh, value.mesh),
                 why="all variables of a model are on one mesh",
                 fix="use the map's mesh, or make another map",
             )
-        own = None if uneven is None else as_uneven(uneven, f"{self._rule} {pattern!r}")
+        own = None if uneven is None else check_uneven(uneven, f"{self._number_rule} {pattern!r}")
         number = len(self._table.in_order) + len(beside) + 1
-        return Kept(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
+        return Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
 
     @property
     def uneven(self) -> Uneven:
@@ -230,9 +233,9 @@ class Rules(MutableMapping[str, Layout]):
         Raises:
             RuleError: See `__setitem__`.
         """
-        self._add(self._new_rules(rules, more))
+        self._add(self._collect_rules(rules, more))
 
-    def _new_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
+    def _collect_rules(self, rules: Any, more: Mapping[str, Any]) -> list[_NewRule]:
         if isinstance(rules, Rules):
             new: list[_NewRule] = [
                 (r.pattern, r.layout, r.uneven if r.uneven != self._default_uneven else None)
@@ -244,10 +247,10 @@ class Rules(MutableMapping[str, Layout]):
             new = [(pattern, layout, None) for pattern, layout in rules]
         return [*new, *((pattern, layout, None) for pattern, layout in more.items())]
 
-    def _uneven_rules(self) -> dict[str, Uneven]:
-        """The rules that say themselves what happens to an axis that does not divide."""
+    def _list_uneven_rules(self) -> dict[str, Uneven]:
+        """Return the `uneven` settings of the rules that have their own."""
         entries = self._table.entries.copy().items()
-        return {pattern: entry.rule.uneven for pattern, entry in entries if entry.says_uneven}
+        return {pattern: entry.rule.uneven for pattern, entry in entries if entry.has_uneven}
 
     def __contains__(self, pattern: object) -> bool:
         return pattern in self._table.entries
@@ -262,15 +265,15 @@ class Rules(MutableMapping[str, Layout]):
         return len(self._table.entries)
 
     def values(self) -> ValuesView[Layout]:
-        """The layouts, in order, as they are now."""
+        """Return the current layouts in order."""
         return self._table.layouts().values()
 
     def items(self) -> ItemsView[str, Layout]:
-        """Pairs of pattern and layout, in order, as they are now."""
+        """Return the current pairs of pattern and layout in order."""
         return self._table.layouts().items()
 
     def pop(self, pattern: str, default: object = _MISSING) -> Any:
-        """Take a rule out and give its layout; without that rule, `default`.
+        """Remove a rule and return its layout, or return `default` without such a rule.
 
         Raises:
             KeyError: There is no such rule and no default.
@@ -297,7 +300,7 @@ class Rules(MutableMapping[str, Layout]):
             return pattern, self.pop(pattern)
 
     def setdefault(self, pattern: str, default: Any = None) -> Layout:
-        """The layout of the rule with this very pattern; adds it if there is none.
+        """Return the layout of the rule with exactly this pattern, and add the rule if it is missing.
 
         Raises:
             RuleError: It has to be added and cannot; see `__setitem__`.
@@ -313,12 +316,16 @@ class Rules(MutableMapping[str, Layout]):
             self._table = Table()
 
     def __eq__(self, other: object) -> bool:
-        """Whether two have the same rules in the same order, on the same mesh; any other mapping has no order.
+        """Return whether two have equal rules in equal order on one mesh. Other mappings have no order.
 
         Rules for variables and rules for activations are never equal.
         """
         if isinstance(other, Rules):
-            return self._rule == other._rule and self.mesh == other.mesh and self.rules == other.rules
+            return (
+                self._number_rule == other._number_rule
+                and self.mesh == other.mesh
+                and self.rules == other.rules
+            )
         return self._table.layouts() == other if isinstance(other, Mapping) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
@@ -331,26 +338,26 @@ class Rules(MutableMapping[str, Layout]):
     def __str__(self) -> str:
         rules = self.rules
         width = max((len(rule.pattern) for rule in rules), default=0)
-        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {layout_text(rule)}" for rule in rules]
-        return "\n".join([f"{self.title()}, {counted(len(rules), 'rule')}", *rows])
+        rows = [f"{rule.number:>4}  {rule.pattern:<{width}}  {format_rule_layout(rule)}" for rule in rules]
+        return "\n".join([f"{self.title()}, {format_count(len(rules), 'rule')}", *rows])
 
-    def name_of(self, rule: Rule) -> str:
-        """The name of one of these rules in messages: `rule 2  .*kernel`, `activation rule 1  blocks`."""
-        return f"{self._rule} {rule.number}  {rule.pattern}"
+    def format_name(self, rule: Rule) -> str:
+        """Return a rule's name for messages, such as `rule 2  .*kernel` or `activation rule 1  blocks`."""
+        return f"{self._number_rule} {rule.number}  {rule.pattern}"
 
     def title(self) -> str:
-        """The kind of these rules, and their mesh: the first line of their text."""
+        """Return the first line of the map's text: the kind of rules and their mesh."""
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
 
 
-def _matching(table: Table, path: str) -> Iterator[Rule]:
-    """The rules that match a path, in order; what Keras calls a variable is for the rules over such names alone."""
-    rules = (table.in_order[number] for number in table.index.matches(path))
-    return (rule for rule in rules if is_named(rule.pattern)) if is_named(path) else rules
+def _iterate_rules(table: Table, path: str) -> Iterator[Rule]:
+    """Yield the rules that match a path in order. Keras's variable names are tried on `keras:` rules only."""
+    rules = (table.in_order[number] for number in table.index.find_matches(path))
+    return (rule for rule in rules if is_keras_rule(rule.pattern)) if is_keras_rule(path) else rules
 
 
-def _difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
-    """In what two meshes differ, however many devices they have."""
+def _describe_difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
+    """Return the first difference of two meshes as facts for an error."""
     said: tuple[str, str]
     if ours.mesh_dims != theirs.mesh_dims:
         said = str(ours), str(theirs)

@@ -12,12 +12,12 @@ from layoutmap.rules.index import RuleIndex
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """One rule as a map keeps it: what is seen of it, its compiled pattern, and whether it says `uneven` itself."""
+class Entry:
+    """One rule with its compiled pattern and whether it has its own `uneven` setting."""
 
     rule: Rule
     compiled: re.Pattern[str]
-    says_uneven: bool
+    has_uneven: bool
 
 
 class Table:
@@ -27,14 +27,14 @@ class Table:
     thread does to the map meanwhile.
     """
 
-    def __init__(self, entries: Iterable[Kept] = ()) -> None:
-        self.entries: dict[str, Kept] = {}
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self.entries: dict[str, Entry] = {}
         self.in_order: list[Rule] = []
         self.index = RuleIndex()
         for entry in entries:
             self.append(entry)
 
-    def append(self, entry: Kept) -> None:
+    def append(self, entry: Entry) -> None:
         """Add a rule, numbered as the last."""
         number = len(self.in_order) + 1
         if entry.rule.number != number:
@@ -44,11 +44,11 @@ class Table:
         self.entries[entry.rule.pattern] = entry
 
     def layouts(self) -> dict[str, Layout]:
-        """The layouts by pattern, in order."""
+        """Return the layouts by pattern, in order."""
         return {rule.pattern: rule.layout for rule in self.in_order.copy()}
 
     def copy(self) -> Table:
-        """A table of the same rules that grows by itself."""
+        """Return an independent table of the same rules."""
         return Table(self.entries.copy().values())
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -40,7 +40,7 @@ class Style:
     packed: bool = False
 
     def axis(self, leaf: str, rank: int) -> int | None:
-        """The sharded axis of a parameter with a name and a number of axes."""
+        """Return the sharded axis of a parameter by its name and rank."""
         if self.sharded == "out":
             return max(rank - 2, 0) if rank else None
         if self.sharded == "in":
@@ -86,15 +86,15 @@ _EXPERTS = {"moe_tp_experts", "ep_dispatch_experts", "gather"}
 
 @dataclass(frozen=True, slots=True)
 class TpRules:
-    """A plan as rules, unchecked: sharding specs by pattern, and what the rules cannot say, as texts to warn with."""
+    """Rules of a plan before they are checked: specs by pattern, and warnings about parts that rules cannot express."""
 
     rules: Mapping[str, tuple[str | None, ...]]
     activations: Mapping[str, tuple[str | None, ...]]
     warnings: tuple[str, ...]
 
 
-def plan_of(source: object) -> dict[str, str]:
-    """The plan of a transformers model or config, or the plan itself.
+def read_tp_plan(source: object) -> dict[str, str]:
+    """Return the tensor-parallel plan of a transformers model or config, or the plan itself.
 
     Raises:
         RuleError: It has none.
@@ -122,13 +122,13 @@ def plan_of(source: object) -> dict[str, str]:
     )
 
 
-def is_maker(source: object) -> bool:
-    """Whether this is a function that makes a model: no plan, and nothing that has one."""
+def is_model_function(source: object) -> bool:
+    """Return whether this is a function that builds a model, not a plan or an object with one."""
     named = ("tp_plan", "_tp_plan", "base_model_tp_plan", "named_parameters")
     return callable(source) and not isinstance(source, type) and not any(hasattr(source, n) for n in named)
 
 
-def tp_rules(  # why: decisions/0014
+def convert_tp_plan(  # why: decisions/0014
     plan: Mapping[str, str],
     *,
     dim: str,
@@ -137,7 +137,7 @@ def tp_rules(  # why: decisions/0014
     parameters: Mapping[str, Sequence[int]] | None,
     layers: Iterable[str] | None,
 ) -> TpRules:
-    """Make rules of a plan.
+    """Convert a tensor-parallel plan to rules.
 
     Args:
         plan: Styles by the path of a module or a parameter; `*` stands for the number of a layer.
@@ -154,24 +154,26 @@ def tp_rules(  # why: decisions/0014
     for key, name in plan.items():
         _check(key, name)
     if parameters is None:
-        found = {key: _usual(key, plan) for key in plan}
+        found = {key: _guess_parameters(key, plan) for key in plan}
         modules = None
     else:
-        found = _found(plan, prefix, parameters)
-        modules = set(layers) if layers is not None else {up for path in parameters for up in _above(path)}
+        found = _find_parameters(plan, prefix, parameters)
+        modules = (
+            set(layers) if layers is not None else {up for path in parameters for up in _list_parents(path)}
+        )
         if plan and not any(found.values()):
-            _refuse_strangers(next(iter(plan)), prefix, parameters)
+            _refuse_unmatched_plan(next(iter(plan)), prefix, parameters)
     rules: dict[str, tuple[str | None, ...]] = {}
     activations: dict[str, tuple[str | None, ...]] = {}
     unmatched: list[str] = []
     for key, name in plan.items():
-        style, pattern = STYLES[name], re.escape(prefix) + _regex(key)
+        style, pattern = STYLES[name], re.escape(prefix) + _make_regex(key)
         for leaf, rank in found[key].items():
             axis = style.axis(leaf or key.rpartition(".")[2], rank)
             if style.sharded != "none of its own":
                 specs = tuple(dim if i == axis else None for i in range(rank))
                 rules[pattern + (rf"\.{re.escape(leaf)}" if leaf else "") + "$"] = specs
-        is_layer = "" not in found[key] and (modules is None or _any(pattern, modules))
+        is_layer = "" not in found[key] and (modules is None or _matches_any(pattern, modules))
         if is_layer and style.output != "as it comes":
             activations[pattern + "$"] = {
                 "replicated": (batch_dim, None, None),
@@ -181,7 +183,7 @@ def tp_rules(  # why: decisions/0014
         if parameters is not None and not found[key] and not is_layer:
             unmatched.append(f"{prefix}{key} ({name})")
     packed = [f"{prefix}{key} ({name})" for key, name in plan.items() if found[key] and STYLES[name].packed]
-    return TpRules(rules, activations, tuple(_warnings(packed, unmatched)))
+    return TpRules(rules, activations, tuple(_make_warnings(packed, unmatched)))
 
 
 def _check(key: str, name: object) -> None:
@@ -200,28 +202,30 @@ def _check(key: str, name: object) -> None:
         )
 
 
-def _regex(key: str) -> str:
+def _make_regex(key: str) -> str:
     return r"\.".join(r"\d+" if part == "*" else re.escape(part) for part in key.split("."))
 
 
-def _any(pattern: str, paths: Iterable[str]) -> bool:
+def _matches_any(pattern: str, paths: Iterable[str]) -> bool:
     match = re.compile(pattern).fullmatch
     return any(match(path) for path in paths)
 
 
-def _above(path: str) -> list[str]:
+def _list_parents(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _found(plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """For each entry the parameters that it is for: their last name ("" for the entry itself), and their rank.
+def _find_parameters(
+    plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]
+) -> dict[str, dict[str, int]]:
+    """Return each entry's parameters: their last name ("" for the entry's own path) and rank.
 
     As in transformers, an entry is for the parameter of its name, and for those of the module of its name that have no
     entry of their own.
     """
     found: dict[str, dict[str, int]] = {key: {} for key in plan}
-    entries = {key: re.compile(re.escape(prefix) + _regex(key)).fullmatch for key in plan}
+    entries = {key: re.compile(re.escape(prefix) + _make_regex(key)).fullmatch for key in plan}
     for path, shape in parameters.items():
         module, _, leaf = path.rpartition(".")
         own = [(key, "") for key, match in entries.items() if match(path)]
@@ -238,8 +242,8 @@ def _found(plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]) 
     return found
 
 
-def _usual(key: str, plan: Mapping[str, str]) -> dict[str, int]:
-    """The parameters that an entry is for where none are known."""
+def _guess_parameters(key: str, plan: Mapping[str, str]) -> dict[str, int]:
+    """Return the usual parameters of an entry if the model's parameters are unknown."""
     style = STYLES[plan[key]]
     above = plan.get(key.rpartition(".")[0])
     if style.sharded == "none of its own" or plan[key] == "replicate":
@@ -253,9 +257,9 @@ def _usual(key: str, plan: Mapping[str, str]) -> dict[str, int]:
     return {"weight": 2} if plan[key].startswith("embedding") else {"weight": 2, "bias": 1}
 
 
-def _refuse_strangers(key: str, prefix: str, parameters: Iterable[str]) -> None:
-    """Refuse a plan of which no entry is for a parameter; its prefix is what is mostly wrong."""
-    anywhere = re.compile(rf"(.*?\.)?{_regex(key)}(\.[^.]+)?")
+def _refuse_unmatched_plan(key: str, prefix: str, parameters: Iterable[str]) -> None:
+    """Refuse a plan without any entry for the model's parameters, and suggest a prefix."""
+    anywhere = re.compile(rf"(.*?\.)?{_make_regex(key)}(\.[^.]+)?")
     matches = (anywhere.fullmatch(path) for path in parameters)
     meant = next((match[1] or "" for match in matches if match), None)
     raise RuleError(
@@ -266,7 +270,7 @@ def _refuse_strangers(key: str, prefix: str, parameters: Iterable[str]) -> None:
     )
 
 
-def _warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[str]:
+def _make_warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[str]:
     if packed:
         yield format_message(
             "tp_plan: packed weights are sharded in consecutive pieces",

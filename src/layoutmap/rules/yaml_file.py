@@ -29,12 +29,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from layoutmap.core.errors import LayoutMapError, RuleError, brief
+from layoutmap.core.errors import LayoutMapError, RuleError, shorten_repr
 from layoutmap.core.layout import UNSHARDED
-from layoutmap.core.match import Rest, as_rest
+from layoutmap.core.match import Rest, check_rest
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.strict_yaml import read_yaml
-from layoutmap.core.uneven import Uneven, as_uneven
+from layoutmap.core.uneven import Uneven, check_uneven
 from layoutmap.rules.patterns import refuse_slow_pattern
 
 VERSION = 1
@@ -65,7 +65,7 @@ class RulesFields:
 
 
 def to_yaml(fields: RulesFields) -> str:  # why: decisions/0199
-    """The text of a rules file."""
+    """Return the text of a rules file."""
     import yaml
 
     class Flow(list[object]):
@@ -79,20 +79,20 @@ def to_yaml(fields: RulesFields) -> str:  # why: decisions/0199
     class Dumper(safe_dumper):
         """Writes specs in one line, and everything else in lines of their own."""
 
-    def in_one_line(dumper: Any, data: Flow) -> object:
+    def represent_list(dumper: Any, data: Flow) -> object:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
-    def mapping_in_one_line(dumper: Any, data: FlowMapping) -> object:
+    def represent_mapping(dumper: Any, data: FlowMapping) -> object:
         return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=True)
 
-    Dumper.add_representer(Flow, in_one_line)
-    Dumper.add_representer(FlowMapping, mapping_in_one_line)
+    Dumper.add_representer(Flow, represent_list)
+    Dumper.add_representer(FlowMapping, represent_mapping)
 
-    def written(spec: ShardingSpec) -> object:
+    def convert_spec(spec: ShardingSpec) -> object:
         return None if spec == UNSHARDED else Flow(spec) if isinstance(spec, tuple) else spec
 
-    def rule(pattern: str, specs: tuple[Any, ...]) -> object:
-        listed = Flow(map(written, specs))
+    def convert_rule(pattern: str, specs: tuple[Any, ...]) -> object:
+        listed = Flow(map(convert_spec, specs))
         own = fields.uneven_rules.get(pattern)
         return FlowMapping(layout=listed, uneven=own) if own else listed
 
@@ -104,9 +104,9 @@ def to_yaml(fields: RulesFields) -> str:  # why: decisions/0199
         if fields.devices is not None:
             mesh["devices"] = Flow(fields.devices)
         data["mesh"] = mesh
-    data["rules"] = {pattern: rule(pattern, specs) for pattern, specs in fields.rules.items()}
+    data["rules"] = {pattern: convert_rule(pattern, specs) for pattern, specs in fields.rules.items()}
     if fields.activations:
-        data["activations"] = {p: Flow(map(written, specs)) for p, specs in fields.activations.items()}
+        data["activations"] = {p: Flow(map(convert_spec, specs)) for p, specs in fields.activations.items()}
     if fields.uneven != "error":
         data["uneven"] = fields.uneven
     if fields.rest:
@@ -122,80 +122,82 @@ def from_yaml(text: str) -> RulesFields:
             known, or another version.
     """
     data = read_yaml(text)
-    version = _mapping(data, "it", None).get("version")
+    version = _check_mapping(data, "it", None).get("version")
     if version != VERSION:
         raise RuleError(
-            f"rules file of version {brief(version)}",
+            f"rules file of version {shorten_repr(version)}",
             why=f"this layoutmap reads version {VERSION}",
             fix=f"write version: {VERSION} in its first line, or use the layoutmap that wrote it",
         )
-    top = _mapping(data, "it", _KEYS)
-    mesh = None if top.get("mesh") is None else _mapping(top["mesh"], "mesh", _MESH_KEYS)
+    top = _check_mapping(data, "it", _KEYS)
+    mesh = None if top.get("mesh") is None else _check_mapping(top["mesh"], "mesh", _MESH_KEYS)
     name = (mesh or {}).get("name")
     devices = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
-        raise RuleError("rules file: mesh name is not text", facts={"there": brief(name)}, fix=_FIX)
+        raise RuleError("rules file: mesh name is not text", facts={"there": shorten_repr(name)}, fix=_FIX)
     if devices is not None and not _are_texts(devices):
         raise RuleError(
-            "rules file: mesh devices is not a list of texts", facts={"there": brief(devices)}, fix=_FIX
+            "rules file: mesh devices is not a list of texts",
+            facts={"there": shorten_repr(devices)},
+            fix=_FIX,
         )
-    dims = None if mesh is None else _mapping(mesh.get("dims"), "mesh dims", None)
+    dims = None if mesh is None else _check_mapping(mesh.get("dims"), "mesh dims", None)
     for dim, size in (dims or {}).items():
         if not isinstance(size, int):
             raise RuleError(
                 f"rules file: the size of mesh dim {dim!r} is not a whole number",
-                facts={"there": brief(size)},
+                facts={"there": shorten_repr(size)},
                 why="it is the number of devices along the dim",
                 fix=f"write a number, as in {{{dim}: 4}}",
             )
-    rules, uneven_rules = _split(_mapping(_or_none(top, "rules"), "rules", None))
+    rules, uneven_rules = _split_uneven(_check_mapping(_read_section(top, "rules"), "rules", None))
     return RulesFields(
         dims=dims,
         mesh_name=name or "",
         devices=None if devices is None else tuple(cast("list[str]", devices)),
-        rules=_rules(rules, "rules", "rule"),
-        activations=_rules(_or_none(top, "activations"), "activations", "activation rule"),
-        uneven=as_uneven(top.get("uneven", "error"), "rules file"),
+        rules=_read_rules(rules, "rules", "rule"),
+        activations=_read_rules(_read_section(top, "activations"), "activations", "activation rule"),
+        uneven=check_uneven(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
-        rest=as_rest(top.get("rest"), "rules file"),
+        rest=check_rest(top.get("rest"), "rules file"),
     )
 
 
-def schema() -> str:
-    """The JSON Schema of a rules file: its form, and not whether its patterns and dims are right."""
+def read_schema() -> str:
+    """Return the JSON Schema of a rules file. It checks the form, not patterns and dims."""
     from importlib.resources import files
 
     return files("layoutmap.rules").joinpath("schema.json").read_text(encoding="utf-8")
 
 
-def _or_none(top: dict[str, Any], key: str) -> object:
-    """A part of the file; one that has nothing in it, as where all its rules are comments, is empty."""
+def _read_section(top: dict[str, Any], key: str) -> object:
+    """Return a section of the file, or an empty dict if all its lines are comments."""
     return {} if top.get(key) is None else top[key]
 
 
-def _split(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Uneven]]:
-    """The layouts of rules, and what those say that are written as a mapping."""
+def _split_uneven(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Uneven]]:
+    """Return the layouts of rules, and the `uneven` settings of rules written as mappings."""
     layouts, uneven = dict(rules), dict[str, Uneven]()
     for pattern, value in rules.items():
         if isinstance(value, dict):
-            own = _mapping(value, f"rule {pattern!r}", {"layout", "uneven"})
+            own = _check_mapping(value, f"rule {pattern!r}", {"layout", "uneven"})
             layouts[pattern] = own.get("layout")
             if "uneven" in own:
-                uneven[pattern] = as_uneven(own["uneven"], f"rules file: rule {pattern!r}")
+                uneven[pattern] = check_uneven(own["uneven"], f"rules file: rule {pattern!r}")
     return layouts, uneven
 
 
-def _rules(value: object, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
-    rules = _mapping(value, what, None)
-    all_or_errors(_check_specs, [(rule, pattern, specs) for pattern, specs in rules.items()])
+def _read_rules(value: object, what: str, rule: str) -> dict[str, tuple[Any, ...]]:
+    rules = _check_mapping(value, what, None)
+    check_all(_check_specs, [(rule, pattern, specs) for pattern, specs in rules.items()])
     return {
         pattern: tuple(tuple(cast("list[str]", s)) if isinstance(s, list) else s for s in specs)
         for pattern, specs in rules.items()
     }
 
 
-def all_or_errors(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
-    """Call a check with each row of arguments, and raise all its errors in one, so that all are corrected at once."""
+def check_all(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
+    """Call a check for each row of arguments and raise all its errors as one."""
     errors: list[LayoutMapError] = []
     for row in rows:
         try:
@@ -214,7 +216,7 @@ def _check_specs(rule: str, pattern: str, specs: object) -> None:
     if not isinstance(specs, list):
         raise RuleError(
             f"rules file: {rule} {pattern!r} has no list of sharding specs",
-            facts={"there": brief(specs)},
+            facts={"there": shorten_repr(specs)},
             why="a layout has one sharding spec for each axis",
             fix="write a list, as in [null, model]",
         )
@@ -223,7 +225,7 @@ def _check_specs(rule: str, pattern: str, specs: object) -> None:
     if "None" in listed:
         raise RuleError(
             f"rules file: {rule} {pattern!r}: None is not a mesh dim",
-            facts={"there": brief(listed)},
+            facts={"there": shorten_repr(listed)},
             why="Python's None is null in YAML",
             fix=f"write [{', '.join('null' if s in ('None', None) else str(s) for s in listed)}]",
         )
@@ -231,7 +233,7 @@ def _check_specs(rule: str, pattern: str, specs: object) -> None:
         if not isinstance(spec, str | None) and not _are_texts(spec):
             raise RuleError(
                 f"rules file: {rule} {pattern!r}: the sharding spec of axis {axis} cannot be read",
-                facts={"there": brief(spec)},
+                facts={"there": shorten_repr(spec)},
                 why="a spec is null, a mesh dim, or a list of mesh dims",
                 fix="write null, model or [batch, model]",
             )
@@ -241,9 +243,11 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in cast("list[Any]", value))
 
 
-def _mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
+def _check_mapping(value: Any, what: str, keys: set[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RuleError(f"rules file: {what} is not a mapping", facts={"there": brief(value)}, fix=_FIX)
+        raise RuleError(
+            f"rules file: {what} is not a mapping", facts={"there": shorten_repr(value)}, fix=_FIX
+        )
     found = cast("dict[str, Any]", value)
     for key in found:
         if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]

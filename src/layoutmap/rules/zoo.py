@@ -44,7 +44,7 @@ class PublishedModel:
         return self.kind.partition(".")[0]
 
     def make(self, **options: object) -> Any:
-        """Make the model, with first values; in a plan or a scope, as there.
+        """Build the model with initial values, following an open plan or scope.
 
         Args:
             options: Arguments of its class besides those of `config`, as in `dtype="bfloat16"`.
@@ -65,8 +65,8 @@ class PublishedModel:
 
 
 @functools.cache
-def models() -> Mapping[str, PublishedModel]:  # why: decisions/0024
-    """All of them, by name.
+def list_models() -> Mapping[str, PublishedModel]:  # why: decisions/0024
+    """Return all published models by name.
 
     Example:
         >>> from layoutmap.rules import zoo
@@ -86,8 +86,8 @@ def models() -> Mapping[str, PublishedModel]:  # why: decisions/0024
     )
 
 
-def model(name: str) -> PublishedModel:
-    """One of them.
+def find_model(name: str) -> PublishedModel:
+    """Return a published model by name.
 
     Raises:
         LayoutMapError: There is none of that name.
@@ -99,7 +99,7 @@ def model(name: str) -> PublishedModel:
         >>> lm.plan(bert.make, lm.LayoutMap.preset(bert.preset, lm.Mesh(None, "batch=64,model=8")), library="keras")
         <Plan: 464 variables on batch=64, model=8, 1.2 GiB, 162.1 MiB per device; no problems>
     """
-    known = models()
+    known = list_models()
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         raise LayoutMapError(

@@ -15,18 +15,18 @@ from typing import Any
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import NumpyArray, block_of
+from layoutmap.core.blocks import NumpyArray, split_numpy_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.plan.problems import Problem
 from layoutmap.report.contents import (
     Contents,
-    contents_html,
-    contents_json,
-    contents_line,
-    contents_of,
-    contents_text,
+    format_html,
+    format_json,
+    format_contents_line,
+    format_text,
+    read_contents,
 )
-from layoutmap.rules.near_misses import nearest
+from layoutmap.rules.near_misses import find_nearest
 from layoutmap.scope.plan import Plan
 
 
@@ -116,7 +116,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
             CheckpointError: Bytes are missing, or are not those that were saved.
         """
         variable = self[path]
-        block, inner = block_of(... if index is None else index, variable.shape)
+        block, inner = split_numpy_index(... if index is None else index, variable.shape)
         return self.source.read(variable.path, block)[inner]
 
     def verify(self, progress: Callable[[str], object] | None = None) -> tuple[CheckpointError, ...]:
@@ -139,7 +139,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @cached_property
     def _contents(self) -> Contents:
-        return contents_of(self.source, self._variables.values())
+        return read_contents(self.source, self._variables.values())
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
@@ -148,7 +148,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     def __getitem__(self, path: str) -> SavedVariable:
         found = self._variables.get(path) or self._variables.get(self._aliases.get(path, ""))
         if found is None:
-            near = nearest(path, [*self._variables, *self._aliases])
+            near = find_nearest(path, [*self._variables, *self._aliases])
             raise KeyError(
                 f"the checkpoint has no variable {path!r}"
                 + (f"; near misses: {', '.join(near)}" if near else "")
@@ -171,7 +171,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
             head |= manifest.facts
             head["files"] = [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files]
             head["metadata"] = manifest.metadata
-        return contents_json(self._contents, head | {"bytes": self.global_bytes})
+        return format_json(self._contents, head | {"bytes": self.global_bytes})
 
     def to_html(self, problems: Sequence[CheckpointError] | None = None) -> str:
         """Write what is in it as one page for a browser that loads nothing: its facts, every variable and its shards.
@@ -179,23 +179,23 @@ class Checkpoint(Mapping[str, SavedVariable]):
         Args:
             problems: What `verify` has returned, which the page shows; `None`: it says that nobody has looked.
         """
-        from layoutmap.report.page.page import checkpoint_page  # late, as in `Plan`
+        from layoutmap.report.page.page import make_checkpoint_page  # late, as in `Plan`
 
-        return checkpoint_page(
+        return make_checkpoint_page(
             self._contents, problems if problems is None else list(map(_problem, problems))
         )
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows; `width`: see `Plan.to_text`."""
-        return contents_text(self._contents, width)
+        return format_text(self._contents, width)
 
     __str__ = to_text
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {contents_line(self._contents)}>"
+        return f"<Checkpoint {format_contents_line(self._contents)}>"
 
     def _repr_html_(self) -> str:
-        return contents_html(self._contents)
+        return format_html(self._contents)
 
 
 def _problem(error: CheckpointError) -> Problem:

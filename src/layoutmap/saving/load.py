@@ -16,11 +16,11 @@ from layoutmap.checkpoint.model_values import Extra, Missing, Values, is_count
 from layoutmap.checkpoint.name_tables import read_names
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.core.blocks import Index, NumpyArray, full_index, held_shards
-from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
+from layoutmap.core.blocks import Index, NumpyArray, find_distinct_shards, make_full_index
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import of_processes
@@ -331,7 +331,7 @@ class _Loading:  # why: decisions/0127
                     if self.values.fill(variable, memory):
                         yield path, array
                     elif layout is None:
-                        yield path, read(full_index(variable.shape))
+                        yield path, read(make_full_index(variable.shape))
                     else:
                         yield path, self._engine.from_shards(Assignment(variable, layout), read, copy=False)
                     progress(path)
@@ -392,12 +392,12 @@ class _Loading:  # why: decisions/0127
             layout = layouts[variable.path]
             read = self.values.reader(variable)
             if is_count(variable, saved) and read is not None:
-                read(full_index(saved.shape))  # it may not fit
+                read(make_full_index(saved.shape))  # it may not fit
             elif layout is None:
                 self.values.source.check(saved.path)
             else:
                 ids = self._engine.bind(layout.mesh).local_device_ids
-                for index, _ in held_shards(layout, saved.shape, ids).values():
+                for index, _ in find_distinct_shards(layout, saved.shape, ids).values():
                     self.values.source.check(saved.path, index)
             progress(variable.path)
 
@@ -413,22 +413,22 @@ def _report_unread(loading: _Loading, values: Values, model: object) -> None:  #
         except CheckpointError as error:
             warning = LayoutMapWarning(
                 f"{where}: the state of the optimizer was not restored",
-                facts={"not read": listed(unread)},
+                facts={"not read": join_names(unread)},
                 why=f"the optimizer differs from the one that was saved: {error.what}",
                 fix="compile the model with the optimizer that was saved",
             )
-            warnings.warn(warning, stacklevel=level_of_user({loading.adapter.name}))
+            warnings.warn(warning, stacklevel=find_user_stacklevel({loading.adapter.name}))
 
     is_restored = loading.adapter.restore_with_optimizer(model, restore)
     warning = LayoutMapWarning(
         f"{where}: {len(unread)} variables of the optimizer were not read",
-        facts={"not read": listed(unread)},
+        facts={"not read": join_names(unread)},
         why="the model has no optimizer",
         fix="call model.compile(...), which restores them" * is_restored
         + "build the model with its optimizer" * (not is_restored)
         + ', or pass extra="ignore" to leave them out',
     )
-    warnings.warn(warning, stacklevel=level_of_user())
+    warnings.warn(warning, stacklevel=find_user_stacklevel())
 
 
 def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -440,7 +440,7 @@ def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) ->
     if unknown := [name for name in override if name not in known]:
         raise CheckpointError(
             f"override={dict(override)!r}: there is no setting {unknown[0]!r} of an optimizer that was saved",
-            facts={"settings": listed(sorted(known)) or "none: it has no optimizer of torch"},
+            facts={"settings": join_names(sorted(known)) or "none: it has no optimizer of torch"},
             why="settings of an optimizer of torch are replaced; others have theirs in code or in variables",
             fix="name one of these, or set it after the load",
         )

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from layoutmap.adapters import Keeping
 from layoutmap.adapters.data_states import restore_state, taker, undo_of
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.scope.process_group import Group
 
 
@@ -30,7 +30,7 @@ def check_data(data: object, states: Sequence[Any], number: int, count: int, nam
         if other := [names for names in saved if set(names) != set(several)]:
             raise CheckpointError(
                 f"{name}: the names differ from those that were saved",
-                facts={"names": listed(list(several)), "saved": listed(other[0])},
+                facts={"names": join_names(list(several)), "saved": join_names(other[0])},
                 why="each of several gets its own state",
                 fix="pass the same names as to save",
             )

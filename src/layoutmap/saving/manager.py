@@ -19,8 +19,8 @@ from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.retention import Retention, check_metrics
 from layoutmap.checkpoint.step_writer import Memory, StepWriter
-from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.saving.load import load
 from layoutmap.saving.preemption import Preemption
 from layoutmap.saving.save_plan import check_step, group_of, plan_save
@@ -261,7 +261,7 @@ class CheckpointManager:
         if number not in self.steps and not (self._group and self._group.several):
             raise CheckpointError(
                 f"{self._storage.where}: there is no step {number} to delete",
-                facts={"steps": listed(list(map(str, self.steps))) or "none"},
+                facts={"steps": join_names(list(map(str, self.steps))) or "none"},
                 why="a step is a folder step-<number>",
                 fix="name one of these",
             )
@@ -322,18 +322,18 @@ class CheckpointManager:
                 facts={} if position is None else {"last loaded or saved": position.step},
                 why="the next run would go on from them, and nobody has said what becomes of them",
                 fix=f"{load}; or save into another directory, or delete these folders first: "
-                f"{listed([f'step-{each}' for each in later])}",
+                f"{join_names([f'step-{each}' for each in later])}",
             )
         left = [each.step for each in self._left(there.values()) if each.step not in self._damaged]
         if left and not self._leaves:
             warnings.warn(
                 LayoutMapWarning(
                     f"step {step} goes on from step {position.step if position else None}, and not from later steps",
-                    facts={"steps": listed(list(map(str, left)))},
+                    facts={"steps": join_names(list(map(str, left)))},
                     why="they stay, as a line of their own of which this run deletes nothing",
                     fix='load the step with later="delete" or later="keep"; keep each run in a directory of its own',
                 ),
-                stacklevel=level_of_user(),
+                stacklevel=find_user_stacklevel(),
             )
         # What is not in the way is of a line that was left, or nobody can go on from it.
         if (step in there and position is not None) or step in self._damaged:

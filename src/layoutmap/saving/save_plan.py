@@ -25,14 +25,14 @@ from layoutmap.checkpoint.step_writer import StepWriter, begin_step
 from layoutmap.checkpoint.storage import MOST_STEP, Storage, new_token
 from layoutmap.checkpoint.writer import ToWrite
 from layoutmap.core.arguments import as_int
-from layoutmap.core.blocks import Index, full_index, held_shards
+from layoutmap.core.blocks import Index, find_distinct_shards, make_full_index
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.agreement import check_values
-from layoutmap.plan.json import fingerprint
+from layoutmap.plan.json import compute_fingerprint
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.process_group import Group, check_saves
 
@@ -154,7 +154,7 @@ def plan_save(
             "library": adapter.name,
             "engine": engine.name,
             "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
-            "plan": None if mesh is None else fingerprint(_table(kept, layouts, mesh)),
+            "plan": None if mesh is None else compute_fingerprint(_table(kept, layouts, mesh)),
         }
         if metrics is not None:
             facts["metrics"] = encode(metrics, "metrics")
@@ -209,10 +209,10 @@ def _find_shards(
 ) -> Iterator[tuple[list[int], Index, int]]:
     """Yield each different shard of a variable: the processes that hold it, its index, and its size in bytes."""
     if layout is None:
-        yield [0], full_index(variable.shape), variable.global_bytes
+        yield [0], make_full_index(variable.shape), variable.global_bytes
         return
     process_of = {device: process for process, devices in enumerate(group.devices) for device in devices}
-    found = held_shards(layout, variable.shape, process_of)
+    found = find_distinct_shards(layout, variable.shape, process_of)
     size = variable.global_bytes // max(1, len(found))
     for index, devices in found.values():
         yield list(dict.fromkeys(process_of[each] for each in devices)), index, size
@@ -278,6 +278,6 @@ def check_step(step: object) -> int:
 
 
 def _checksum(engine: Engine, array: object) -> int:
-    from layoutmap.core.checksums import checksum
+    from layoutmap.core.checksums import compute_checksum
 
-    return checksum(engine.to_numpy(array))
+    return compute_checksum(engine.to_numpy(array))

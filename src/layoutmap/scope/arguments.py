@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from layoutmap.adapters import find_adapter
 from layoutmap.adapters.options import ScopeOptions
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.rules.rule_set import RuleSet
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,7 +50,7 @@ def check_maker(make_model: object, layout_map: object, function: str) -> None:
     if not callable(make_model):
         raise ScopeError(
             f"{function}: there is no function that makes a model",
-            why=f"the first argument is {kind_of(make_model)}",
+            why=f"the first argument is {describe_type(make_model)}",
             fix=f"pass a function: lm.{function}(lambda: keras.Sequential([...]), layout_map)",
         )
 
@@ -78,7 +78,7 @@ def check_layout_map(layout_map: object, function: str) -> None:
     rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
     raise ScopeError(
         f"{function}: there is no layout map",
-        why=f"what was passed for it is {kind_of(layout_map)}",
+        why=f"what was passed for it is {describe_type(layout_map)}",
         fix=f'pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {rules})',
     )
 
@@ -121,7 +121,7 @@ def check_remat(remat: Any) -> None:  # why: decisions/0094
             re.compile(remat)
     except (re.error, TypeError) as error:
         raise ScopeError(
-            f"remat={brief(remat)} names no layers",
+            f"remat={shorten_repr(remat)} names no layers",
             why=f"it is not a regex: {error}",
             fix="write remat='blocks', or a regex for the paths of layers, as remat=r'blocks\\.0$'",
         ) from error

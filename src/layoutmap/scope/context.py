@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 from layoutmap.adapters import REFUSED, Building
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Session
-from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, listed
-from layoutmap.core.idle_dims import idle_dims_warning
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, join_names
+from layoutmap.core.idle_dims import make_idle_dims_warning
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.uneven import with_single_dims
+from layoutmap.core.uneven import keep_largest_dims
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
 from layoutmap.engines import Engine, get_engine
-from layoutmap.plan.completeness import problem_of_unbuilt
+from layoutmap.plan.completeness import make_unbuilt_problem
 from layoutmap.plan.problems import Problem
-from layoutmap.report.text import warning_text
+from layoutmap.report.text import format_warnings
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
@@ -109,7 +109,7 @@ class Scope:
         )
         unused = self._unused_dims(plan) if complete and not self.plan_only else ()
         self.plan = replace(plan, batches=None if self.plan_only else self.batches)
-        self.plan = self.plan.with_problems([*self._not_held(plan), *unused])
+        self.plan = self.plan.add_problems([*self._not_held(plan), *unused])
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
@@ -126,7 +126,7 @@ class Scope:
             self.plan.check(strict=self.options.strict)
             unbuilt = self.session.unbuilt()
             if unbuilt:
-                self.plan = self.plan.with_problem(problem_of_unbuilt("", unbuilt, called=False))
+                self.plan = self.plan.add_problem(make_unbuilt_problem("", unbuilt, called=False))
             if complete:
                 if self.values is not None:
                     self.values.check(variables)
@@ -135,7 +135,7 @@ class Scope:
 
     def note(self, subject: str, what: str) -> None:
         """Add a note to the plan, of what was found when the variables were materialized."""
-        self.plan = self.plan.with_problem(Problem("gathering", "note", subject, what))
+        self.plan = self.plan.add_problem(Problem("gathering", "note", subject, what))
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
         """A layout for one variable that is needed before all are known: its rule's where that fits."""
@@ -184,7 +184,7 @@ class Scope:
 
     def _layout_of_output(self, path: str) -> Layout | None:
         layout = self.layout_map.activations[path]
-        return layout if layout is None or self.several_dims else with_single_dims(layout)
+        return layout if layout is None or self.several_dims else keep_largest_dims(layout)
 
     def _not_held(self, plan: Plan) -> Iterator[Problem]:
         """A problem for what the engine cannot hold of variables and layers' outputs; no device is asked for."""
@@ -243,8 +243,8 @@ class Scope:
             each.name for each in self.plan.unused_dims if each.name not in (self.policy.batch_dim, *sharded)
         ]
         if idle:
-            warning = idle_dims_warning(step, self.mesh, idle, self.policy.batch_dim, "build or scope")
-            warnings.warn(warning, stacklevel=level_of_user({self.adapter.name}))
+            warning = make_idle_dims_warning(step, self.mesh, idle, self.policy.batch_dim, "build or scope")
+            warnings.warn(warning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_of_nothing(self) -> None:
         """Warn if nothing was made here: another thread made it, or a library whose models a scope cannot see."""
@@ -259,7 +259,7 @@ class Scope:
         if unseen is not None:
             what, (why, fix) = f"{what}; models of {unseen} are not laid out", REFUSED[unseen]
         text = format_message(what, {}, why, fix)
-        warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
+        warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_of_unbuilt(self) -> None:
         """Warn that what `strict` asks for is still to be checked, if layers have no weights yet."""
@@ -270,17 +270,17 @@ class Scope:
         waiting = [str(rule) for rule in self.layout_map.rules if rule not in used]
         text = format_message(
             "strict: the layout map is not checked yet, since layers have no weights",
-            {"layers": listed(unbuilt), "rules to check": listed(waiting)},
+            {"layers": join_names(unbuilt), "rules to check": join_names(waiting)},
             "a model makes its weights at its first call: errors, and rules that match no variable, are raised then",
             "to check now, build the model with inputs=: an example batch, or keras.Input(...)",
         )
-        warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name}))
+        warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def _warn(self) -> None:
-        text = warning_text(self.plan)
+        text = format_warnings(self.plan)
         if text and text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({self.adapter.name, "jax"}))
+            warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name, "jax"}))
 
     def __repr__(self) -> str:
         return f"<Scope: {self.plan!r}>"

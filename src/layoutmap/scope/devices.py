@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from layoutmap.core.arguments import as_int
-from layoutmap.core.errors import EngineError, MeshError, brief
+from layoutmap.core.errors import EngineError, MeshError, shorten_repr
 from layoutmap.core.mesh import Mesh, MeshDimension
-from layoutmap.core.mesh_devices import device_names
+from layoutmap.core.mesh_devices import check_device_names
 from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
 from layoutmap.engines import ENGINES, get_engine, installed_engines
 
@@ -52,7 +52,7 @@ def create_mesh(  # why: decisions/0001
     """
     dims = parse_mesh_dims(mesh_dims)
     open_size = any(dim.size == -1 for dim in dims)
-    names = None if devices is None else device_names(devices, dims)
+    names = None if devices is None else check_device_names(devices, dims)
     if names is None and device_type is None and engine is None and not open_size:
         return Mesh(None, dims, mesh_name)
     if names is not None:
@@ -113,7 +113,7 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
     wanted = as_int(number)
     if wanted is None or wanted < 1:
         raise MeshError(
-            f"{brief(number)} devices cannot be simulated",
+            f"{shorten_repr(number)} devices cannot be simulated",
             why="a mesh has one device or more",
             fix="pass a whole number, as in simulate_devices(8)",
         )

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Self
 
-from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError, counted
+from layoutmap.core.errors import LayoutMapWarning, MeshError, RuleError, format_count
 from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.to_rules import rules_of_plan
-from layoutmap.rules.keras_rules import rules_of
-from layoutmap.rules.logical_axes import Semantics, logical_specs
-from layoutmap.rules.partition_specs import rules_by_path, searched_specs, shapes_of, specs_of_tree
-from layoutmap.rules.rule_set import RuleSet, given_mesh
-from layoutmap.rules.tp_plan import is_maker, plan_of, tp_rules
+from layoutmap.plan.to_rules import derive_rules
+from layoutmap.rules.keras_rules import read_keras_map
+from layoutmap.rules.logical_axes import Semantics, resolve_logical_axes
+from layoutmap.rules.partition_specs import make_path_rules, read_shapes, read_spec_tree, search_specs
+from layoutmap.rules.rule_set import RuleSet, read_mesh
+from layoutmap.rules.tp_plan import convert_tp_plan, is_model_function, read_tp_plan
 from layoutmap.scope.plan import make_plan
 from layoutmap.scope.scope import plan
 
@@ -55,11 +55,11 @@ class ImportedMaps(RuleSet):
                1  .*\\.\\d+\\.up$  (unsharded, model)
             the rest is replicated
         """
-        rules = rules_of_plan(plan)
+        rules = derive_rules(plan)
         if lost := _not_in_rules(plan, rules):
             _warn(
-                f"from_plan: {counted(len(lost), 'variable')} of the plan {'is' if len(lost) == 1 else 'are'} not in "
-                "the map",
+                f"from_plan: {format_count(len(lost), 'variable')} of the plan "
+                f"{'is' if len(lost) == 1 else 'are'} not in the map",
                 lost,
                 "rules give layouts of variables, and slots follow their weights",
                 "print the plan to see all of it",
@@ -135,17 +135,22 @@ class ImportedMaps(RuleSet):
         References:
             `transformers.distributed.tensor_parallel` of transformers 5.23.
         """
-        mesh = given_mesh(mesh) or mesh
+        mesh = read_mesh(mesh) or mesh
         check_dim("from_tp_plan: dim", dim, mesh, "weights are sharded over it", RuleError, "")
         check_dim("from_tp_plan: batch_dim", batch_dim, mesh, "batches are sharded over it", RuleError)
         layers: list[str] | None = None
-        if is_maker(plan):
+        if is_model_function(plan):
             plan, parameters = _make_dry(plan, mesh)
         if hasattr(plan, "named_parameters"):
             layers = [path for path, _ in plan.named_modules(remove_duplicate=False)]
             parameters = parameters or dict(plan.named_parameters(remove_duplicate=False))
-        made = tp_rules(
-            plan_of(plan), dim=dim, batch_dim=batch_dim, prefix=prefix, parameters=parameters, layers=layers
+        made = convert_tp_plan(
+            read_tp_plan(plan),
+            dim=dim,
+            batch_dim=batch_dim,
+            prefix=prefix,
+            parameters=parameters,
+            layers=layers,
         )
         for text in made.warnings:
             warnings.warn(text, LayoutMapWarning, stacklevel=2)
@@ -184,7 +189,7 @@ class ImportedMaps(RuleSet):
             LayoutMap on batch=2, model=4, 1 rule
                1  keras:up/kernel  (unsharded, model)
         """
-        found, rules = rules_of(keras_map, given_mesh(mesh))
+        found, rules = read_keras_map(keras_map, read_mesh(mesh))
         return cls(found, rules)
 
     @classmethod
@@ -213,7 +218,7 @@ class ImportedMaps(RuleSet):
                2  d1\\.bias$    (unsharded,)
         """
         where, on = "from_partition_specs", _mesh(mesh)
-        return cls(on, rules_by_path(specs_of_tree(specs, shapes_of(parameters, where), on, where)))
+        return cls(on, make_path_rules(read_spec_tree(specs, read_shapes(parameters, where), on, where)))
 
     @classmethod
     def from_partition_rules(cls, rules: object, mesh: Mesh | str, parameters: object) -> Self:
@@ -249,15 +254,15 @@ class ImportedMaps(RuleSet):
             `match_partition_rules` of EasyLM.
         """
         where, on = "from_partition_rules", _mesh(mesh)
-        specs, unused = searched_specs(rules, shapes_of(parameters, where), where)
+        specs, unused = search_specs(rules, read_shapes(parameters, where), where)
         if unused:
             _warn(
-                f"{where}: {counted(len(unused), 'rule')} without effect",
+                f"{where}: {format_count(len(unused), 'rule')} without effect",
                 {"rules": ", ".join(unused)},
                 "they match no path, or earlier rules match first",
                 "ignore this if the model has no such part, else correct them or move them up",
             )
-        return cls(on, rules_by_path(specs))
+        return cls(on, make_path_rules(specs))
 
     @classmethod
     def from_logical_axes(
@@ -305,7 +310,7 @@ class ImportedMaps(RuleSet):
             `flax.linen.logical_to_mesh_axes` and `flax.nnx.get_partition_spec` of flax 0.12.8.
         """
         where, on = "from_logical_axes", _mesh(mesh)
-        specs, without = logical_specs(rules, axes, shapes_of(parameters, where), semantics, where)
+        specs, without = resolve_logical_axes(rules, axes, read_shapes(parameters, where), semantics, where)
         if without:
             _warn(
                 f"{where}: {len(without)} names of axes have no rule",
@@ -313,12 +318,12 @@ class ImportedMaps(RuleSet):
                 "linen leaves such an axis unsharded",
                 f"say so, with ({without[0]!r}, None) among the rules, or say over which dim it is sharded",
             )
-        return cls(on, rules_by_path(specs))
+        return cls(on, make_path_rules(specs))
 
 
 def _mesh(mesh: Mesh | str) -> Mesh:
     """Return the mesh of a map that needs one."""
-    found = given_mesh(mesh)
+    found = read_mesh(mesh)
     if found is None:
         raise MeshError(
             "there is no mesh",
@@ -343,7 +348,7 @@ def _not_in_rules(found: PlanTable, rules: RuleSet) -> dict[str, object]:
 
 
 def _warn(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:
-    warnings.warn(LayoutMapWarning(what, facts=facts, why=why, fix=fix), stacklevel=level_of_user())
+    warnings.warn(LayoutMapWarning(what, facts=facts, why=why, fix=fix), stacklevel=find_user_stacklevel())
 
 
 def _make_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 from layoutmap.adapters.options import OptionsByName
-from layoutmap.core.match import layout_text
+from layoutmap.core.match import format_rule_layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import html_table
+from layoutmap.core.text_table import format_html_table
 from layoutmap.scope.context import Scope
 from layoutmap.scope.imported_maps import ImportedMaps
 from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
@@ -240,10 +240,10 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
     def _repr_html_(self) -> str:
         shown = [(self, "rule"), (self.activations, "activation rule")]
         return "".join(
-            html_table(
+            format_html_table(
                 rules.title(),
                 (kind, "pattern", "layout"),
-                [(str(rule.number), rule.pattern, layout_text(rule)) for rule in rules.rules]
+                [(str(rule.number), rule.pattern, format_rule_layout(rule)) for rule in rules.rules]
                 + ([("", "the rest", self.rest)] if self.rest and rules is self else []),
             )
             for rules, kind in shown

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind
 from layoutmap.plan.planner import make_table
-from layoutmap.report.text import warning_text
+from layoutmap.report.text import format_warnings
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan
 
@@ -95,8 +95,8 @@ def _checked_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str 
                 fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
             )
     plan = _plan(layout_map, found, zero_dim).check(strict=strict)
-    if text := warning_text(plan):
-        warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user())
+    if text := format_warnings(plan):
+        warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel())
     return plan
 
 
@@ -125,7 +125,7 @@ def _init_of(tx: Any) -> Any:
         return tx.init
     raise ScopeError(
         "there is no optimizer",
-        why=f"what was passed for it is {kind_of(tx)}, without init and update",
+        why=f"what was passed for it is {describe_type(tx)}, without init and update",
         fix="pass one of optax, as in optax.adamw(1e-3); a state that exists is laid out by apply_optimizer; an "
         "optimizer of Keras or torch needs neither: its slots have the layouts of their weights",
     )

@@ -9,14 +9,14 @@ from typing import Any, ParamSpec
 
 from layoutmap.core.layout import Layout
 from layoutmap.plan.diff import PlanDiff, diff_plans
-from layoutmap.plan.keras_names import layouts_by_name
+from layoutmap.plan.keras_names import collect_keras_layouts
 from layoutmap.plan.lint import Findings, lint_plan
-from layoutmap.plan.memory import Memory, memory_of
+from layoutmap.plan.memory import Memory, count_memory
 from layoutmap.plan.planner import make_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import Verdict, verdict_of
-from layoutmap.report.explain import explain_text
-from layoutmap.report.text import plan_html, plan_line, plan_text
+from layoutmap.plan.verdict import Verdict, judge_plan
+from layoutmap.report.explain import explain_variable
+from layoutmap.report.text import format_html, format_line, format_text
 from layoutmap.rules.rule_set import RuleSet
 
 # What reads and writes JSON and pages is imported late: it takes as long to load as a third of all the rest.
@@ -75,7 +75,7 @@ class Plan(PlanTable):  # why: decisions/0038
             -----------  -------  -----------------
             head.kernel  1.5 MiB  axis 0 over model
         """
-        return memory_of(self)
+        return count_memory(self)
 
     @property
     def verdict(self) -> Verdict:
@@ -85,10 +85,10 @@ class Plan(PlanTable):  # why: decisions/0038
             >>> from layoutmap.core.variables import VariableSpec
             >>> layout_map = lm.LayoutMap(lm.Mesh(None, "batch=2,model=4"), {"up": (None, "model")})
             >>> plan = make_plan([VariableSpec("up.kernel", (512, 1024), "float32")], layout_map)
-            >>> print(plan.judged(device_memory=2**20).verdict)
+            >>> print(plan.set_limits(device_memory=2**20).verdict)
             Verdict: fits: 1.0 MiB of 1.0 MiB per device, and 0 B are left for activations
         """
-        return verdict_of(self)
+        return judge_plan(self)
 
     def explain(self, path: str, layout_map: RuleSet | None = None) -> str:
         """Explain why a variable has its layout, and what to type to change that.
@@ -114,9 +114,9 @@ class Plan(PlanTable):  # why: decisions/0038
               change it     the first rule that matches wins: put one before rule 1, or change that
         """
         if layout_map is None:
-            return explain_text(self, path)
+            return explain_variable(self, path)
         variables = [a.variable for a in self.assignments]
-        return explain_text(self, path, make_table(variables, layout_map, complete=False))
+        return explain_variable(self, path, make_table(variables, layout_map, complete=False))
 
     def diff(self, other: PlanTable) -> PlanDiff:
         """Compare with another plan; the result is false if nothing differs.
@@ -158,9 +158,9 @@ class Plan(PlanTable):  # why: decisions/0038
     @property
     def fingerprint(self) -> str:
         """A short text that is the same for plans that put the same variables in the same places of a mesh."""
-        from layoutmap.plan.json import fingerprint
+        from layoutmap.plan.json import compute_fingerprint
 
-        return fingerprint(self)
+        return compute_fingerprint(self)
 
     def to_layout_map(self) -> Any:
         """Make the map with the fewest rules that give the layouts of this plan; see `LayoutMap.from_plan`.
@@ -253,7 +253,7 @@ class Plan(PlanTable):  # why: decisions/0038
         """
         from layoutmap.adapters.keras.distribution import keras_map
 
-        return keras_map(self.mesh, layouts_by_name(self), device_mesh)
+        return keras_map(self.mesh, collect_keras_layouts(self), device_mesh)
 
     def to_parallelize_plan(self) -> str:
         """Return Python to paste into a program of torch: a function `parallelize(model, mesh)` of torch's own calls.
@@ -274,9 +274,9 @@ class Plan(PlanTable):  # why: decisions/0038
             >>> "ColwiseParallel(output_layouts=Replicate())" in plan.to_parallelize_plan()
             True
         """
-        from layoutmap.plan.to_parallelize import parallelize_text
+        from layoutmap.plan.to_parallelize import write_parallelize_code
 
-        return parallelize_text(self)
+        return write_parallelize_code(self)
 
     def to_tp_plan(self) -> dict[str, str]:
         """Return the layouts as a tensor parallel plan of Hugging Face transformers, for its `DistributedConfig`.
@@ -297,9 +297,9 @@ class Plan(PlanTable):  # why: decisions/0038
             >>> make_plan(variables, lm.LayoutMap(lm.Mesh(None, "model=4"), rules)).to_tp_plan()
             {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}
         """
-        from layoutmap.plan.to_tp_plan import tp_plan_of
+        from layoutmap.plan.to_tp_plan import make_tp_plan
 
-        return tp_plan_of(self)
+        return make_tp_plan(self)
 
     def to_logical_axis_rules(self, axes: object = None) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
         """Return names for the axes of each variable, and logical axis rules of flax and MaxText for these names.
@@ -325,9 +325,9 @@ class Plan(PlanTable):  # why: decisions/0038
             >>> plan.to_logical_axis_rules({"up": {"kernel": ("embed", "mlp")}})[1]
             [('embed', 'fsdp'), ('mlp', 'model')]
         """
-        from layoutmap.plan.to_logical_axes import logical_rules_of
+        from layoutmap.plan.to_logical_axes import make_logical_rules
 
-        return logical_rules_of(self, axes)
+        return make_logical_rules(self, axes)
 
     # -- texts
 
@@ -363,9 +363,9 @@ class Plan(PlanTable):  # why: decisions/0038
             >>> page.startswith("<!doctype html>"), "d1.kernel" in page
             (True, True)
         """
-        from layoutmap.report.page.page import plan_page
+        from layoutmap.report.page.page import make_plan_page
 
-        return plan_page(self, self.lint(batch_dim).problems)
+        return make_plan_page(self, self.lint(batch_dim).problems)
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows.
@@ -374,15 +374,15 @@ class Plan(PlanTable):  # why: decisions/0038
             width: How many characters wide a table may be, as of a terminal: columns are left out and shortened, and
                 the line below says which. `None`: all columns.
         """
-        return plan_text(self, width)
+        return format_text(self, width)
 
     __str__ = to_text
 
     def __repr__(self) -> str:
-        return f"<Plan: {plan_line(self)}>"
+        return f"<Plan: {format_line(self)}>"
 
     def _repr_html_(self) -> str:
-        return plan_html(self)
+        return format_html(self)
 
 
 def _faced(make: Callable[P, PlanTable]) -> Callable[P, Plan]:

@@ -27,7 +27,7 @@ from layoutmap.engines.agreement import (
     of_processes,
 )
 from layoutmap.plan.diff import diff_plans
-from layoutmap.plan.json import fingerprint, plan_from_json, plan_to_json
+from layoutmap.plan.json import compute_fingerprint, plan_from_json, plan_to_json
 from layoutmap.plan.table import PlanTable
 
 
@@ -115,7 +115,12 @@ def check_plans(
     except PlanError as error:
         refusal = str(error)
     devices = ", ".join(plan.mesh.devices or ())
-    own = [*versions, ("plan", f"{fingerprint(plan)} {devices}"), ("problems", refusal), ("rules", rules)]
+    own = [
+        *versions,
+        ("plan", f"{compute_fingerprint(plan)} {devices}"),
+        ("problems", refusal),
+        ("rules", rules),
+    ]
     found = differing_name(own, gather)
     if found is None:
         return

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from layoutmap.core.escaping import escaped
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import VariableSpec
 
 _PATIENCE_SECONDS = 2.0
@@ -74,7 +74,7 @@ class Progress(_Line):
         if self._is_due():
             share = 100 * self._made_bytes // self._total_bytes
             counts = f"{self._made}/{len(self._variables)} variables{self._verb}, {share}%"
-            self._show(f"layoutmap: {counts}  {escaped(variable.path)}")
+            self._show(f"layoutmap: {counts}  {escape_text(variable.path)}")
 
 
 class Waiting(_Line):

@@ -23,12 +23,12 @@ from layoutmap.adapters import (
     others_refused,
 )
 from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions
-from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, listed
-from layoutmap.core.garbage import garbage_kept
+from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
+from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.engines import get_engine
 from layoutmap.plan.carried_cost import load_cost_package
-from layoutmap.plan.completeness import has_weights, problem_of_unbuilt
+from layoutmap.plan.completeness import has_weights, make_unbuilt_problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import (
     check_layout_map,
@@ -229,7 +229,7 @@ def plan(
     request = None
     if on is not None:
         request = load_cost_package().request_cost(on, context.mesh, inputs, adapter.engine_name, options)
-    with adapter.undisturbed(), garbage_kept():
+    with adapter.undisturbed(), pause_garbage_collection():
         make = make_model
         if optimizer is not None:
             training = capable(adapter, Training, "plan: optimizer")
@@ -248,17 +248,17 @@ def plan(
             several_dims=context.several_dims,
         )
         of_engine = [p for p in found.problems if p.kind in ("unsupported layout", "unsupported")]
-        final = final.with_problems([p for p in of_engine if p not in final.problems])
+        final = final.add_problems([p for p in of_engine if p not in final.problems])
     if not complete:
-        problem = problem_of_unbuilt(type(model).__name__, unbuilt, called=inputs is not None)
-        final = final.with_problem(problem)
+        problem = make_unbuilt_problem(type(model).__name__, unbuilt, called=inputs is not None)
+        final = final.add_problem(problem)
     if strict:
         final.check(strict=True)
     if request is not None and not final.errors:
         with adapter.undisturbed():
             request = replace(request, device_memory=device_memory, advises=advise)
             return load_cost_package().add_cost(final, context, model, inputs, optimizer, request)
-    return final.judged(device_memory=device_memory)
+    return final.set_limits(device_memory=device_memory)
 
 
 @takes_options
@@ -304,7 +304,7 @@ def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> S
     if not bound.local_device_ids:
         raise ScopeError(
             "no device of the mesh belongs to this process",
-            facts={"mesh": str(bound), "devices": listed(bound.devices or ())},
+            facts={"mesh": str(bound), "devices": join_names(bound.devices or ())},
             why="a process takes part with its own devices",
             fix="open the scope only in processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
         )

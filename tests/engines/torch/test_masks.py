@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layoutmap as lm
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
+from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.placing import full_tensor
 
@@ -55,7 +55,7 @@ def test_masks_of_what_does_not_divide(placements, shape):
         native, _ = engine().native(Layout.replicated(Mesh(None, sizes), 0), 0)
         torch.manual_seed(5)
         with engine().run_on(Mesh(None, sizes)):
-            mask = sharded_mask(shape, torch.float32, "cpu", 0.5, native, chosen)
+            mask = draw_sharded_mask(shape, torch.float32, "cpu", 0.5, native, chosen)
             found.append(full_tensor(mask))
 
     assert torch.equal(*found)
@@ -65,7 +65,7 @@ def mask_of(shape, p, seed=0):
     """A mask on one device."""
     native, _ = engine().native(Layout.replicated(Mesh(None, ONE), 0), 0)
     torch.manual_seed(seed)
-    return full_tensor(sharded_mask(shape, torch.float64, "cpu", p, native, [Replicate()]))
+    return full_tensor(draw_sharded_mask(shape, torch.float64, "cpu", p, native, [Replicate()]))
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])

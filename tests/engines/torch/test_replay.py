@@ -160,7 +160,7 @@ def test_blocks_are_parts_of_the_plain_tensor(
     torch.manual_seed(3)
     torch.randn(3)
     tape = Tape(1, piece)
-    with tape.recording():
+    with tape.record_operations():
         tensor = make()
     assert torch.equal(state, torch.get_rng_state()), text
     indices = [index_of(plain.shape, data.draw) for _ in range(2)]
@@ -181,7 +181,7 @@ def test_what_is_read_later_is_read_in_blocks(data: Any, piece: int, axis: int):
     files = [torch.randn(shape) for _ in range(3)]
     plain = torch.cat([torch.stack([each.half() for each in files])] * 2, axis)
     tape = Tape(1, piece)
-    with tape.recording():
+    with tape.record_operations():
         read = [tape.read_later(lambda each=each: each).half() for each in files]
         tensor = torch.cat([torch.stack(read)] * 2, axis)
     indices = [index_of(plain.shape, data.draw) for _ in range(2)]
@@ -198,7 +198,7 @@ def test_of_a_mapped_file_only_what_a_block_has_is_read(tmp_path: Path):
     path = tmp_path / "weight"
     torch.arange(1 << 22, dtype=torch.float32).numpy().tofile(path)
     tape = Tape()
-    with tape.recording():
+    with tape.record_operations():
         tensor = tape.read_later(lambda: torch.from_file(str(path), size=1 << 22).view(1024, 4096))
         tensor = tensor.to(torch.bfloat16)
     before = resident(path)
@@ -218,7 +218,7 @@ def resident(path: Path) -> int:
 
 def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 10) -> Recipe:
     tape = Tape(1, piece)
-    with tape.recording():
+    with tape.record_operations():
         tensor = make()
     return tape.recipe(tensor)
 
@@ -317,7 +317,7 @@ def test_skipping_leaves_the_generator_as_drawing_does(draw: RandomFill):
 
 def test_this_torch_lets_its_generator_jump():
     """The state is written as we know it, so that skipping costs no drawing."""
-    assert jump.works()
+    assert jump.is_exact()
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -175,12 +175,12 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def record(tape: Tape, make: Callable[[], Any]) -> Any:
-    with tape.recording():
+    with tape.record_operations():
         return make()
 
 
 def values(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
-    return tape.recipe(tensor).global_value() if tape.holds(tensor) else tensor.detach()
+    return tape.recipe(tensor).global_value() if tape.is_deferred(tensor) else tensor.detach()
 
 
 def facts(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -211,7 +211,7 @@ def test_a_model_is_the_plain_model(name: str, smallest: int, piece: int):
         assert facts(expected) == facts(actual), key
         assert expected.stride() == actual.stride() == whole.stride(), key
         assert bits(expected) == bits(whole), key
-        if tape.holds(actual):
+        if tape.is_deferred(actual):
             index = tuple(slice(n // 3, n) for n in expected.shape)
             [block] = tape.recipe(actual).blocks([index])
             assert block.is_contiguous(), key
@@ -226,8 +226,8 @@ def test_what_is_deferred_depends_on_the_size():
     """A tensor is deferred if it has at least the smallest number of elements."""
     tape = Tape(smallest=100)
     many, few, follows = record(tape, lambda: ((a := torch.zeros(100)), torch.zeros(99), a[:3] + 1))
-    assert [True, False, True] == [tape.holds(each) for each in (many, few, follows)]
-    assert [False, False] == [Tape().holds(many), tape.holds(torch.zeros(100))]
+    assert [True, False, True] == [tape.is_deferred(each) for each in (many, few, follows)]
+    assert [False, False] == [Tape().is_deferred(many), tape.is_deferred(torch.zeros(100))]
     assert torch.device("cpu") == many.device
     assert not many.is_meta
 
@@ -236,7 +236,7 @@ def test_large_from_small_is_deferred():
     """A large tensor that is computed from small real ones is not made either."""
     tape = Tape(smallest=1000)
     small, large = record(tape, lambda: ((a := torch.arange(100.0)), a[:, None] * a))
-    assert (False, True) == (tape.holds(small), tape.holds(large))
+    assert (False, True) == (tape.is_deferred(small), tape.is_deferred(large))
     assert torch.equal(small[:, None] * small, tape.recipe(large).global_value())
 
 
@@ -255,7 +255,7 @@ def test_memory_of_nothing_is_deferred():
     torch.manual_seed(2)
     tape = Tape(100)
     deferred = record(tape, make)
-    assert tape.holds(deferred.weight)
+    assert tape.is_deferred(deferred.weight)
     assert bits(plain.weight) == bits(values(tape, deferred.weight))
     assert bits(plain.bias) == bits(deferred.bias)
 
@@ -263,7 +263,7 @@ def test_memory_of_nothing_is_deferred():
 def test_a_move_to_another_device_is_refused():
     """A module with deferred parameters is not moved: that would make them all, on one device."""
     tape = Tape(1)
-    with tape.recording():
+    with tape.record_operations():
         layer = nn.Linear(4, 3)
         with pytest.raises(
             EngineError, match=r"Linear\.weight is moved to meta(?s:.*)the mesh names the devices"
@@ -271,7 +271,7 @@ def test_a_move_to_another_device_is_refused():
             layer.to("meta")
         assert layer.to("cpu") is layer
     assert ["weight", "bias"] == list(dict(layer.named_parameters()))
-    assert tape.holds(layer.bias)
+    assert tape.is_deferred(layer.bias)
 
 
 def test_only_what_a_tape_holds_has_a_recipe():
@@ -291,7 +291,7 @@ def test_recording_leaves_no_trace(fails: bool):
     operations = _get_current_dispatch_mode_stack()
     tape = Tape(1)
     try:
-        with tape.recording():
+        with tape.record_operations():
             nn.Linear(3, 4).half()
             if fails:
                 raise KeyError("the model's own")
@@ -300,18 +300,18 @@ def test_recording_leaves_no_trace(fails: bool):
     assert before == attributes()
     assert modes == _get_current_function_mode_stack()
     assert operations == _get_current_dispatch_mode_stack()
-    assert not tape.holds(torch.zeros(5))
+    assert not tape.is_deferred(torch.zeros(5))
 
 
 def test_a_recording_that_another_thread_ends():
     """Torch's modes are those of a thread: what could not be left there is left when this one records again."""
     before = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    recording = Tape(1).recording()
+    recording = Tape(1).record_operations()
     recording.__enter__()
     thread = threading.Thread(target=recording.__exit__, args=(None, None, None))
     thread.start()
     thread.join()
-    with Tape(1).recording():
+    with Tape(1).record_operations():
         pass
 
     assert before == [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
@@ -320,13 +320,13 @@ def test_a_recording_that_another_thread_ends():
 def test_recording_may_be_entered_again():
     """A tape goes on after a pause, and what was deferred before may change."""
     tape = Tape(1)
-    with tape.recording(), tape.recording():
+    with tape.record_operations(), tape.record_operations():
         tensor = torch.ones(5)
     early = tape.recipe(tensor)
     plain = torch.ones(5)
-    with tape.recording():
+    with tape.record_operations():
         tensor.add_(2)
-    assert (False, True) == (tape.holds(plain), tape.holds(tensor))
+    assert (False, True) == (tape.is_deferred(plain), tape.is_deferred(tensor))
     assert [1.0] * 5 == early.global_value().tolist()
     assert [3.0] * 5 == tape.recipe(tensor).global_value().tolist()
 
@@ -358,10 +358,10 @@ def test_a_tape_records_its_own_thread_only():
         thread.join(60)
     assert original is nn.Module._apply
     for place, tape in enumerate(tapes):
-        assert (place < 2) == (tape is not None and tape.holds(made[place]))
+        assert (place < 2) == (tape is not None and tape.is_deferred(made[place]))
         assert plain == bits(made[place] if tape is None else values(tape, made[place]))
     assert tapes[0] is not None
-    assert not tapes[0].holds(made[1])
+    assert not tapes[0].is_deferred(made[1])
 
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -389,7 +389,7 @@ def test_reads_while_recording_give_the_values(name: str):
     second = torch.randn(200)
     torch.manual_seed(5)
     tape = Tape(100)
-    with tape.recording():
+    with tape.record_operations():
         tensor = torch.randn(200)
         actual = READS[name](tensor)
         after = torch.randn(200)
@@ -403,7 +403,7 @@ def test_real_operands_count_as_they_were(numel: int):
     """A real tensor that is changed after a step has read it was, for the step, what it was then."""
     real = torch.ones(numel)
     tape = Tape(1)
-    with tape.recording():
+    with tape.record_operations():
         tensor = torch.zeros(3, numel) + real
         real.add_(5)
         later = torch.zeros(3, numel) + real
@@ -453,7 +453,7 @@ def test_generators_of_ones_own_move_on():
     plain, taped = (torch.Generator().manual_seed(4) for _ in range(2))
     expected = [torch.randn(50, generator=plain), torch.randperm(30, generator=plain)]
     tape = Tape(1)
-    with tape.recording():
+    with tape.record_operations():
         actual = [torch.randn(50, generator=taped), torch.randperm(30, generator=taped)]
     assert [bits(each) for each in expected] == [bits(values(tape, each)) for each in actual]
     assert torch.equal(plain.get_state(), taped.get_state())
@@ -481,7 +481,7 @@ def test_a_dry_tape_draws_nothing():
     state = torch.get_rng_state()
     tape = Tape(1, dry=True)
     layer = record(tape, lambda: nn.Linear(1 << 20, 1 << 20, bias=False))
-    with tape.recording():
+    with tape.record_operations():
         nn.init.trunc_normal_(layer.weight)
     assert torch.equal(state, torch.get_rng_state())
     assert (1 << 20, 1 << 20) == tape.recipe(layer.weight).shape
@@ -491,7 +491,7 @@ def test_a_dry_tape_draws_nothing():
 def test_deferred_memory_has_an_identity():
     """Where plain code compares addresses to find tied weights, it finds them."""
     tape = Tape(1)
-    with tape.recording():
+    with tape.record_operations():
         first, second = torch.ones(9), torch.ones(9)
         addresses = [each.data_ptr() for each in (first, first.view(3, 3), first.detach(), first[1:], second)]
     assert addresses[0] == addresses[1] == addresses[2]
@@ -522,7 +522,7 @@ def test_the_text_of_a_recipe_determines_its_values():
     def text(change: Callable[[torch.Tensor], Any] = lambda w: w, seed: int = 0, tiles: bool = False) -> str:
         torch.manual_seed(seed)
         tape = Tape(tiles=tiles)
-        with tape.recording(), torch.no_grad():
+        with tape.record_operations(), torch.no_grad():
             weight = torch.empty(64, 64).normal_(0.0, 0.5)
             change(weight)
         return tape.recipe(weight).text()

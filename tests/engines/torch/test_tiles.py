@@ -57,7 +57,7 @@ MAKERS: dict[str, Callable[[], torch.Tensor]] = {
 def recipe_of(make: Callable[[], torch.Tensor], piece: int = 1 << 18, seed: int = 3) -> Recipe:
     torch.manual_seed(seed)
     tape = Tape(1, piece, tiles=True)
-    with tape.recording():
+    with tape.record_operations():
         tensor = make()
     return tape.recipe(tensor)
 
@@ -131,7 +131,7 @@ def test_the_rest_of_the_program_draws_on():
 
     def after(rows: int) -> list[float]:
         torch.manual_seed(2)
-        with Tape(1000, tiles=True).recording():
+        with Tape(1000, tiles=True).record_operations():
             torch.randn(rows, 100)
             return torch.rand(3).tolist()
 
@@ -160,8 +160,8 @@ def test_part_of_a_run(run: Run, low: int, high: int):
     ]
     if run.rows > 1 and not set(kept) <= {0, run.length}:
         with pytest.raises(ApartError):
-            run.between(low, high)
+            run.clip_to(low, high)
     else:
-        part = run.between(low, high)
+        part = run.clip_to(low, high)
         assert between == (places_of(part[0]) if part else [])
         assert between == (places[part[1]] if part else [])

@@ -20,8 +20,8 @@ from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.engines import get_engine
 
 __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
@@ -69,8 +69,8 @@ class JaxAdapter(Adapter):
         """
         if optimizer is not None and not callable(getattr(optimizer, "init", None)):
             raise ScopeError(
-                f"optimizer={brief(optimizer)} is not an optimizer",
-                why=f"it is {kind_of(optimizer)}, without init and update",
+                f"optimizer={shorten_repr(optimizer)} is not an optimizer",
+                why=f"it is {describe_type(optimizer)}, without init and update",
                 fix="pass one of optax, as in optimizer=optax.adamw(1e-3); names are for models of Keras",
             )
         return model

@@ -21,7 +21,7 @@ from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
 from layoutmap.adapters.jax.tracing import is_array, is_key
 from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in, put_values
 from layoutmap.adapters.protocol import Saved, Stored
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
@@ -134,7 +134,7 @@ def _slots_as_they_are(
     leaves = [(parts, leaf) for parts, leaf in named_leaves(state) if is_array(leaf)]
     if not leaves and callable(getattr(state, "init", None)):
         raise CheckpointError(
-            f"optimizer: {kind_of(state)}, it has no state",
+            f"optimizer: {describe_type(state)}, it has no state",
             why="an optimizer of optax is two functions; what is saved is what its init returns",
             fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params)",
         )

@@ -18,7 +18,7 @@ from layoutmap.adapters.jax.hidden_arrays import hides_tracer
 from layoutmap.adapters.jax.module_outputs import TracedOutput
 from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.adapters.jax.tracing import is_array
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 
 Keys = tuple[str, ...]
@@ -89,7 +89,7 @@ def check_all_found(nodes: Nodes, state: object) -> None:
             owner, name = owners[path[:length]], str(path[length])
             raise ScopeError(
                 f"{'.'.join(map(key_text, path[: length + 1]))}: arrays in a static attribute",
-                facts={"module": type(owner).__name__, "value": kind_of(getattr(owner, name))},
+                facts={"module": type(owner).__name__, "value": describe_type(getattr(owner, name))},
                 why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
                 fix="mark it where it is assigned: nnx.data(..)",
             )
@@ -98,7 +98,7 @@ def check_all_found(nodes: Nodes, state: object) -> None:
         if id(node) not in checked and hides_tracer(node, _is_of_flax):
             raise ScopeError(
                 f"{'.'.join(map(key_text, path))}: an array is hidden in a static attribute",
-                facts={"value": kind_of(node)},
+                facts={"value": describe_type(node)},
                 why="flax.nnx looks for arrays in pytrees only, and this is not one, so it would be lost",
                 fix="make the array an attribute of the module, and use that in the call",
             )

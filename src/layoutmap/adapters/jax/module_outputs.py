@@ -48,7 +48,7 @@ class Output:
         leaves, tree_def = jax.tree.flatten(result)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         shapes = [leaves[place].shape for place in places]
-        layouts = policy.output_layouts(self.layout, shapes, self.path)
+        layouts = policy.choose_output_layouts(self.layout, shapes, self.path)
         for place, layout in zip(places, layouts, strict=True):
             if layout is not None:
                 leaves[place] = relayout(leaves[place], layout)

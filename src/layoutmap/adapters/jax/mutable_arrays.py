@@ -10,7 +10,7 @@ import jax
 from layoutmap.adapters.jax.hidden_arrays import hides_tracer
 from layoutmap.adapters.jax.objects import is_nnx, is_object, is_variable
 from layoutmap.adapters.jax.pytrees import key_text
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 
 
@@ -37,7 +37,7 @@ def check_immutable(model: object) -> None:  # why: decisions/0073
         if not is_nnx(model) and hides_tracer(leaf, _is_of_flax):  # of a module flax.nnx knows the attribute
             raise ScopeError(
                 f"{path or 'the model'}: an array is hidden in an object",
-                facts={"value": kind_of(leaf)},
+                facts={"value": describe_type(leaf)},
                 why="JAX looks for arrays in pytrees only, and this is not one, so the array would be lost",
                 fix="make the object a pytree: jax.tree_util.register_dataclass(..); or keep its arrays beside it",
             )

@@ -151,7 +151,7 @@ def _layers_of(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
 def lay_out_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
     """Have each module with a rule for activations return arrays in the rule's layout, and all others none."""
     for paths, module in _layers_of(model):
-        rules = ((path, policy.activation_layout(path)) for path in paths)
+        rules = ((path, policy.find_activation_layout(path)) for path in paths)
         path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
         if layout is None:
             without_output(module)

@@ -17,7 +17,7 @@ import jax
 from layoutmap.adapters.jax.outputs import Input
 from layoutmap.adapters.jax.private import has_plain_value, put_value
 from layoutmap.adapters.jax.pytrees import key_text
-from layoutmap.core.errors import ScopeError, listed
+from layoutmap.core.errors import ScopeError, join_names
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -199,7 +199,7 @@ def closed_objects(
         )
         raise ScopeError(
             "the step changes the structure of an object that it is given",
-            facts={"added": listed(added), "removed": listed(gone)} if added or gone else {},
+            facts={"added": join_names(added), "removed": join_names(gone)} if added or gone else {},
             why="a compiled step can only return new arrays for the Variables that it was given; "
             + has_other,
             fix="change modules outside of the step; remove sown values inside it: nnx.pop(model, ...)",

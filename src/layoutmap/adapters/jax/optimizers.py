@@ -14,7 +14,7 @@ from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.objects import is_variable
 from layoutmap.adapters.jax.pytrees import named_leaves
 from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
@@ -60,7 +60,7 @@ def weights_of(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[st
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise LayoutError(
                 f"{path}: it is not an array",
-                why=f"params has {kind_of(leaf)} there, and an optimizer keeps slots for arrays",
+                why=f"params has {describe_type(leaf)} there, and an optimizer keeps slots for arrays",
                 fix="pass the arrays only, as in eqx.filter(model, eqx.is_array) or nnx.state(model, nnx.Param)",
             )
         weights[parts] = weight = VariableSpec(path, *_shape_and_dtype(leaf))

@@ -17,9 +17,9 @@ from layoutmap.adapters.jax.pytrees import Leaf, Parts
 from layoutmap.adapters.jax.tracing import Traced, is_key, trace
 from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in, put_values
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.paths import path_pattern
+from layoutmap.core.paths import format_path_pattern
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_values
@@ -147,7 +147,7 @@ class JaxSession:
         if context.across:
             # The others exist in each process: they are moved from there, and must be the same.
             sums = (
-                (a.variable.path, checksum(context.engine.to_numpy(_data(array))))
+                (a.variable.path, compute_checksum(context.engine.to_numpy(_data(array))))
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))
                 if str(number) not in todo
             )
@@ -188,7 +188,7 @@ def _unused_annotation(leaf: Leaf) -> Unsupported:
         f"its annotation {leaf.annotation} has no effect",
         f"the model's code annotates it with {leaf.annotation}, and here only rules of the layout map shard; without "
         "a rule it is replicated",
-        f"write a rule in the dims of the mesh: layout_map[{path_pattern([leaf.path])}] = {leaf.annotation}",
+        f"write a rule in the dims of the mesh: layout_map[{format_path_pattern([leaf.path])}] = {leaf.annotation}",
         "note",
     )
 

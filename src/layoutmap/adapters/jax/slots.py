@@ -23,7 +23,7 @@ from functools import cache
 import numpy as np
 
 from layoutmap.core.uneven import Axes
-from layoutmap.core.variables import Kind, VariableSpec, distinct
+from layoutmap.core.variables import Kind, VariableSpec, make_unique_names
 
 Parts = tuple[str, ...]
 """The parts of a path; one of them may have dots in it."""
@@ -64,7 +64,7 @@ def slot_variables(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateL
         ('optimizer.up.kernel.0.v_col', 'up.kernel', ((1,),))
     """
     slots = [_slot(params, leaf) for leaf in leaves]
-    paths = distinct([slot.path for slot in slots])
+    paths = make_unique_names([slot.path for slot in slots])
     return [replace(slot, path=path) for slot, path in zip(slots, paths, strict=True)]
 
 

@@ -22,12 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layoutmap.adapters.fingerprints import hash_lowered, versions
 from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, brief
-from layoutmap.core.idle_dims import idle_dims_warning
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, shorten_repr
+from layoutmap.core.idle_dims import make_idle_dims_warning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, check_dim
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
 
@@ -475,7 +475,7 @@ class JitStep:
                 why="it is a JAX array, and only numpy arrays are taken as batches",
                 fix="if it is a batch, pass batch_argnums=...; if not, lay it out first: lm.dtensor.relayout(..)",
             )
-            warnings.warn(warning, stacklevel=level_of_user())
+            warnings.warn(warning, stacklevel=find_user_stacklevel())
         return False
 
     def _check_rows(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> None:
@@ -483,8 +483,11 @@ class JitStep:
         if not shape or self._batch_dim is None or native.is_multi_process:
             return
         layout, size = Layout.batch_sharded(mesh, self._batch_dim, len(shape)), mesh.dim_size(self._batch_dim)
-        if layout.uneven_axes(shape):
-            error, rows = layout.uneven_error(shape, 0, f"{self._name}: {name}"), shape[0] - shape[0] % size
+        if layout.find_uneven_axes(shape):
+            error, rows = (
+                layout.make_uneven_error(shape, 0, f"{self._name}: {name}"),
+                shape[0] - shape[0] % size,
+            )
             raise LayoutError(
                 error.what,
                 facts=error.facts,
@@ -511,8 +514,8 @@ class JitStep:
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
         if idle:
-            warning = idle_dims_warning(self._name, mesh, idle, self._batch_dim, "jit_step")
-            warnings.warn(warning, stacklevel=level_of_user())
+            warning = make_idle_dims_warning(self._name, mesh, idle, self._batch_dim, "jit_step")
+            warnings.warn(warning, stacklevel=find_user_stacklevel())
 
     def _check_arguments(self, call: _Call) -> None:
         variant = call.variant
@@ -529,7 +532,7 @@ class JitStep:
             except TypeError as error:
                 raise ScopeError(
                     f"{self._name}: the static argument {variant.keys[number]} cannot be hashed",
-                    facts={"value": brief(value)},
+                    facts={"value": shorten_repr(value)},
                     why=f"a step is compiled once for each value of it: {error}",
                     fix="pass a tuple in place of a list, or a frozen dataclass in place of a dict",
                 ) from error
@@ -584,7 +587,7 @@ class JitStep:
     def _refuse(self, name: str, leaf: object) -> NoReturn:
         raise LayoutError(
             f"{self._name}: {name} is not an array",
-            why=f"it is {kind_of(leaf)}, and a compiled step takes arrays and numbers",
+            why=f"it is {describe_type(leaf)}, and a compiled step takes arrays and numbers",
             fix="make it a constant of the step: static_argnums=.., or functools.partial; or pass its arrays only",
         )
 

@@ -17,7 +17,7 @@ from layoutmap.adapters.jax.models import is_nnx, take_apart
 from layoutmap.adapters.jax.pytrees import Parts, key_text
 from layoutmap.adapters.jax.steps import jit_step
 from layoutmap.adapters.jax.variables import Variable
-from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
@@ -217,7 +217,9 @@ class Steps:
         policy, engine = self._state.policy, get_engine("jax")
         if policy is None:
             return jax.tree.map(jnp.asarray, batch)
-        return jax.tree.map(lambda x: engine.relayout(np.asarray(x), policy.batch_layout(np.shape(x))), batch)
+        return jax.tree.map(
+            lambda x: engine.relayout(np.asarray(x), policy.derive_batch_layout(np.shape(x))), batch
+        )
 
 
 def called(model: Any, forward: Callable[..., object] | None, inputs: Any) -> object:
@@ -242,7 +244,7 @@ def with_targets(batch: object, state: TrainState) -> tuple[object, object]:
         if state.loss is not None:
             raise ScopeError(
                 "the batch has no targets for the loss",
-                facts={"batch": brief(batch)},
+                facts={"batch": shorten_repr(batch)},
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )

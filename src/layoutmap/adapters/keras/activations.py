@@ -32,7 +32,7 @@ def laying_out(layer: object, session: KerasSession, plain: Callable[..., object
         flat = keras.tree.flatten(outputs)
         arrays = [each for each in flat if keras.ops.is_tensor(each)]
         shapes = [tuple(int(n) for n in array.shape) for array in arrays]
-        layouts = session.policy.output_layouts(layout, shapes, path)
+        layouts = session.policy.choose_output_layouts(layout, shapes, path)
         chosen = {id(array): each for array, each in zip(arrays, layouts, strict=True) if each is not None}
         placed = [
             session.backend.lay_out(each, chosen[id(each)], session) if id(each) in chosen else each

@@ -29,7 +29,7 @@ from layoutmap.adapters.keras.training import complete
 from layoutmap.adapters.keras.untracked import find_untracked
 from layoutmap.adapters.keras.wraps import session_of
 from layoutmap.adapters.protocol import Keeping, Saved, Stored
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.core.variables import Kind
 
 
@@ -204,7 +204,7 @@ def check_names(saved: Names, own: Names) -> None:
                 wrong[path] = f"named {name}, saved by the name of {old_name}"
     if wrong:
         raise CheckpointError(
-            f"{listed([*wrong])}: these may not be the layers that were saved under these paths",
+            f"{join_names([*wrong])}: these may not be the layers that were saved under these paths",
             facts=wrong,
             why="Keras numbers unnamed layers anew in each process, and other layers were given names that look like "
             "its own; nothing has been loaded",
@@ -229,7 +229,7 @@ def _check_built(model: Any, entries: Iterable[Entry]) -> None:
     if unbuilt:
         raise CheckpointError(
             f"{without_number(model.name)}: it has no weights yet",
-            facts={"not built": listed(unbuilt)},
+            facts={"not built": join_names(unbuilt)},
             why="its layers make their weights when they are first called, and nothing has called them",
             fix="call it first, as in model(keras.Input(...)); to load it, pass inputs= to layoutmap.load",
         )

@@ -23,7 +23,7 @@ from layoutmap.adapters.current import current
 from layoutmap.adapters.keras.private import CLONING, LOADING, H5IOStore
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning, ScopeError
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import Attribute, Closing, Patches
 
 _MARK = "layoutmap"
@@ -151,4 +151,4 @@ def _frame_in(module: str, function: str = "") -> types.FrameType | None:
 
 
 def _warn(what: str, **parts: Any) -> None:
-    warnings.warn(LayoutMapWarning(what, **parts), stacklevel=level_of_user(_INNER))
+    warnings.warn(LayoutMapWarning(what, **parts), stacklevel=find_user_stacklevel(_INNER))

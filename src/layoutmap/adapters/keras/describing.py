@@ -19,7 +19,7 @@ from layoutmap.adapters.keras.training import parents_by_name
 from layoutmap.adapters.keras.untracked import find_untracked
 from layoutmap.core.match import KERAS
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.core.variables import Kind, Use, VariableSpec, distinct
+from layoutmap.core.variables import Kind, Use, VariableSpec, make_unique_names
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ def describe(registry: Registry) -> list[Entry]:
         else:
             entries.append(describe_alone(variable, registry.kind_of(variable)))
     alone = [entry for entry in entries if not entry.spec.model]
-    for entry, path in zip(alone, distinct([entry.spec.path for entry in alone]), strict=True):
+    for entry, path in zip(alone, make_unique_names([entry.spec.path for entry in alone]), strict=True):
         entry.spec = replace(entry.spec, path=path)
     return entries
 
@@ -138,7 +138,7 @@ def _roots(layers: Sequence[object]) -> Iterator[tuple[str, str, object]]:
     """The layers that are in no other one: the model's name in the plan, what paths begin with, and the layer."""
     tops = roots(layers)
     names = stable_names(tops)
-    for model, name, root in zip(distinct(names), names, tops, strict=True):
+    for model, name, root in zip(make_unique_names(names), names, tops, strict=True):
         yield model, "" if isinstance(root, keras.Model) else f"{name}.", root
 
 

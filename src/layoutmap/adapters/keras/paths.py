@@ -23,7 +23,7 @@ import keras
 
 from layoutmap.adapters.keras.names import stable_names
 from layoutmap.adapters.keras.private import Functional, without_number
-from layoutmap.core.variables import distinct
+from layoutmap.core.variables import make_unique_names
 
 _MOST_ALIASES = 16
 
@@ -72,7 +72,7 @@ def find_variables(root: object) -> list[Found]:
 def with_distinct_paths(found: Iterable[Found]) -> list[Found]:
     """Variables of a model, those of one path numbered."""
     every = list(found)
-    for each, path in zip(every, distinct([each.path for each in every]), strict=True):
+    for each, path in zip(every, make_unique_names([each.path for each in every]), strict=True):
         each.path = path
     return every
 

@@ -42,10 +42,10 @@ from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.untracked import find_loose_ids
 from layoutmap.adapters.keras.wraps import session_of, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import Assignment, Kind, VariableSpec, full_names
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_variable_names
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.protocol import Engine
 
@@ -240,10 +240,11 @@ class Session(KerasSession):
         pairs = list(zip(entries, assignments, strict=True))
         self._materializer.initialize([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.context.across:
-            named = zip(full_names([e.spec for e in entries]), entries, strict=True)
+            named = zip(format_variable_names([e.spec for e in entries]), entries, strict=True)
             new = [(name, e.variable) for name, e in named if self.registry.layout_of(e.variable) is None]
             check_values(
-                ((name, checksum(self.engine.to_numpy(v._value))) for name, v in new), self.context.gather
+                ((name, compute_checksum(self.engine.to_numpy(v._value))) for name, v in new),
+                self.context.gather,
             )
         for entry, assignment in pairs:
             if self.registry.layout_of(entry.variable) != assignment.layout:
@@ -292,7 +293,7 @@ class Session(KerasSession):
             for path, each in layer_paths(self.registry.layers()):
                 # A shared layer has the rule of any of its paths.
                 if found.get(id(each), ("", None))[1] is None:
-                    found[id(each)] = path, self.policy.activation_layout(path)
+                    found[id(each)] = path, self.policy.find_activation_layout(path)
             self._outputs.fill(found)
         return self._outputs.get(layer) or ("", None)
 

@@ -17,8 +17,8 @@ import keras
 
 from layoutmap.adapters.keras.fingerprints import describe_model
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import LayoutMapError, ScopeError, brief
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program
 from layoutmap.engines.patches import temporarily, wrap_in_context
 
@@ -66,8 +66,8 @@ def _symbol(inputs: Any, leaf: Any) -> object:
         sizes = isinstance(inputs, tuple | list) and all(n is None or isinstance(n, int) for n in inputs)
         shape = tuple(inputs) if sizes else (8, 16)
         raise ScopeError(
-            f"inputs={brief(inputs)}: {brief(leaf)} is not an array",
-            why=f"it is {kind_of(leaf)}, and has neither a shape nor an element type",
+            f"inputs={shorten_repr(inputs)}: {shorten_repr(leaf)} is not an array",
+            why=f"it is {describe_type(leaf)}, and has neither a shape nor an element type",
             fix="pass an example batch, or its shape and type: "
             f'inputs=keras.Input(batch_shape={shape}, dtype="float32")',
         )
@@ -195,7 +195,7 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
     def place(array: Any) -> object:
         if not can_place(array):
             return array
-        return session.engine.relayout(array, session.policy.batch_layout(tuple(array.shape)))
+        return session.engine.relayout(array, session.policy.derive_batch_layout(tuple(array.shape)))
 
     return keras.tree.map_structure(place, batch, none_is_leaf=True)
 

@@ -58,7 +58,7 @@ def on_mesh(values: object, context: ScopeContext) -> Any:
             return tensor
         refuse_shard("an input", tensor)
         tensor = as_one(tensor)
-        layout = context.policy.batch_layout(tuple(tensor.shape))
+        layout = context.policy.derive_batch_layout(tuple(tensor.shape))
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.native(layout, tensor.ndim)

@@ -21,8 +21,8 @@ from layoutmap.adapters.torch.optimizer_hooks import layout_of_slot
 from layoutmap.adapters.torch.paths import Found, find_tensors, uncompiled
 from layoutmap.adapters.torch.tensor_classes import class_name, is_composed, local_class, stored_dtype
 from layoutmap.core.blocks import NumpyArray
-from layoutmap.core.errors import CheckpointError, LayoutMapWarning, listed
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.tested import check_names
@@ -187,7 +187,7 @@ def _warn_of_replaced(
                 why="a torch optimizer keeps its settings in its state, which a load restores",
                 fix=f"make it with the saved settings; or pass override={{{next(iter(replaced))!r}: ...}} to the load",
             ),
-            stacklevel=level_of_user(),
+            stacklevel=find_user_stacklevel(),
         )
 
 
@@ -234,7 +234,7 @@ def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
         if slot not in names and any({**group, **override}.get(name) for group in settings["groups"]):
             raise CheckpointError(
                 f"{name}: the checkpoint has no {slot} for it",
-                facts={"slots": listed(sorted(names))},
+                facts={"slots": join_names(sorted(names))},
                 why=f"{settings['kind']} with {name} needs it in each step, and was saved without",
                 fix=f"leave {name} out of override; or leave optimizer out, and begin with new slots",
             )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from layoutmap.adapters.current import current
-from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.engines.patches import Attribute, Closing, Patches
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.trees import is_sequence
@@ -79,7 +79,7 @@ def _loading(plain: Any) -> object:
             return plain.__get__(None, cls)(*args, **options)
         for name in _REFUSED:
             if options.get(name) is not None:
-                given = {name: brief(options[name])}
+                given = {name: shorten_repr(options[name])}
                 raise _refused(f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given)
         _probe(cls)
         loaded = plain.__get__(None, cls)(*args, **options)  # a classmethod, bound to the class that is asked

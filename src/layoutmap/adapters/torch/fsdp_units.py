@@ -24,9 +24,9 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors
 from layoutmap.adapters.torch.fsdp_own import ModelCall, Own, Weight, held_in_place
 from layoutmap.adapters.torch.paths import Holder, layer_paths
-from layoutmap.core.errors import listed
+from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import merge_paths, path_shape
+from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.specs import axis_of, local_of
@@ -111,7 +111,7 @@ def weights_to_gather(
     for module, block in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             layout = layouts.get(id(parameter))
-            computing = None if layout is None else context.policy.computing_layout(layout)
+            computing = None if layout is None else context.policy.derive_compute_layout(layout)
             if computing is not None and (converts or computing != layout):
                 path = ".".join(filter(None, (paths.get(id(module)), name)))
                 weight = Weight(Holder(module, name), computing, path)
@@ -146,8 +146,8 @@ def _sentence(by: str, context: ScopeContext, paths: Sequence[str], why: str = "
     """A note on which weights are gathered by what, and why."""
     groups: dict[object, list[str]] = {}
     for path in paths:
-        groups.setdefault(path_shape(path), []).append(path)
-    names = listed([merge_paths(each) for each in groups.values()])
+        groups.setdefault(split_at_numbers(path), []).append(path)
+    names = join_names([merge_paths(each) for each in groups.values()])
     what = "1 weight is" if len(paths) == 1 else f"{len(paths)} weights are"
     reason = f", as {why}" if why else ""
     return f"{what} gathered over {context.policy.batch_dim!r} by {by}{reason}: {names}"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.torch.optimizer_hooks import look_after_optimizers
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.torch.gather import Gradients
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.modules import members_of_module
@@ -84,7 +84,7 @@ class Watch:
             why="each device holds all of it, and an optimizer that was made before trains the former parameter",
             fix="assign values in place: module.weight.data.copy_(values); or lay it out: layout_map.apply(model)",
         )
-        warnings.warn(warning, stacklevel=level_of_user({"torch"}))
+        warnings.warn(warning, stacklevel=find_user_stacklevel({"torch"}))
 
 
 def _held_by(holder: weakref.ref[torch.nn.Module], name: str) -> object:

@@ -35,7 +35,7 @@ class ModuleResults:
         for name, each in module.named_buffers(recurse=False) if layouts else ():
             if layout := layouts.get(id(each)):
                 self._buffers[name] = layout, context.engine.native(layout, layout.rank)[1]
-        self.output = context.policy.activation_layout(path) if path else None
+        self.output = context.policy.find_activation_layout(path) if path else None
 
     def place(self, module: torch.nn.Module, result: object) -> object:
         """Place buffers that `forward` has assigned anew, and return the result in its layout.
@@ -60,7 +60,7 @@ class ModuleResults:
     def _place_output(self, result: object, layout: Layout) -> object:
         found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
         shapes = [tuple(tensor.shape) for tensor in found]
-        layouts = self._context.policy.output_layouts(layout, shapes, self._path)
+        layouts = self._context.policy.choose_output_layouts(layout, shapes, self._path)
         chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}
         # A tensor that has its layout already is placed, too, so that its gradient comes to the same layout.
         return map_tensors(

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from layoutmap.adapters.options import Draws, Gather, ScopeOptions, check_names
-from layoutmap.core.errors import ScopeError, listed
+from layoutmap.core.errors import ScopeError, join_names
 
 _DECIDED = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_params")
 
@@ -114,7 +114,7 @@ def _check_fully_shard(options: Mapping[str, object]) -> None:  # why: decisions
         if name not in kinds:
             raise ScopeError(
                 f"fully_shard: {name!r} is no option that a scope passes on",
-                facts={"options": listed([repr(each) for each in kinds])},
+                facts={"options": join_names([repr(each) for each in kinds])},
                 why="rules and batch_dim decide which weights are sharded, and over which dim"
                 if name in _DECIDED
                 else "torch's fully_shard takes these",

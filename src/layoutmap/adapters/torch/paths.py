@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from layoutmap.core.variables import VariableSpec, distinct
+from layoutmap.core.variables import VariableSpec, make_unique_names
 from layoutmap.engines.torch.modules import members_of_module, modules_of
 
 
@@ -131,7 +131,7 @@ def below(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[to
 
 def model_names(roots: Sequence[torch.nn.Module]) -> list[str]:
     """A name for each model: its class's, with a number from the second of a class on."""
-    return distinct([_own_class(type(root)).__name__ for root in roots])
+    return make_unique_names([_own_class(type(root)).__name__ for root in roots])
 
 
 def _own_class(kind: type) -> type:

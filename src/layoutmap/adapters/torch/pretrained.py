@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.core.blocks import Index, NumpyArray, ends_of
+from layoutmap.core.blocks import Index, NumpyArray, get_slice_ends
 from layoutmap.core.errors import CheckpointError
-from layoutmap.core.folders import hidden_folder, hidden_path
+from layoutmap.core.folders import make_hidden_path, open_hidden_folder
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import agreed, gather_texts
@@ -103,11 +103,11 @@ def save_shards(
     tokens = gather_texts(own, gather)
     is_first = own == tokens[0]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
-    hidden = hidden_path(target, tokens[0])
+    hidden = make_hidden_path(target, tokens[0])
     with ExitStack() as end:
 
         def begin() -> list[_Start] | None:
-            return _begin(save, end.enter_context(hidden_folder(target, own)), target, tensors, layouts)
+            return _begin(save, end.enter_context(open_hidden_folder(target, own)), target, tensors, layouts)
 
         plan = agreed(lambda: begin() if is_first else None, gather, "save")
         found = json.loads(gather_texts(json.dumps(plan), gather)[0])
@@ -215,12 +215,12 @@ def _own_shards(tensor: torch.Tensor, layout: Layout, number: int) -> Iterator[t
     engine = get_engine("torch")
     holders: dict[object, list[int]] = {}
     for device in range(layout.mesh.size):
-        holders.setdefault(ends_of(layout.shard_slices(tensor.shape, device)), []).append(device)
+        holders.setdefault(get_slice_ends(layout.shard_slices(tensor.shape, device)), []).append(device)
     here = set(engine.bind(layout.mesh).local_device_ids)
     writers = {ends: devices[number % len(devices)] for ends, devices in holders.items()}  # all write
     if here.intersection(writers.values()):
         for index, values in engine.to_shards(tensor, copy=False):
-            if writers[ends_of(index)] in here:
+            if writers[get_slice_ends(index)] in here:
                 yield index, values
 
 

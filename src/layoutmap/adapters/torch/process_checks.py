@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import tensors_in
 from layoutmap.adapters.torch.fingerprints import describe_module
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program, check_values
 from layoutmap.engines.torch.dtensor_ops import same_draws
 from layoutmap.engines.torch.operators import Args, Kwargs
@@ -52,7 +52,7 @@ class ProcessChecks:
             EngineError: They differ.
         """
         others = ((n, p) for n, p in module.named_parameters() if not isinstance(p, DTensor))
-        sums = ((n, checksum(self._context.engine.to_numpy(p.detach()))) for n, p in others)
+        sums = ((n, compute_checksum(self._context.engine.to_numpy(p.detach()))) for n, p in others)
         check_values(sums, self._context.gather)
 
     @contextmanager

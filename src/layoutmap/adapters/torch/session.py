@@ -43,7 +43,7 @@ from layoutmap.adapters.torch.swap import carry_over, replace_in_module, replace
 from layoutmap.adapters.torch.tensor_classes import stored_dtype
 from layoutmap.adapters.torch.tools import look_after_tools
 from layoutmap.adapters.torch.unsupported import unsupported_of
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -139,7 +139,7 @@ class TorchSession:
 
     def record(self) -> None:
         """Have the tape record what is made."""
-        recording = self._tape.recording()
+        recording = self._tape.record_operations()
         recording.__enter__()
         self._recording = recording  # noted earlier, what an interrupt left would begin when it is ended
 
@@ -208,7 +208,7 @@ class TorchSession:
         if self._unbuilt and not self.context.plan_only:
             self._refuse_lazy(roots)
         entries = list(entries_of(roots, is_new=is_new))
-        recipes = {e.spec.key: self._tape.recipe(t) for e in entries if self._tape.holds(t := e.found.tensor)}
+        recipes = {e.spec.key: self._tape.recipe(t) for e in entries if self._tape.is_deferred(t := e.found.tensor)}
         layers = [path for root in roots for path in layer_paths(root).values()]
         try:
             assignments = self.context.assign(
@@ -248,7 +248,7 @@ class TorchSession:
             f"{number}:{e.spec.path}": (e, a)
             for number, (e, a) in enumerate(zip(entries, assignments, strict=True))
         }
-        deferred = {key: pair for key, pair in pairs.items() if self._tape.holds(pair[0].found.tensor)}
+        deferred = {key: pair for key, pair in pairs.items() if self._tape.is_deferred(pair[0].found.tensor)}
         if self.context.across:  # each process has made these by itself, and they may differ
             self._check_values(entry for key, (entry, _) in pairs.items() if key not in deferred)
         made = self.context.create(
@@ -293,7 +293,7 @@ class TorchSession:
             if tensor in paths and isinstance(value, torch.Tensor)
         ]
         plain = [(path, tensor) for path, tensor in found if not isinstance(tensor, DTensor)]
-        sums = ((path, checksum(self.context.engine.to_numpy(tensor))) for path, tensor in plain)
+        sums = ((path, compute_checksum(self.context.engine.to_numpy(tensor))) for path, tensor in plain)
         check_values(sums, self.context.gather)
 
     def _initializer(self, tensor: torch.Tensor) -> Initializer:
@@ -319,7 +319,7 @@ class TorchSession:
         kept: dict[int, torch.Tensor] = {}  # while ids stand for the tensors
 
         def swap(tensor: torch.Tensor) -> object:
-            if id(tensor) not in replaced and self._tape.holds(tensor):
+            if id(tensor) not in replaced and self._tape.is_deferred(tensor):
                 # Neither a parameter nor a buffer: it stays plain, and gets its value too.
                 kept[id(tensor)] = tensor
                 trainable = tensor.requires_grad and tensor.is_leaf
@@ -338,7 +338,7 @@ class TorchSession:
             replace_in_optimizer(optimizer, swap, slot)
 
     def _in_layout(self, tensor: torch.Tensor, layout: Layout) -> object:
-        if not self._tape.holds(tensor):
+        if not self._tape.is_deferred(tensor):
             return self.context.engine.relayout(tensor, layout)
         spec = VariableSpec("slot", tuple(tensor.shape), dtype_name(tensor.dtype), Kind.SLOT)
         return self.context.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[

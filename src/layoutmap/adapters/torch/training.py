@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.boundary import plain, tensors_in
-from layoutmap.core.arguments import kind_of
+from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
@@ -94,7 +94,9 @@ def loss_of(model: torch.nn.Module, batch: object) -> torch.Tensor:
     output, loss = call(model, batch), training_of(model).loss
     if loss is not None:
         if not is_sequence(batch) or len(batch) < 2:
-            given = f"a mapping of {', '.join(map(str, batch))}" if is_mapping(batch) else kind_of(batch)
+            given = (
+                f"a mapping of {', '.join(map(str, batch))}" if is_mapping(batch) else describe_type(batch)
+            )
             raise ScopeError(
                 f"{type(model).__name__}: the batch has no targets for its loss",
                 facts={"batch": given},

@@ -21,7 +21,7 @@ from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import storage_of
 from layoutmap.checkpoint.source import Source, check_variables
 from layoutmap.checkpoint.storage import LocalStorage
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.errors import CheckpointError, join_names
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib")
 _KNOWN = (
@@ -88,7 +88,7 @@ def _open(path: str | os.PathLike[str], step: int | None) -> Source:
             return found
         pickles = [each.name for each in sorted(where.iterdir()) if each.name.endswith(_PICKLES)]
         if pickles:
-            raise _pickle(os.fspath(path), f"it has {listed(pickles)}, and no other weights")
+            raise _pickle(os.fspath(path), f"it has {join_names(pickles)}, and no other weights")
     elif name.endswith((".safetensors", INDEX)):
         _no_step(step, path)
         return Safetensors(where)

@@ -22,14 +22,14 @@ from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import (
     Index,
     NumpyArray,
-    block_shape,
-    ends_of_all,
-    index_text,
-    intersect,
-    not_once,
-    within,
+    compute_block_shape,
+    find_coverage_error,
+    format_index,
+    intersect_blocks,
+    make_relative_index,
+    stack_slice_ends,
 )
-from layoutmap.core.errors import brief, listed
+from layoutmap.core.errors import join_names, shorten_repr
 
 METADATA = ".metadata"
 _FIX = "restore it from a copy, or save it again with torch"
@@ -81,10 +81,10 @@ class DistributedCheckpoint(Source):
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         path = variable.path
         dtype = numpy_dtype(variable.dtype, path)
-        result = np.empty(block_shape(wanted), dtype)
+        result = np.empty(compute_block_shape(wanted), dtype)
         for chunk, both in self._covering(path, wanted):
-            part = self._block(path, chunk, dtype, within(both, chunk.index))
-            result[(*within(both, wanted), ...)] = part
+            part = self._block(path, chunk, dtype, make_relative_index(both, chunk.index))
+            result[(*make_relative_index(both, wanted), ...)] = part
         return result
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
@@ -97,10 +97,12 @@ class DistributedCheckpoint(Source):
         Raises:
             CheckpointError: An element of it is not in exactly one of them.
         """
-        shared = ((chunk, intersect(chunk.index, wanted)) for chunk in self._chunks[path])
+        shared = ((chunk, intersect_blocks(chunk.index, wanted)) for chunk in self._chunks[path])
         found = [(chunk, both) for chunk, both in shared if both is not None]
-        if (fault := not_once(*ends_of_all([both for _, both in found], len(wanted)), wanted)) is not None:
-            what = f"{fault[1] or 'no'} chunks in the metadata have {index_text(fault[0])}"
+        if (
+            fault := find_coverage_error(*stack_slice_ends([both for _, both in found], len(wanted)), wanted)
+        ) is not None:
+            what = f"{fault[1] or 'no'} chunks in the metadata have {format_index(fault[0])}"
             raise wrong(self.where, f"{path}: values are missing, or there twice", what)
         return found
 
@@ -126,13 +128,15 @@ class DistributedCheckpoint(Source):
             )
         tensor = unpickled(file.path, head.read(head.num_bytes) or b"")
         if not isinstance(tensor, Tensor):
-            raise wrong(file.path, f"{path}: it is not a plain tensor", f"its pickle says {brief(tensor)}")
+            raise wrong(
+                file.path, f"{path}: it is not a plain tensor", f"its pickle says {shorten_repr(tensor)}"
+            )
         if order is not None and order.read(9) != b"little":
             raise wrong(file.path, f"{path}: its bytes are in the other order", "the machine was another")
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None:
             raise wrong(
-                file.path, f"{path}: its values cannot be found", f"the archive has {listed([*files])}"
+                file.path, f"{path}: its values cannot be found", f"the archive has {join_names([*files])}"
             )
         _check_tensor(file.path, path, tensor, chunk, data, self.variables[path])
         self._heads[key] = tensor, tensor.storage[1], data.start
@@ -171,8 +175,8 @@ def _check_tensor(
     if not is_dense(tensor):
         raise wrong(where, f"{path}: its values are not side by side", f"its strides are {tensor.strides}")
     why = ""
-    if tensor.shape != block_shape(chunk.index):
-        why = f"it has the shape {tensor.shape}, and in the metadata {block_shape(chunk.index)}"
+    if tensor.shape != compute_block_shape(chunk.index):
+        why = f"it has the shape {tensor.shape}, and in the metadata {compute_block_shape(chunk.index)}"
     elif tensor.storage[1] not in (variable.dtype, None):
         why = f"its elements are {tensor.storage[1]}, and in the metadata {variable.dtype}"
     elif math.prod(tensor.shape) and (last + 1) * itemsize > data.num_bytes:
@@ -188,7 +192,7 @@ def _contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[st
         if hasattr(entry, "size"):
             dtype = entry.properties.dtype
             if not isinstance(dtype, Dtype):
-                raise wrong(where, f"{path}: its element type cannot be read", f"it is {brief(dtype)}")
+                raise wrong(where, f"{path}: its element type cannot be read", f"it is {shorten_repr(dtype)}")
             variables[str(path)] = SavedVariable(str(path), as_sizes(entry.size), dtype.name)
             chunks[str(path)] = []
     places = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from layoutmap.core.errors import CheckpointError, brief
+from layoutmap.core.errors import CheckpointError, shorten_repr
 
 _MOST_AXES = 64
 _MOST_TUPLE = 10_000  # parts of a tuple, those of its parts included
@@ -147,7 +147,7 @@ class TensorUnpickler(pickle.Unpickler):  # why: decisions/0182
         """Return what a pickle says of a storage."""
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, Dtype) or not isinstance(key, str):
-            raise wrong(self._where, "its pickle has no plain storage", f"it has {brief(pid)}")
+            raise wrong(self._where, "its pickle has no plain storage", f"it has {shorten_repr(pid)}")
         return kind, storage.name or None, key
 
 
@@ -234,7 +234,7 @@ def _check_tuples(data: bytes) -> None:
             del stack[kept:]
             size = 1 + sum(parts) if name.startswith("TUPLE") or name == "FROZENSET" else 1
             if size > _MOST_TUPLE:
-                raise ValueError(f"a tuple of {brief(size)} parts")
+                raise ValueError(f"a tuple of {shorten_repr(size)} parts")
             stack += [size] * len(opcode.stack_after)
 
 
@@ -242,7 +242,7 @@ def as_sizes(values: Sequence[Any]) -> tuple[int, ...]:
     """Whole numbers from 0 on; raises a `ValueError` for others."""
     found = tuple(values)
     if len(found) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{brief(found)} are no sizes")
+        raise ValueError(f"{shorten_repr(found)} are no sizes")
     return found
 
 

@@ -19,7 +19,7 @@ from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.gate import check_inside, check_regular, check_small
 from layoutmap.checkpoint.source import SavedVariable, Source, check_variables, package_for
 from layoutmap.core.blocks import Index, NumpyArray
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.errors import CheckpointError, join_names
 
 METADATA = "_METADATA"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
@@ -159,7 +159,7 @@ def _folder_of(path: Path, step: int | None) -> Path:
     if step is not None and step not in steps:
         raise CheckpointError(
             f"{path}: there is no step {step}",
-            facts={"steps": listed([str(each) for each in sorted(steps)]) or "none"},
+            facts={"steps": join_names([str(each) for each in sorted(steps)]) or "none"},
             why="a step of orbax is a folder of that number",
             fix="load one of these" if steps else "leave step out",
         )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular, check_small
-from layoutmap.core.blocks import Index, NumpyArray, block_shape
+from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import CheckpointError
 
 _SHORT_BYTES = 512  # runs below it are read with what is between them: a disk reads more than that at once
@@ -97,7 +97,7 @@ class ByteFile:
             shape: The shape of the array.
             index: Where the block is in it.
         """
-        result = np.empty(block_shape(index), dtype)
+        result = np.empty(compute_block_shape(index), dtype)
         if not result.size:
             return result
         parts = [(part.start, part.stop) for part in index]

@@ -21,7 +21,7 @@ from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
-from layoutmap.core.errors import CheckpointError, brief, listed
+from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 
 INDEX = ".safetensors.index.json"
 _MOST_HEADER_BYTES = 100_000_000  # as the library safetensors has it
@@ -135,7 +135,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
         if len(indexes) > 1:
             raise CheckpointError(
                 f"{path}: several indexes",
-                facts={"there": listed([each.name for each in indexes])},
+                facts={"there": join_names([each.name for each in indexes])},
                 why="each belongs to another set of files",
                 fix="name one of them, as in .../" + indexes[0].name,
             )
@@ -201,7 +201,7 @@ def _json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise _wrong(file, f"{what} is not JSON", str(error)) from error
     if not isinstance(found, dict):
-        raise _wrong(file, f"{what} is not a JSON object", f"it is {brief(found)}")
+        raise _wrong(file, f"{what} is not a JSON object", f"it is {shorten_repr(found)}")
     return cast("dict[str, Any]", found)
 
 
@@ -215,7 +215,7 @@ def _checked(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVari
         shape, begin, end, code, sound = tuple[int, ...](), 0, 0, "", False
     if not sound:
         why = "each has a dtype, a shape and data_offsets, of whole numbers from 0 on"
-        raise _wrong(file, f"tensor {name!r}: its entry cannot be read", why, there=brief(entry))
+        raise _wrong(file, f"tensor {name!r}: its entry cannot be read", why, there=shorten_repr(entry))
     if code not in _NAMES:
         known = f"the known ones are {', '.join(_NAMES)}"
         raise _wrong(

@@ -11,7 +11,7 @@ from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.storage import Storage
 from layoutmap.checkpoint.writer import header_bytes
-from layoutmap.core.blocks import Index, full_index
+from layoutmap.core.blocks import Index, make_full_index
 from layoutmap.core.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 26
@@ -88,7 +88,7 @@ def _sort_by_alignment(variables: list[SavedVariable]) -> list[SavedVariable]:
 
 def _row_blocks(variable: SavedVariable) -> Iterator[Index]:
     """Yield the blocks of a variable that follow each other in a file: rows of its first axis."""
-    everything = full_index(variable.shape)
+    everything = make_full_index(variable.shape)
     if not variable.shape:
         yield everything
         return

@@ -18,7 +18,7 @@ from layoutmap.checkpoint.foreign.dcp_pickle import Tensor, TensorUnpickler, unp
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
-from layoutmap.core.errors import CheckpointError, listed
+from layoutmap.core.errors import CheckpointError, join_names
 
 _MOST_PICKLE_BYTES = 1 << 24
 _MOST_DEPTH = 32
@@ -51,7 +51,9 @@ class TorchFile(Source):  # why: decisions/0085
         files = {name.partition("/")[2]: file for name, file in stored_files(whole, self.where, _FIX).items()}
         head = files.get("data.pkl")
         if head is None or head.num_bytes > _MOST_PICKLE_BYTES:
-            raise self._wrong("its pickle is missing, or too large", f"it is data.pkl of {listed([*files])}")
+            raise self._wrong(
+                "its pickle is missing, or too large", f"it is data.pkl of {join_names([*files])}"
+            )
         order = files.get("byteorder")
         if order is not None and order.read(9) != b"little":
             raise self._wrong("its bytes are in the other order", "the machine was another")

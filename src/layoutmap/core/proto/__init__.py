@@ -1,1 +1,1 @@
-"""Generated protobuf code and its source, `layout.proto`; `make proto` makes the one from the other."""
+"""Contain the protobuf code that `make proto` generates from `layout.proto`."""

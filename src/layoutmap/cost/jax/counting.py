@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutmap.core.paths import starred
+from layoutmap.core.paths import replace_numbers
 from layoutmap.cost.jax.graph import Block, Op, Value, operand_of, results_of
 from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, memory_of, recomputes
 from layoutmap.cost.jax.rewrites import MOVES
@@ -166,13 +166,13 @@ class Causes:
 
     def _kind(self, value: Value) -> tuple[HeldKind, str]:
         if name := self._argument_behind(value):
-            return "batch" if name in self._batch else "gathered weights", starred(name)
+            return "batch" if name in self._batch else "gathered weights", replace_numbers(name)
         maker = value.maker
         if maker is None:
             return "activations", ""
         if maker.is_backward and (name := self._weight_of_gradient(value)):
-            return "gradients", starred(name)
-        return "optimizer's update" if maker.is_update else "activations", starred(maker.where)
+            return "gradients", replace_numbers(name)
+        return "optimizer's update" if maker.is_update else "activations", replace_numbers(maker.where)
 
     def _argument_behind(self, value: Value) -> str:
         for _ in range(_STEPS):

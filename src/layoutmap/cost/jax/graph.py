@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutmap.core.variables import itemsize
+from layoutmap.core.variables import get_itemsize
 
 LAYER = "layer="
 """The text before the path of a layer in the names of operations."""
@@ -49,7 +49,7 @@ class Value:
     @property
     def num_bytes(self) -> int:
         """Bytes on one device."""
-        return math.ceil(self.size * itemsize(self.dtype))
+        return math.ceil(self.size * get_itemsize(self.dtype))
 
 
 @dataclass(slots=True, eq=False)

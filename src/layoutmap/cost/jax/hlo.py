@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from layoutmap.core.variables import itemsize
+from layoutmap.core.variables import get_itemsize
 
 NAMES = {
     "all-gather": "all_gather",
@@ -140,7 +140,7 @@ def _tensors(kind: str, shape: str, group: int, starts: bool) -> list[int]:
 
 
 def _bytes(dtype: str, sizes: str) -> int:
-    return int(math.prod(int(n) for n in sizes.split(",") if n) * itemsize(dtype_named(dtype)))
+    return int(math.prod(int(n) for n in sizes.split(",") if n) * get_itemsize(dtype_named(dtype)))
 
 
 def inner_computations(rest: str) -> list[str]:

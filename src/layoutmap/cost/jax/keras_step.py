@@ -153,11 +153,11 @@ class _CountedStep:
             )
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
         if self.optimizer is None:
-            with tracer.updating():
+            with tracer.open_update():
                 new = (values[key] - gradient for key, gradient in zip(trained, gradients, strict=True))
                 return after | dict(zip(trained, new, strict=True))
         with (
-            tracer.updating(),
+            tracer.open_update(),
             keras.StatelessScope(state_mapping=[(given[k], after[k]) for k in given]) as scope,
         ):
             self.optimizer.apply(gradients, [given[key] for key in trained])

@@ -18,9 +18,9 @@ import jax.core
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, listed
+from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import repeated_layers
+from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
@@ -99,7 +99,8 @@ class LoweredStep:  # why: decisions/0156
         counts = self._counts(layouts, policy, with_held, target, on_wait)
         batch = [
             Assignment(
-                VariableSpec(each.name, each.shape, _held_dtype(each.dtype)), policy.batch_layout(each.shape)
+                VariableSpec(each.name, each.shape, _held_dtype(each.dtype)),
+                policy.derive_batch_layout(each.shape),
             )
             for each in self._step.batch
         ]
@@ -223,12 +224,12 @@ class LoweredStep:  # why: decisions/0156
             return True
         paths = {first, *(p for lowered in self._modules.values() for p in lowered.outputs)}
         below = [p[len(first) :] for p in paths if f"{p}.".startswith(f"{first}.")]
-        layout_of = policy.activation_layout
+        layout_of = policy.find_activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
     def _with_layouts(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
-        batch = [policy.batch_layout(each.shape) for each in self._step.batch]
+        batch = [policy.derive_batch_layout(each.shape) for each in self._step.batch]
         outputs = lowered.layouts_of(policy)
         return shardy.place(
             lowered.module,
@@ -312,7 +313,7 @@ def _chosen(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | No
     if remat is None:
         return None
     if remat == "blocks":
-        return repeated_layers(variable.path for variable in step.variables).__contains__
+        return find_repeated_layers(variable.path for variable in step.variables).__contains__
     pattern = re.compile(remat)
     return lambda path: pattern.match(path) is not None
 
@@ -348,9 +349,11 @@ class _Lowered:
         """Return what gives the layout of an array that a layer returns, by the layer's path and the array's shape."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
         for path, shapes in self.outputs.items():
-            rule = policy.activation_layout(path)
+            rule = policy.find_activation_layout(path)
             if rule is not None:
-                for shape, layout in zip(shapes, policy.output_layouts(rule, shapes, path), strict=True):
+                for shape, layout in zip(
+                    shapes, policy.choose_output_layouts(rule, shapes, path), strict=True
+                ):
                     known[path, shape] = layout
         return lambda path, shape: known.get((path, shape))
 
@@ -436,7 +439,7 @@ def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
 def _nothing_recomputed(step: TrainingStep, tracer: _Tracer) -> ScopeError:
     return ScopeError(
         f"{step.name}: remat matches none of its layers",
-        facts={"layers": listed(list(tracer.outputs)) or "none are known"},
+        facts={"layers": join_names(list(tracer.outputs)) or "none are known"},
         why='"blocks" are layers whose paths differ in a number only; all else is a regex for paths',
         fix="pass a regex that matches layers, as remat=r'blocks\\.\\d+$'"
         if tracer.outputs
@@ -509,7 +512,7 @@ class _Tracer:
             self._is_inside = False
 
     @contextmanager
-    def updating(self) -> Generator[None]:
+    def open_update(self) -> Generator[None]:
         with jax.named_scope(UPDATE):
             yield
 

@@ -14,8 +14,8 @@ from layoutmap.adapters.jax.pytrees import key_text
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.slots import StateLeaf, slot_variables
 from layoutmap.adapters.jax.training import TrainState, arrays_of, called, model_in, with_targets
-from layoutmap.core.arguments import kind_of
-from layoutmap.core.errors import ScopeError, brief
+from layoutmap.core.arguments import describe_type
+from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.jax.equal_blocks import equal_blocks, plain_attributes
@@ -55,8 +55,8 @@ def training_step(
 def _check_array(inputs: object, leaf: object) -> None:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise ScopeError(
-            f"inputs={brief(inputs)}: {brief(leaf)} is not an array",
-            why=f"it is {kind_of(leaf)}, and has neither a shape nor an element type",
+            f"inputs={shorten_repr(inputs)}: {shorten_repr(leaf)} is not an array",
+            why=f"it is {describe_type(leaf)}, and has neither a shape nor an element type",
             fix='pass an example batch, or its shape and type: inputs=jax.ShapeDtypeStruct((8, 16), "float32")',
         )
 
@@ -126,7 +126,7 @@ class _CountedStep:
         weights = {key[1]: values[key] for key in trained}
         (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
-        with tracer.updating():
+        with tracer.open_update():
             if self.optimizer is None:
                 return after | {key: weights[key[1]] - gradients[key[1]] for key in trained}
             slots, tree = self._slots_of(trained)

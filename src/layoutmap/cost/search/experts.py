@@ -11,7 +11,7 @@ from layoutmap.core.specs import Specs
 from layoutmap.cost.search.groups import Group, kernels_of_biases
 from layoutmap.cost.search.options import REPLICATED, Grid, Option, specs_in, specs_of
 from layoutmap.cost.search.space import Blocks, Layouts, Model
-from layoutmap.plan.lint.weights import is_named_as_taking_heads
+from layoutmap.plan.lint.weights import is_attention_output_name
 from layoutmap.plan.planner import make_table
 from layoutmap.rules import presets
 from layoutmap.rules.rule_set import RuleSet
@@ -39,7 +39,7 @@ class Expert:
 def fitting_preset(model: Model, grid: Grid) -> str | None:
     """The preset that has a rule for each weight of a model, of several that with the fewest rules for others."""
     unused: dict[str, int] = {}
-    for name in presets.names():
+    for name in presets.list_presets():
         rules = _preset(name, grid)
         matching = [rules.matching_rules(group.paths[0]) for group in model.groups]
         if all(matching):
@@ -48,7 +48,7 @@ def fitting_preset(model: Model, grid: Grid) -> str | None:
 
 
 def _preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
-    fields = presets.read(name, grid.mesh, grid.model, grid.data if data else None)
+    fields = presets.read_preset(name, grid.mesh, grid.model, grid.data if data else None)
     made = RuleSet(grid.mesh, activations=fields.activations, rest="replicated")
     for pattern, specs in fields.rules.items():
         made.add(pattern, specs, uneven="shrink" if grid.model else fields.uneven_rules.get(pattern))
@@ -174,6 +174,6 @@ def megatron_option(group: Group) -> Option:
     shape = group.shape
     widens, narrows = shape[inside[0]] < shape[outside[0]], shape[inside[0]] > shape[outside[0]]
     if group.head_size:
-        widens = not is_named_as_taking_heads(name)
+        widens = not is_attention_output_name(name)
         narrows = not widens
     return Option(outside[0]) if widens else Option(inside[0]) if narrows else REPLICATED

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.search.loop import Figures, Outcome, Tried, is_better, least
 from layoutmap.cost.verified import TooLargeError, Verified
 
@@ -134,9 +134,9 @@ def first_that_fits(
     raise PlanError(
         "search: no layout map that was found fits the memory as XLA compiles it",
         facts={
-            "limit": size(limit),
+            "limit": format_bytes(limit),
             "compiled": "\n".join(
-                f"{each.layout_map.mesh}: {size(each.compiled_bytes or 0)}" for each in needed
+                f"{each.layout_map.mesh}: {format_bytes(each.compiled_bytes or 0)}" for each in needed
             ),
         },
         why="XLA needs more than was counted",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from layoutmap.core.paths import path_shape
+from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.variables import Kind, VariableSpec
 
 _SMALL = (
@@ -45,7 +45,7 @@ class Group:
     @cached_property
     def layer(self) -> tuple[str, ...]:
         """The path of their layer, between its numbers."""
-        return path_shape(self.paths[0].rpartition(".")[0])
+        return split_at_numbers(self.paths[0].rpartition(".")[0])
 
     def divides(self, axis: int, count: int, *, heads: bool = False) -> bool:
         """Whether an axis can be sharded evenly into so many shards; with `heads`, into whole heads."""
@@ -80,7 +80,7 @@ def groups_of(variables: Iterable[VariableSpec]) -> tuple[Group, ...]:
     found: dict[tuple[object, ...], list[VariableSpec]] = {}
     for variable in variables:
         if variable.kind in (Kind.WEIGHT, Kind.STATE) and not variable.follows and variable.rule_shape:
-            key = path_shape(variable.path), variable.rule_shape, _parity(variable)
+            key = split_at_numbers(variable.path), variable.rule_shape, _parity(variable)
             found.setdefault(key, []).append(variable)
     return tuple(_group(each) for each in found.values())
 

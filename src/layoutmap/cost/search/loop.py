@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from layoutmap.core.errors import LayoutMapError, PlanError
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.search.descent import Point, Score, Spent, minimum
 from layoutmap.cost.search.experts import Expert
 from layoutmap.cost.search.space import Model, Space
@@ -329,10 +329,10 @@ def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanErro
     return PlanError(
         "search: no layout map fits the memory",
         facts={
-            "limit": size(limit),
-            "nearest": f"{nearest.layout_map.mesh}: {size(peak)} per device"
+            "limit": format_bytes(limit),
+            "nearest": f"{nearest.layout_map.mesh}: {format_bytes(peak)} per device"
             + ", activations recomputed" * nearest.recomputes,
-            "missing": size(nearest.missing_bytes),
+            "missing": format_bytes(nearest.missing_bytes),
             "maps tried": num_tried,
         },
         why="a step needs more memory than a device has, with each map that was tried; a count is an upper bound",

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from layoutmap.core.errors import MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.specs import ShardingSpec, Specs, with_none
+from layoutmap.core.specs import ShardingSpec, Specs, replace_unsharded
 from layoutmap.cost.search.groups import Group
 
 
 def specs_in(layout: Layout) -> Specs:
     """The specs of a layout, `None` for an axis that is not sharded."""
-    return with_none(layout.sharding_specs)
+    return replace_unsharded(layout.sharding_specs)
 
 
 @dataclass(frozen=True, slots=True)

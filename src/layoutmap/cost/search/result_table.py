@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.cost import duration
 from layoutmap.cost.search.loop import TIE, Outcome, Tried
 
@@ -49,10 +49,10 @@ def _row(tried: Tried, is_found: bool) -> tuple[str, ...]:
     mesh = str(tried.layout_map.mesh)
     if tried.figures is None:
         return (tried.name, mesh, "", "", tried.why_not)
-    said = f"lacks {size(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
+    said = f"lacks {format_bytes(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
     said = f"{said} as XLA compiles it".strip() if tried.compiled_bytes is not None else said
     name = tried.name + ", recomputing" * tried.recomputes
-    return (name, mesh, duration(tried.figures.seconds), size(tried.figures.peak_bytes), said)
+    return (name, mesh, duration(tried.figures.seconds), format_bytes(tried.figures.peak_bytes), said)
 
 
 def recompute_text(outcome: Outcome, layers: str, how: str) -> str:
@@ -66,7 +66,7 @@ def recompute_text(outcome: Outcome, layers: str, how: str) -> str:
     before, best = outcome.without, outcome.best
     if before is None or before.figures is None or best.figures is None:
         return ""
-    why = f"no map fits, and the nearest needs {size(before.figures.peak_bytes)} per device"
+    why = f"no map fits, and the nearest needs {format_bytes(before.figures.peak_bytes)} per device"
     if not before.missing_bytes:
         why = f"the best map takes {duration(before.figures.seconds)} a step"
     needed = f"It needs the activations inside of {layers} to be recomputed in the backward pass"

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from layoutmap.core.paths import path_regex, path_shape, repeated_layers
+from layoutmap.core.paths import find_repeated_layers, make_path_regex, split_at_numbers
 from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.search.descent import Point
 from layoutmap.cost.search.groups import Group, groups_of, kernels_of_biases, searched
 from layoutmap.cost.search.options import Grid, activation_options, bias_specs, options_of, specs_of
-from layoutmap.rules.merged_rules import rules_for
+from layoutmap.rules.merged_rules import make_group_rules
 from layoutmap.rules.rule_set import RuleSet
 
 Layouts = Mapping[Group, Specs]
@@ -46,11 +46,11 @@ def blocks_of(
         >>> blocks_of({"h.0": (4, 6, 8), "h.0.up": (4, 6, 32), "h.1": (4, 6, 8), "h.1.up": (4, 6, 32)}, variables)
         (Blocks(paths=('h.0', 'h.1'), shape=(4, 6, 8)),)
     """
-    layers = repeated_layers(v.path for v in variables)
+    layers = find_repeated_layers(v.path for v in variables)
     groups: dict[tuple[object, ...], list[str]] = {}
     for path, shape in outputs.items():
         if len(shape) > 1 and path in layers:
-            groups.setdefault((path_shape(path), len(shape)), []).append(path)
+            groups.setdefault((split_at_numbers(path), len(shape)), []).append(path)
     repeated = [paths for paths in groups.values() if len(paths) > 1]
     above = tuple(f"{path}." for paths in repeated for path in paths)
     inner = {path for paths in repeated for path in paths if path.startswith(above)}
@@ -102,9 +102,9 @@ class Model:
             if bias not in every and kernel in every:
                 every[bias] = bias_specs(bias, kernel, every[kernel], grid)
         by_paths = {group.paths: every.get(group, (None,) * group.rank) for group in self.groups}
-        rules = rules_for(by_paths, self.owners)
+        rules = make_group_rules(by_paths, self.owners)
         outputs = {
-            f"(.*\\.)?{path_regex(b.paths)}": specs for b, specs in blocks.items() if specs is not None
+            f"(.*\\.)?{make_path_regex(b.paths)}": specs for b, specs in blocks.items() if specs is not None
         }
         made = RuleSet(grid.mesh, rest="replicated")
         if self.kept is not None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, with_ends
+from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_full_index, normalize_index
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import no_element_type, no_numbers
 from layoutmap.engines.jax.devices import Device, name_of
@@ -70,7 +70,7 @@ def from_blocks(
     kind = sharding.memory_kind
     holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        holders.setdefault(ends_of(with_ends(index or (), shape)), []).append(device)
+        holders.setdefault(get_slice_ends(normalize_index(index or (), shape)), []).append(device)
     pieces: list[jax.Array] = []
     for ends, devices in holders.items():
         block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=copy or None)
@@ -86,14 +86,14 @@ def shards_of(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, N
     pytree may have arrays of numpy too.
     """
     if isinstance(array, (np.ndarray, np.generic)):
-        yield full_index(array.shape), np.array(array, copy=copy or None)
+        yield make_full_index(array.shape), np.array(array, copy=copy or None)
         return
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
     for shard in data.addressable_shards:
-        index = with_ends(shard.index[: array.ndim], array.shape)
-        if ends_of(index) not in seen:
-            seen.add(ends_of(index))
+        index = normalize_index(shard.index[: array.ndim], array.shape)
+        if get_slice_ends(index) not in seen:
+            seen.add(get_slice_ends(index))
             yield index, np.asarray(shard.data)
 
 

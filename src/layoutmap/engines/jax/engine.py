@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from layoutmap.core.blocks import Index, NumpyArray
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -121,7 +121,7 @@ class JaxEngine:
                     else:
                         values = _global_init(assignment, initializer, seeds.get(key), across=bool(devices))
                         if devices:
-                            checksums.append((assignment.variable.path, checksum(values)))
+                            checksums.append((assignment.variable.path, compute_checksum(values)))
                         array = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
                         del values
                     made[key] = self._layouts.noted(array, assignment.layout)

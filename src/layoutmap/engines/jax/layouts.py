@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from layoutmap.core.errors import MeshError
 from layoutmap.core.layout import Layout
-from layoutmap.core.mesh import Mesh, as_mesh
+from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.engines.jax.devices import mesh_on, name_of, named_sharding, partition_spec
 from layoutmap.engines.protocol import Unplaced
 
@@ -87,7 +87,7 @@ class ArrayLayouts:  # why: decisions/0033
                 layout = self.layout_of(array)
                 assert layout is not None
                 return layout
-            return Layout(_specs(sharding.spec, array.ndim), as_mesh(sharding.mesh))
+            return Layout(_specs(sharding.spec, array.ndim), convert_mesh(sharding.mesh))
         except MeshError as error:
             return Unplaced(f"{sharding.spec} on a mesh that has no form here: {error.what}")
 

@@ -88,7 +88,7 @@ def sharding_text(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
     """Return a layout in Shardy's text; axes beyond it are not sharded, and without one all of them are open."""
     if layout is None:
         return f"<@{mesh}, [{', '.join(['{?}'] * rank)}]>"
-    names = [", ".join(f'"{dim}"' for dim in layout.mesh_dims_of(axis)) for axis in range(layout.rank)]
+    names = [", ".join(f'"{dim}"' for dim in layout.list_mesh_dims(axis)) for axis in range(layout.rank)]
     return f"<@{mesh}, [{', '.join(f'{{{each}}}' for each in (*names, *[''] * (rank - layout.rank)))}]>"
 
 

@@ -16,7 +16,14 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import BlockReader, Index, NumpyArray, assemble, full_index, held_shards
+from layoutmap.core.blocks import (
+    BlockReader,
+    Index,
+    NumpyArray,
+    assemble_blocks,
+    find_distinct_shards,
+    make_full_index,
+)
 from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -143,11 +150,11 @@ def shards_of(array: Array, *, copy: bool = True) -> Iterator[tuple[Index, Numpy
     layout = layout_of(tensor)
     shape = shape_of(tensor)
     if layout is None:
-        yield full_index(shape), tensor.numpy()
+        yield make_full_index(shape), tensor.numpy()
         return
     places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
     components = dict(zip(places, dtensor.unpack(tensor), strict=True))
-    for index, holders in held_shards(layout, shape, places).values():
+    for index, holders in find_distinct_shards(layout, shape, places).values():
         yield index, components[holders[0]].numpy()
 
 
@@ -176,7 +183,7 @@ def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, co
     native = native_of(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
     made: dict[int, tf.Tensor] = {}
-    for index, holders in held_shards(layout, shape, device_of).values():
+    for index, holders in find_distinct_shards(layout, shape, device_of).values():
         values = np.array(read(index), copy=copy or None, order="C")
         for place in holders:
             with tf.device(device_of[place]):
@@ -210,7 +217,7 @@ def to_numpy(array: Array) -> NumpyArray:
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
         tensor = _replicated(tensor, layout)
-    return assemble(shards_of(tensor), shape_of(tensor), tensor.dtype.as_numpy_dtype)
+    return assemble_blocks(shards_of(tensor), shape_of(tensor), tensor.dtype.as_numpy_dtype)
 
 
 def move(array: Array, layout: Layout) -> tf.Tensor:
@@ -269,7 +276,7 @@ def _moved(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
         tensor = _replicated(tensor, present)
     shards = list(shards_of(tensor))
     shape, dtype = shape_of(tensor), tensor.dtype.as_numpy_dtype
-    return from_blocks(shape, layout, lambda index: assemble(shards, shape, dtype, index))
+    return from_blocks(shape, layout, lambda index: assemble_blocks(shards, shape, dtype, index))
 
 
 def _replicated(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:

@@ -109,7 +109,7 @@ def native_specs(layout: Layout) -> list[str]:
     """
     specs: list[str] = []
     for axis in range(layout.rank):
-        sharding = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
+        sharding = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
         if len(sharding) > 1:
             raise EngineError(
                 f"TensorFlow cannot shard one axis over several mesh dims: axis {axis} over {', '.join(sharding)}",

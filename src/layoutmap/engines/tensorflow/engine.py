@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import BlockReader, NumpyArray, ends_of
-from layoutmap.core.checksums import checksum
+from layoutmap.core.blocks import BlockReader, NumpyArray, get_slice_ends
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -222,7 +222,7 @@ class TensorFlowEngine:
         values = to_numpy(value) if isinstance(value, self.array_types) else np.asarray(value)
         check_initial_value(variable, values.shape, values.dtype.name)
         made = from_blocks(variable.shape, assignment.layout, values.__getitem__)
-        return made, checksum(values) if across else 0
+        return made, compute_checksum(values) if across else 0
 
     def _program(self, initializer: Initializer) -> PieceProgram:
         assert initializer.program is not None
@@ -246,7 +246,7 @@ def _in_pieces(program: PieceProgram, seed: object, shape: tuple[int, ...], layo
     native = native_of(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
     blocks = program.blocks(seed, indices)
-    return from_blocks(shape, layout, lambda index: blocks.pop(ends_of(index)), copy=False)
+    return from_blocks(shape, layout, lambda index: blocks.pop(get_slice_ends(index)), copy=False)
 
 
 def _signature(seed: object) -> Hashable:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, block_shape, ends_of
+from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_slice_ends
 
 _PIECE_BYTES = 16 << 20
 _GROUP = 4  # the sources make numbers in groups of up to four, so a run starts at a multiple of four
@@ -69,11 +69,11 @@ class PieceProgram:  # why: decisions/0006
         by_rows: dict[tuple[int, int], dict[Ends, Index]] = {}
         for index in indices:
             rows = (index[0].start, index[0].stop) if index else (0, 1)
-            by_rows.setdefault(rows, {})[ends_of(index)] = index
+            by_rows.setdefault(rows, {})[get_slice_ends(index)] = index
         made: dict[Ends, NumpyArray] = {}
         for (first, last), wanted in by_rows.items():
             for ends, index in wanted.items():
-                made[ends] = np.empty(block_shape(index), output.dtype.as_numpy_dtype)
+                made[ends] = np.empty(compute_block_shape(index), output.dtype.as_numpy_dtype)
             for start in range(first, last, rows_at_once):
                 stop = min(last, start + rows_at_once)
                 piece = run.elements(start * row, (stop - start) * row).reshape(stop - start, *shape[1:])

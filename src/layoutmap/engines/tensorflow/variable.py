@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError, LayoutError
-from layoutmap.core.layout import Layout, as_layout
+from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.engines.tensorflow.arrays import (
     canonical,
     check_placed,
@@ -82,7 +82,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             self._make(initial_value, layout, args, dtype, kwargs)
 
     def _make(self, initial_value: Any, layout: Any, args: Any, dtype: object, kwargs: Any) -> None:
-        wanted = as_layout(layout) if layout is not None else None
+        wanted = convert_layout(layout) if layout is not None else None
         if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
             initial_value = _plain(initial_value, dtype)
         present = layout_of(initial_value)

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, ends_of, full_index, held_shards, intersect, within
+from layoutmap.core.blocks import (
+    Ends,
+    Index,
+    NumpyArray,
+    find_distinct_shards,
+    get_slice_ends,
+    intersect_blocks,
+    make_full_index,
+    make_relative_index,
+)
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -123,7 +132,7 @@ def from_blocks(
     ranks = simulation.ranks_of(native)
     device = device_of(native)
     pieces: dict[int, torch.Tensor] = {}
-    for index, (first, *others) in held_shards(layout, shape, _places_here(ranks)).values():
+    for index, (first, *others) in find_distinct_shards(layout, shape, _places_here(ranks)).values():
         piece = pieces[ranks[first]] = read(index).to(device)
         # An update in place is to happen once to each.
         pieces |= {ranks[other]: piece.clone() for other in others}
@@ -176,7 +185,7 @@ def _own(tensor: torch.Tensor) -> NumpyArray | None:
 def _pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
     """The different pieces that this process holds, without a copy."""
     if not isinstance(array, DTensor):
-        yield full_index(array.shape), array.detach()
+        yield make_full_index(array.shape), array.detach()
         return
     layout = layout_of(array)
     if layout is None:
@@ -190,7 +199,7 @@ def _pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
     ranks = simulation.ranks_of(array.device_mesh)
     detached = array.detach()
     held = simulation.pieces_of(local_of(detached))
-    for index, places in held_shards(layout, tuple(array.shape), _places_here(ranks)).values():
+    for index, places in find_distinct_shards(layout, tuple(array.shape), _places_here(ranks)).values():
         yield index, held[ranks[places[0]]]
 
 
@@ -309,16 +318,18 @@ def _moved_by_pieces(array: DTensor, layout: Layout) -> DTensor:
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
     for index, piece in _all_pieces(array):
         for ends, target in wanted.items():
-            both = intersect(index, target) if shape else ()  # a scalar is one block, without axes
+            both = intersect_blocks(index, target) if shape else ()  # a scalar is one block, without axes
             if both is not None:
-                made[ends][within(both, target)] = piece[within(both, index)].to(device)
-    return from_blocks(shape, dtype, layout, lambda index: made[ends_of(index)])
+                made[ends][make_relative_index(both, target)] = piece[make_relative_index(both, index)].to(
+                    device
+                )
+    return from_blocks(shape, dtype, layout, lambda index: made[get_slice_ends(index)])
 
 
 def layout_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
     """The different indices that this process holds in a layout."""
     here = bound_mesh(layout.mesh).local_device_ids
-    return {ends: index for ends, (index, _) in held_shards(layout, shape, here).items()}
+    return {ends: index for ends, (index, _) in find_distinct_shards(layout, shape, here).items()}
 
 
 def _all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
@@ -329,7 +340,7 @@ def _all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
     layout = layout_of(array)
     assert layout is not None
     ranks, shape = simulation.ranks_of(array.device_mesh), tuple(array.shape)
-    for index, places in held_shards(layout, shape, range(len(ranks))).values():
+    for index, places in find_distinct_shards(layout, shape, range(len(ranks))).values():
         owner = ranks[places[0]]
         if owner == simulation.rank():
             piece = local_of(array.detach()).contiguous()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from layoutmap.core.errors import EngineError, listed
+from layoutmap.core.errors import EngineError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import bound, device_names_of, no_devices
@@ -165,7 +165,7 @@ def check_order(mesh: Mesh) -> None:
         return
     raise EngineError(
         "torch cannot hold a mesh whose devices come in this order",
-        facts={"mesh": str(mesh), "devices": listed(mesh.devices or ())},
+        facts={"mesh": str(mesh), "devices": join_names(mesh.devices or ())},
         why="torch sorts the ranks of each process group, so pieces would silently change places",
         fix="name the devices so that their numbers grow along every mesh dim",
     )
@@ -196,7 +196,7 @@ def _mesh_like(native: DeviceMesh) -> Mesh:
 def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
     """One placement for each dim of a mesh."""
     dims = layout.mesh.dim_names
-    axes = [[dims.index(dim) for dim in layout.mesh_dims_of(axis)] for axis in range(layout.rank)]
+    axes = [[dims.index(dim) for dim in layout.list_mesh_dims(axis)] for axis in range(layout.rank)]
     placements: list[Placement] = [Replicate() for _ in dims]
     for axis, numbers in enumerate(axes):
         for number in numbers:

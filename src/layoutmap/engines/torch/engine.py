@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import BlockReader, Index, NumpyArray, ends_of
-from layoutmap.core.checksums import checksum
+from layoutmap.core.blocks import BlockReader, Index, NumpyArray, get_slice_ends
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -285,7 +285,7 @@ def _created(assignment: Assignment, initializer: Initializer, seed: object) -> 
         value = initializer.global_value()
     tensor = gather(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
     check_initial_value(variable, tensor.shape, dtype_name(tensor.dtype))
-    return shard(tensor, layout), checksum(to_numpy(tensor)) if across() else 0
+    return shard(tensor, layout), compute_checksum(to_numpy(tensor)) if across() else 0
 
 
 def _in_blocks(
@@ -301,4 +301,4 @@ def _in_blocks(
         if assignment is not None and block.dtype != dtype:
             check_initial_value(assignment.variable, shape, dtype_name(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
-    return from_blocks(shape, dtype, layout, lambda index: made.pop(ends_of(index)))
+    return from_blocks(shape, dtype, layout, lambda index: made.pop(get_slice_ends(index)))

@@ -1,4 +1,4 @@
-"""Lint of a plan: layouts that can be made and are probably not meant, each with its evidence and a fix.
+"""Find layouts that are valid but probably not intended, each with its evidence and a fix.
 
     "sum over the batch dim" an axis that is summed over is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from layoutmap.core.errors import PlanError
-from layoutmap.core.escaping import escaped
+from layoutmap.core.escaping import escape_text
 from layoutmap.core.mesh import check_dim
-from layoutmap.core.text_table import html_table
+from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.lint import checks
 from layoutmap.plan.lint.weights import Linted
@@ -40,7 +40,7 @@ _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Findings:
-    """The problems that lint has found in a plan; true if there are any.
+    """Problems that lint found in a plan. It is true if there are any.
 
     Args:
         problems: Each finding, with its evidence in `facts` and a fix.
@@ -60,7 +60,7 @@ class Findings:
         return len(self.problems)
 
     def __str__(self) -> str:
-        lines = [f"{escaped(problem.kind)}: {problem}\n" for problem in group_problems(self.problems)]
+        lines = [f"{escape_text(problem.kind)}: {problem}\n" for problem in group_problems(self.problems)]
         return "\n".join([*lines, f"Lint: {self._line}"])
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class Findings:
 
     def _repr_html_(self) -> str:
         rows = [(p.kind, p.what, p.why, p.fix) for p in group_problems(self.problems)]
-        return html_table(f"Lint: {self._line}", ("kind", "what", "why", "fix"), rows)
+        return format_html_table(f"Lint: {self._line}", ("kind", "what", "why", "fix"), rows)
 
     @property
     def _line(self) -> str:
@@ -76,12 +76,12 @@ class Findings:
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
         if self.batch_dim:
             how = "are sharded" if self.is_known else "are assumed to be sharded"
-            return f"{found}; batches {how} over {escaped(self.batch_dim)}"
+            return f"{found}; batches {how} over {escape_text(self.batch_dim)}"
         return f"{found}; {'batches are replicated' if self.is_known else 'the batch dim is not known'}"
 
 
 def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
-    """Look for layouts that are probably not meant; see `Plan.lint`.
+    """Look for layouts that are probably not intended. See `Plan.lint`.
 
     Raises:
         PlanError: The mesh has no such dim.
@@ -90,15 +90,15 @@ def lint_plan(plan: PlanTable, batch_dim: str | None = None) -> Findings:
     of_cost = plan.cost.batch_dim if plan.cost else None
     known = batch_dim or of_cost or next(iter(plan.batches or ()), None)
     is_known = known is not None or plan.batches is not None
-    linted = Linted(plan, known if is_known else usual_batch_dim(plan))
+    linted = Linted(plan, known if is_known else guess_batch_dim(plan))
     found = [problem for check in checks.CHECKS for problem in check(linted)]
     if plan.cost is not None:
         found += load_cost_package().lint(linted)
     return Findings(tuple(found), linted.batch_dim, is_known)
 
 
-def usual_batch_dim(plan: PlanTable) -> str | None:
-    """Return the dim that the batch is sharded over, as far as it is known.
+def guess_batch_dim(plan: PlanTable) -> str | None:
+    """Return the mesh dim that the batch is probably sharded over, or None if nothing suggests one.
 
     Rules for activations say it, or `fully_shard`, which shards weights over the devices of the batch, or its name.
     """
@@ -106,7 +106,7 @@ def usual_batch_dim(plan: PlanTable) -> str | None:
         dim
         for match in plan.activations
         if match.layout is not None and match.layout.rank
-        for dim in match.layout.mesh_dims_of(0)
+        for dim in match.layout.list_mesh_dims(0)
     )
     named = [*plan.gathered_dims]
     named += [dim for dim in plan.mesh.dim_names if dim in _NAMES_OF_BATCH]

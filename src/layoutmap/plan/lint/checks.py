@@ -1,4 +1,4 @@
-"""The checks of lint; each looks at all of a plan and yields what it finds."""
+"""Define the checks of lint. Each one reads the whole plan and yields problems."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.uneven import derived_layout, fitted
+from layoutmap.core.uneven import derive_layout, fit_layout
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.lint.repeated import odd_ones_out
-from layoutmap.plan.lint.weights import Linted, Weight, rule_of, takes_heads
+from layoutmap.plan.lint.repeated import find_odd_blocks
+from layoutmap.plan.lint.weights import Linted, Weight, format_rule_suffix, is_attention_output
 from layoutmap.plan.problems import OF_RULES, Problem
 
 _LEAST_SHARE = 0.05  # of what a device holds in weights: a smaller table is no matter
 
 
-def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
+def _find_batch_dim_sums(linted: Linted) -> Iterator[Problem]:
+    """Yield a problem for each kernel with a summed axis sharded over the batch dim."""
     batch = linted.batch_dim
     # Where rules keep activations sharded as the batch is, it is clear what moves: the weight. So it is where no
     # compiler chooses. A weight sharded over another dim, too, is reported as "no activations" in the plan.
@@ -27,7 +28,7 @@ def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
         if not axes or any(set(w.dims(axis)) - {batch} for axis in range(len(w.shape))):
             continue
         axis = axes[0]
-        yield _problem(
+        yield _make_problem(
             "sum over the batch dim",
             w,
             f"axis {axis}, which is summed over, is sharded over {batch}, and so is the batch",
@@ -35,37 +36,38 @@ def _batch_over_a_sum(linted: Linted) -> Iterator[Problem]:
             "for its rows a device needs the whole weight, and for its part of the weight all rows: in each step one "
             "of them is gathered, and no rule says which",
             'add a rule for activations, as in layout_map.activations[r"..."] = '
-            f"({batch!r}, ...), or shard an output axis: {_moved(w, axis, w.axes('out')[0])}",
+            f"({batch!r}, ...), or shard an output axis: {_swap_specs(w, axis, w.axes('out')[0])}",
         )
 
 
-def _problem(kind: str, w: Weight, what: str, facts: Mapping[str, str], why: str, fix: str) -> Problem:
-    """A finding about one weight."""
+def _make_problem(kind: str, w: Weight, what: str, facts: Mapping[str, str], why: str, fix: str) -> Problem:
+    """Return a problem of one weight."""
     facts = {"shape": str(w.shape), "layout": w.layout_text, **facts}
     return Problem(kind, "warning", w.path, f"{w.path}: {what}", tuple(facts.items()), why, fix)
 
 
-def _moved(w: Weight, old: int, new: int) -> Layout:
-    """The layout with the dims of one axis on another."""
+def _swap_specs(w: Weight, old: int, new: int) -> Layout:
+    """Return the layout of a weight with the specs of two axes swapped."""
     specs = list(w.layout.sharding_specs)
     specs[old], specs[new] = specs[new], specs[old]
     return Layout(specs, w.layout.mesh)
 
 
-def _swapped(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
+def _find_swapped_axes(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
+    """Yield a problem for each pair of consecutive kernels with sharding that does not match."""
     for block in linted.blocks:
-        for first, then in _in_a_row(linted, block):
+        for first, then in _iterate_kernel_pairs(linted, block):
             for out, into in zip(first.axes("out"), then.axes("in"), strict=True):
                 ours, theirs = first.dims(out), then.dims(into)
                 if ours and theirs and ours != theirs:
-                    yield _not_passed_on(first, out, then, into)
+                    yield _make_mismatch_problem(first, out, then, into)
                     break
             else:
-                yield from _sharded_the_other_way(linted, first, then)
+                yield from _find_outer_sharding(linted, first, then)
 
 
-def _sharded_the_other_way(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
-    """Of two kernels in a row that are sharded over one dim: those sharded along the axis on their far side."""
+def _find_outer_sharding(linted: Linted, first: Weight, then: Weight) -> Iterator[Problem]:
+    """Yield problems of two consecutive kernels that are sharded along their outer axes, not the shared one."""
     dims = {d for w in (first, then) for axis in (*w.axes("in"), *w.axes("out")) for d in [w.dims(axis)] if d}
     if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == (linted.batch_dim,):
         return
@@ -77,20 +79,20 @@ def _sharded_the_other_way(linted: Linted, first: Weight, then: Weight) -> Itera
         if not sharded or any(w.dims(axis) for axis in w.axes(near)):
             continue
         other = then if w is first else first
-        moved = _moved(w, sharded[0], w.axes(near)[0])
-        yield _problem(
+        moved = _swap_specs(w, sharded[0], w.axes(near)[0])
+        yield _make_problem(
             "swapped",
             w,
-            f"{does} that is sharded over {_names(over)}, on the side away from {other.name}",
+            f"{does} that is sharded over {_join_dims(over)}, on the side away from {other.name}",
             {other.name: f"{other.shape}  {other.layout_text}"},
-            f"activations between the two are all-gathered over {_names(over)}, where they could stay sharded",
+            f"activations between the two are all-gathered over {_join_dims(over)}, where they could stay sharded",
             "shard the axis that passes between them"
-            + ("" if moved.uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
+            + ("" if moved.find_uneven_axes(w.shape) else f"; its axes seem to be swapped: {moved}"),
         )
 
 
-def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Each kernel of a block that outputs what a later one takes in, with that one.
+def _iterate_kernel_pairs(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield each pair of kernels in a block in which the second takes the first one's output.
 
     The sizes show it, where one kernel alone takes them in and outputs others. Where all sizes of an attention are
     equal, the names of its layers do.
@@ -107,7 +109,7 @@ def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight,
             (taker,) = takers
             yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
     query = linted.parts(block).get("query")
-    takers = [w for w in block if takes_heads(w)]
+    takers = [w for w in block if is_attention_output(w)]
     if (
         query is not None
         and len(takers) == 1
@@ -116,27 +118,29 @@ def _in_a_row(linted: Linted, block: Sequence[Weight]) -> Iterator[tuple[Weight,
         yield query, takers[0]
 
 
-def _not_passed_on(first: Weight, out: int, then: Weight, into: int) -> Problem:
+def _make_mismatch_problem(first: Weight, out: int, then: Weight, into: int) -> Problem:
+    """Return the problem that a kernel's output and the next one's input are sharded differently."""
     ours, theirs = first.dims(out), then.dims(into)
     other = next((axis for axis in first.axes("in") if first.dims(axis) == theirs), None)
-    swapped = None if other is None else _moved(first, other, out)
+    swapped = None if other is None else _swap_specs(first, other, out)
     reason = "the two differ"
     if other is not None:
-        reason += f", and sums over axis {other} are partial, over {_names(theirs)}"
+        reason += f", and sums over axis {other} are partial, over {_join_dims(theirs)}"
     fix = "shard both over the same dims"
-    if swapped is not None and not swapped.uneven_axes(first.shape):
+    if swapped is not None and not swapped.find_uneven_axes(first.shape):
         fix = f"its axes seem to be swapped: {swapped}"
-    return _problem(
+    return _make_problem(
         "swapped",
         first,
-        f"its output is sharded over {_names(ours)}, and the input of {then.name} over {_names(theirs)}",
+        f"its output is sharded over {_join_dims(ours)}, and the input of {then.name} over {_join_dims(theirs)}",
         {then.name: f"{then.shape}  {then.layout_text}"},
         f"{reason}: activations between them are resharded in every step",
         fix,
     )
 
 
-def _parts_unlike(linted: Linted) -> Iterator[Problem]:
+def _find_attention_mismatches(linted: Linted) -> Iterator[Problem]:
+    """Yield a problem if the query, key, and value kernels of a block are sharded differently."""
     for block in linted.blocks:
         parts = linted.parts(block)
         if not parts:
@@ -159,42 +163,45 @@ def _parts_unlike(linted: Linted) -> Iterator[Problem]:
             f"{query.path}: its heads are sharded differently from those of {' and '.join(w.name for w in others)}",
             tuple((w.name, f"{w.shape}  {w.layout_text}") for w in parts.values()),
             "a device needs the keys and the values of the heads for which it has queries",
-            f"shard axis {axis} of all three over {_names(query.dims(axis)) or _names(others[0].dims(axis))}",
+            f"shard axis {axis} of all three over {_join_dims(query.dims(axis)) or _join_dims(others[0].dims(axis))}",
         )
 
 
-def _through_heads(linted: Linted) -> Iterator[Problem]:
+def _find_split_heads(linted: Linted) -> Iterator[Problem]:
+    """Yield a problem for each attention kernel with shards that split a head."""
     for block in linted.blocks:
         parts = list(linted.parts(block).values())
         if not parts:
             continue
-        takers = [w for w in block if takes_heads(w)]
+        takers = [w for w in block if is_attention_output(w)]
         for w, role in [*((w, "out") for w in parts), *((w, "in") for w in takers)]:
             heads, *inner = w.axes(role)
             size = w.use.head_size
             if inner:
                 sharded = [axis for axis in inner if w.dims(axis)]
                 if sharded:
-                    yield _through_a_head(w, sharded[0], w.shape[heads], w.shape[sharded[0]])
+                    yield _make_split_head_problem(w, sharded[0], w.shape[heads], w.shape[sharded[0]])
             elif size and w.shape[heads] % size == 0 and w.num_shards(heads) > 1:
                 shard = w.shape[heads] // w.num_shards(heads)
                 if shard % size:
-                    yield _through_a_head(w, heads, w.shape[heads] // size, size)
+                    yield _make_split_head_problem(w, heads, w.shape[heads] // size, size)
 
 
-def _through_a_head(w: Weight, axis: int, heads: int, size: int) -> Problem:
+def _make_split_head_problem(w: Weight, axis: int, heads: int, size: int) -> Problem:
+    """Return the problem that a kernel's sharding splits its attention heads."""
     dims, shards = w.dims(axis), w.num_shards(axis)
-    return _problem(
+    return _make_problem(
         "heads",
         w,
-        f"its sharding over {_names(dims)} splits its heads",
+        f"its sharding over {_join_dims(dims)} splits its heads",
         {"heads": f"{heads} of size {size}, in {shards} shards"},
         "attention is computed per head, and no device holds a whole head: activations are resharded in every step",
         f"shard by heads, over dims whose sizes divide {heads}, or leave the axis unsharded",
     )
 
 
-def _replicated_tables(linted: Linted) -> Iterator[Problem]:
+def _find_replicated_tables(linted: Linted) -> Iterator[Problem]:
+    """Yield a problem for each large replicated table in a model that is mostly sharded."""
     weights = [a for a in linted.plan.assignments if a.variable.kind is Kind.WEIGHT and a.fits]
     held = sum(a.shard_bytes for a in weights)
     rows = {w.shape[axis] for w in linted.weights for axis in w.axes("rows")}
@@ -206,7 +213,7 @@ def _replicated_tables(linted: Linted) -> Iterator[Problem]:
         return  # no more than half of the model is sharded: so the table is no exception
     for w in tables:
         a = w.assignment
-        proposed = _sharded(w, linted.batch_dim) if a.layout.is_fully_replicated() else None
+        proposed = _propose_sharding(w, linted.batch_dim) if a.layout.is_fully_replicated() else None
         if proposed is None or a.shard_bytes < _LEAST_SHARE * held:
             continue
         saved = a.shard_bytes - a.shard_bytes // proposed.num_distinct_shards
@@ -225,8 +232,8 @@ def _replicated_tables(linted: Linted) -> Iterator[Problem]:
         )
 
 
-def _sharded(w: Weight, batch_dim: str | None) -> Layout | None:
-    """The weight sharded over one dim that divides it: the largest, and that of the batch last; `None`: none does."""
+def _propose_sharding(w: Weight, batch_dim: str | None) -> Layout | None:
+    """Return the weight's layout over the largest dim that divides it, the batch dim last, or None without one."""
     dims = [dim for dim in w.layout.mesh.mesh_dims if dim.size > 1]
     for dim in sorted(dims, key=lambda dim: (dim.name == batch_dim, -dim.size)):
         for axis, n in enumerate(w.shape):
@@ -237,7 +244,8 @@ def _sharded(w: Weight, batch_dim: str | None) -> Layout | None:
     return None
 
 
-def _contradictions(linted: Linted) -> Iterator[Problem]:
+def _find_contradictions(linted: Linted) -> Iterator[Problem]:
+    """Yield a problem for each variable that is sharded differently from the kernel that it belongs to."""
     kernels = {(w.assignment.variable.model, w.layer): w for w in linted.kernels}
     for w in linted.weights:
         kernel = kernels.get((w.assignment.variable.model, w.layer))
@@ -247,7 +255,7 @@ def _contradictions(linted: Linted) -> Iterator[Problem]:
         for axis in w.axes("out"):
             # One that is replicated costs little, and no bytes are moved for it.
             if w.dims(axis) and w.dims(axis) != kernel.dims(of[w.use.roles[axis]]):
-                yield _otherwise(w.assignment, w.path, kernel.assignment, kernel.name)
+                yield _make_contradiction(w.assignment, w.path, kernel.assignment, kernel.name)
                 break
     assignments = {(a.variable.model, a.variable.path): a for a in linted.plan.assignments}
     for a in linted.plan.assignments:
@@ -256,24 +264,29 @@ def _contradictions(linted: Linted) -> Iterator[Problem]:
         if not v.follows or v.axes is None or a.match is None or parent is None or not a.fits:
             continue
         if parent.layout.rank == len(v.rule_shape) and not a.layout.is_fully_replicated():
-            follows = fitted(derived_layout(parent.layout, v.axes), v.shape, "shrink")
+            follows = fit_layout(derive_layout(parent.layout, v.axes), v.shape, "shrink")
             if a.layout != follows:
-                yield _otherwise(a, v.path, parent, parent.variable.path.rpartition(".")[2])
+                yield _make_contradiction(a, v.path, parent, parent.variable.path.rpartition(".")[2])
 
 
-def _otherwise(a: Assignment, path: str, kernel: Assignment, name: str) -> Problem:
+def _make_contradiction(a: Assignment, path: str, kernel: Assignment, name: str) -> Problem:
+    """Return the problem that a variable and its kernel are sharded differently."""
     return Problem(
         "contradicts its kernel",
         "warning",
         path,
         f"{path}: is sharded differently from {name}, with which it is used",
-        (("layout", f"{a.layout}{rule_of(a)}"), (name, f"{kernel.layout}{rule_of(kernel)}")),
+        (
+            ("layout", f"{a.layout}{format_rule_suffix(a)}"),
+            (name, f"{kernel.layout}{format_rule_suffix(kernel)}"),
+        ),
         "the two are sharded differently, so one of them is resharded in every step",
         "shard it as those axes of the kernel are, or replicate it",
     )
 
 
-def _unused_dims(linted: Linted) -> Iterator[Problem]:
+def _find_unused_dims(linted: Linted) -> Iterator[Problem]:
+    """Yield a problem for each mesh dim over which nothing is sharded."""
     mesh = linted.plan.mesh
     for dim in linted.plan.unused_dims:
         if dim.name == linted.batch_dim:
@@ -293,23 +306,23 @@ def _unused_dims(linted: Linted) -> Iterator[Problem]:
         )
 
 
-def _unused_rules(linted: Linted) -> Iterator[Problem]:
-    """The rules that decide nothing; a plan reports them once all its variables are known."""
+def _find_unused_rules(linted: Linted) -> Iterator[Problem]:
+    """Return the plan's problems about rules without effect, which it has once all variables are known."""
     return (problem for problem in linted.plan.problems if problem.kind in OF_RULES)
 
 
 CHECKS = (
-    _unused_rules,
-    _batch_over_a_sum,
-    _swapped,
-    _parts_unlike,
-    _through_heads,
-    _replicated_tables,
-    _contradictions,
-    _unused_dims,
-    odd_ones_out,
+    _find_unused_rules,
+    _find_batch_dim_sums,
+    _find_swapped_axes,
+    _find_attention_mismatches,
+    _find_split_heads,
+    _find_replicated_tables,
+    _find_contradictions,
+    _find_unused_dims,
+    find_odd_blocks,
 )
 
 
-def _names(dims: Sequence[str]) -> str:
+def _join_dims(dims: Sequence[str]) -> str:
     return " and ".join(dims)

@@ -1,4 +1,4 @@
-"""The check of lint that compares repeated blocks: weights whose paths differ in one number."""
+"""Compare repeated blocks: weights with paths that differ in one number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.lint.weights import Linted, computed_dims, rule_of
+from layoutmap.plan.lint.weights import Linted, find_compute_dims, format_rule_suffix
 from layoutmap.plan.problems import Problem
 
 _NUMBER = re.compile(r"\d+")
@@ -28,13 +28,13 @@ class _Odd:
     share: str
 
 
-def odd_ones_out(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
-    """Yield each block that is not sharded over the mesh dims over which its siblings are."""
+def find_odd_blocks(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
+    """Yield a problem for each block that is not sharded over all the mesh dims of its siblings."""
     found: dict[int, _Odd] = {}
-    for group in _siblings(linted).values():
+    for group in _group_siblings(linted).values():
         if len(group) <= _LEAST_BLOCKS:
             continue
-        dims = [_sharding_dims(a) for _, a in group]
+        dims = [_find_sharding_dims(a) for _, a in group]
         usual, count = Counter(dims).most_common(1)[0]
         if count < max(_LEAST_BLOCKS, _LEAST_SHARE * len(group)):
             continue
@@ -50,8 +50,8 @@ def odd_ones_out(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
     return (_describe_block(linted, block, weights) for (_, block), weights in blocks.items())
 
 
-def _siblings(linted: Linted) -> dict[object, list[tuple[str, Assignment]]]:
-    """Return weights of one shape whose paths differ in one number, each with the path of its block."""
+def _group_siblings(linted: Linted) -> dict[object, list[tuple[str, Assignment]]]:
+    """Return weights of one shape with paths that differ in one number, each with the path of its block."""
     groups: dict[object, list[tuple[str, Assignment]]] = defaultdict(list)
     for a in linted.plan.assignments:
         v = a.variable
@@ -64,9 +64,9 @@ def _siblings(linted: Linted) -> dict[object, list[tuple[str, Assignment]]]:
     return groups
 
 
-def _sharding_dims(a: Assignment) -> frozenset[str]:
-    """Return the mesh dims of several devices over which a weight is sharded, `fully_shard`'s too."""
-    return frozenset(dim for axis in computed_dims(a.layout, (), None) for dim in axis)
+def _find_sharding_dims(a: Assignment) -> frozenset[str]:
+    """Return the mesh dims of several devices over which a weight is sharded, including those of `fully_shard`."""
+    return frozenset(dim for axis in find_compute_dims(a.layout, (), None) for dim in axis)
 
 
 def _describe_block(linted: Linted, block: str, weights: Sequence[_Odd]) -> Problem:
@@ -76,7 +76,7 @@ def _describe_block(linted: Linted, block: str, weights: Sequence[_Odd]) -> Prob
     facts = [
         (
             each.assignment.variable.path.removeprefix(f"{block}."),
-            f"{each.assignment.layout}{rule_of(each.assignment)}; others {each.sibling.layout}",
+            f"{each.assignment.layout}{format_rule_suffix(each.assignment)}; others {each.sibling.layout}",
         )
         for each in weights[:_MAX_SHOWN]
     ]

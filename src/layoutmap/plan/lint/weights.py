@@ -1,4 +1,4 @@
-"""The weights of a plan as lint sees them: what each axis is for, which kernels stand side by side."""
+"""Describe the weights of a plan for lint: the role of each axis, and the kernels of each block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAKES_HEADS = re.compile(r"o|((attention_)?(o|out|output))(_(dense|proj|project
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight whose axes are known."""
+    """Weight with known roles of its axes."""
 
     assignment: Assignment
     use: Use
@@ -52,7 +52,7 @@ class Weight:
 
     @property
     def block(self) -> str:
-        """The path of what its layer is in."""
+        """Path of the module that contains the layer."""
         return self.layer.rpartition(".")[0]
 
     @property
@@ -66,16 +66,16 @@ class Weight:
         return self.path.removeprefix(f"{self.block}.")
 
     def axes(self, role: str) -> tuple[int, ...]:
-        """The axes of a role, `"in"` or `"out"`, in the order of their numbers."""
-        return _axes_of(self.use.roles).get(role, ())
+        """Return the axes of a role, `"in"`, `"out"`, or `"rows"`, in the order of their numbers."""
+        return _group_axes(self.use.roles).get(role, ())
 
     def sizes(self, role: str) -> tuple[int, ...]:
-        """The sizes of those axes."""
+        """Return the sizes of the axes of a role."""
         return tuple(self.shape[axis] for axis in self.axes(role))
 
     def dims(self, axis: int) -> tuple[str, ...]:
         """Return the mesh dims over which an axis is sharded while its layer computes."""
-        return computed_dims(self.layout, self.gathered, self.batch_dim)[axis]
+        return find_compute_dims(self.layout, self.gathered, self.batch_dim)[axis]
 
     def num_shards(self, axis: int) -> int:
         """Return the number of shards of an axis while its layer computes."""
@@ -84,12 +84,13 @@ class Weight:
     @property
     def layout_text(self) -> str:
         """The layout, and the rule that gave it."""
-        return f"{self.layout}{rule_of(self.assignment)}"
+        return f"{self.layout}{format_rule_suffix(self.assignment)}"
 
 
 # Thousands of weights have a few uses and layouts among them, and each check asks anew.
 @lru_cache(4096)
-def _axes_of(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+def _group_axes(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the axes of each role, in the order of the roles' numbers."""
     found: dict[str, list[int]] = {}
     for role, axis in sorted((role, axis) for axis, role in enumerate(roles)):
         found.setdefault(role.partition(".")[0], []).append(axis)
@@ -97,7 +98,7 @@ def _axes_of(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(4096)
-def computed_dims(
+def find_compute_dims(
     layout: Layout, gathered: tuple[str, ...], batch_dim: str | None
 ) -> tuple[tuple[str, ...], ...]:
     """Return for each axis the mesh dims over which a weight is sharded while its layer computes.
@@ -106,12 +107,12 @@ def computed_dims(
     product cannot keep another axis sharded over it, so an axis that is sharded over others too keeps these.
     """
 
-    def over(axis: int) -> tuple[str, ...]:
-        dims = [dim for dim in layout.mesh_dims_of(axis) if layout.mesh.dim_size(dim) > 1]
+    def find_axis_dims(axis: int) -> tuple[str, ...]:
+        dims = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
         dims = [dim for dim in dims if dim not in gathered]
         return tuple(dim for dim in dims if dim != batch_dim or len(dims) == 1)
 
-    return tuple(map(over, range(layout.rank)))
+    return tuple(map(find_axis_dims, range(layout.rank)))
 
 
 class Linted:
@@ -140,29 +141,29 @@ class Linted:
         return list(groups.values())
 
     def parts(self, block: Sequence[Weight]) -> dict[str, Weight]:
-        """The kernels for queries, keys and values in a block; empty unless it has all three, once each."""
+        """Return the query, key, and value kernels of a block, or an empty dict unless it has each exactly once."""
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
         }
-        return {part: each[0] for part, each in found.items()} if _once_each(found) else {}
+        return {part: each[0] for part, each in found.items()} if _has_one_each(found) else {}
 
 
-def _once_each(found: dict[str, list[Weight]]) -> bool:
+def _has_one_each(found: dict[str, list[Weight]]) -> bool:
     return all(len(each) == 1 for each in found.values())
 
 
-def takes_heads(weight: Weight) -> bool:
-    """Whether a kernel is, by its name, the one that takes the heads of attention in again."""
-    return is_named_as_taking_heads(weight.layer_name)
+def is_attention_output(weight: Weight) -> bool:
+    """Return whether a kernel is, by its name, the output projection of attention."""
+    return is_attention_output_name(weight.layer_name)
 
 
-def is_named_as_taking_heads(layer_name: str) -> bool:
-    """Whether a layer is called as those that take the heads of attention in again."""
+def is_attention_output_name(layer_name: str) -> bool:
+    """Return whether a layer has the name of an output projection of attention."""
     return _TAKES_HEADS.fullmatch(layer_name) is not None
 
 
-def rule_of(assignment: Assignment) -> str:
-    """The rule that a layout comes from, to be put behind it."""
+def format_rule_suffix(assignment: Assignment) -> str:
+    """Return the rule that gave a layout, as text to put after the layout."""
     match = assignment.match
     return (
         f"     {match.rule}"

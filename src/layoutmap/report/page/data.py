@@ -11,27 +11,27 @@ from typing import Any
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import starred
+from layoutmap.core.paths import replace_numbers
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import load_cost_package
-from layoutmap.plan.memory import Memory, memory_of
-from layoutmap.plan.problems import Problem, in_order, merge_problems
+from layoutmap.plan.memory import Memory, count_memory
+from layoutmap.plan.problems import Problem, merge_problems, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict
-from layoutmap.report.explain import in_a_step
-from layoutmap.report.rows import plan_rows
-from layoutmap.report.text import activation_cells
+from layoutmap.report.explain import list_collectives
+from layoutmap.report.rows import make_rows
+from layoutmap.report.text import format_activations
 
 NO_RULE, NOT_ASKED = -1, -2
 
 
-def page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, object]:
-    """A plan as plain lists and dicts, for JSON; equal plans give equal data."""
-    return _PageData(plan).all(findings)
+def make_page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[str, object]:
+    """Return a plan as lists and dicts for JSON. Equal plans give equal data."""
+    return _PageData(plan).make_data(findings)
 
 
-def verdict_data(verdict: Verdict) -> dict[str, object]:
-    """The verdict for a page: the page works nothing out again."""
+def make_verdict_data(verdict: Verdict) -> dict[str, object]:
+    """Return a verdict as data for the page, which computes nothing itself."""
     return {
         "mood": verdict.mood,
         "fits": verdict.fits,
@@ -70,11 +70,11 @@ class _PageData:
             for path in (a.variable.path, *a.variable.aliases):
                 self.by_path.setdefault(path, []).append(i)
 
-    def all(self, findings: Sequence[Problem]) -> dict[str, Any]:
-        plan, memory = self.plan, memory_of(self.plan)
-        rows = plan_rows(plan)
+    def make_data(self, findings: Sequence[Problem]) -> dict[str, Any]:
+        plan, memory = self.plan, count_memory(self.plan)
+        rows = make_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
-        variables = [self._variable(a, row_of[id(a)]) for a in plan.assignments]
+        variables = [self._describe_variable(a, row_of[id(a)]) for a in plan.assignments]
         return {
             "mesh": {
                 "name": plan.mesh.name,
@@ -82,87 +82,89 @@ class _PageData:
                 "devices": plan.mesh.devices,
             },
             "bytes": [plan.global_bytes, plan.device_bytes],
-            "memory": _bytes_by_use(plan, memory),
+            "memory": _sum_bytes(plan, memory),
             "variables": variables,
             "rows": [[row.path, row.rule, row.follows] for row in rows],
-            "problems": [self._problem(*group) for group in _groups(plan, findings)],
+            "problems": [self._describe_problem(*group) for group in _group_problems(plan, findings)],
             "could_be_sharded": [
                 [row.path, row.axis, row.dim, row.saved_bytes, [self.number[id(a)] for a in row.assignments]]
                 for row in memory.rows
             ],
-            "activations": activation_cells(plan),
+            "activations": format_activations(plan),
             "forms": list(self.forms),
             "rules": list(self.rules),
             "lists": list(self.lists),
             "texts": list(self.texts),
             "layouts": list(self.layouts),
             "cost": plan.cost
-            and load_cost_package().page_fields(plan.cost, memory.total - memory.gradients, self._first_of),
+            and load_cost_package().page_fields(plan.cost, memory.total - memory.gradients, self._find_first),
         }
 
-    def _first_of(self, cause: str) -> int | None:
-        """The first variable that a cause stands for, which may have stars for numbers; `None`: it is a layer."""
+    def _find_first(self, cause: str) -> int | None:
+        """Return the number of a cause's first variable, or None for a layer. A cause may have stars."""
         if "*" in cause:
             return next(
-                (numbers[0] for path, numbers in self.by_path.items() if starred(path) == cause), None
+                (numbers[0] for path, numbers in self.by_path.items() if replace_numbers(path) == cause), None
             )
         return next(iter(self.by_path.get(cause, ())), None)
 
-    def _variable(self, a: Assignment, row: int) -> list[object]:
+    def _describe_variable(self, a: Assignment, row: int) -> list[object]:
         v, match = a.variable, a.match
         shard = a.shard_bytes if a.fits else None
-        form = self.forms.number((v.shape, v.dtype, self._layout(a.layout), v.global_bytes, shard))
+        form = self.forms.number((v.shape, v.dtype, self._number_layout(a.layout), v.global_bytes, shard))
         rule = (
             NOT_ASKED
             if match is None or match.is_found
-            else self._rule(match.rule)
+            else self._number_rule(match.rule)
             if match.rule
             else NO_RULE
         )
         more = {
             "model": v.model,
             "aliases": v.aliases,
-            "parent": v.parent and self._parent(a),
-            "step": tuple(self.texts.number(": ".join(row)) for row in in_a_step(self.plan, a)),
+            "parent": v.parent and self._find_parent(a),
+            "step": tuple(self.texts.number(": ".join(row)) for row in list_collectives(self.plan, a)),
             "global_init": a.global_init and self.texts.number(a.global_init),
-            **(self._match(match, a) if match else {}),
+            **(self._match_rules(match, a) if match else {}),
         }
         written: list[Any] = [v.path, form, v.kind, row, rule]
         given = {name: value for name, value in more.items() if value not in (None, "", ())}
         return [*written, given] if given else written
 
-    def _match(self, match: Match, a: Assignment) -> dict[str, object]:
-        others = tuple(self._rule(rule) for rule in match.others)
+    def _match_rules(self, match: Match, a: Assignment) -> dict[str, object]:
+        others = tuple(self._number_rule(rule) for rule in match.others)
         asked = match.rule.layout if match.rule and match.rule.layout != a.layout else None
         return {
             "others": self.lists.number(others) if others else None,
             "near": self.lists.number(match.near_misses) if match.near_misses else None,
-            "asked": asked and self._layout(asked),
+            "asked": asked and self._number_layout(asked),
             "rest": match.is_rest or None,
             "found": match.is_found or None,
         }
 
-    def _parent(self, a: Assignment) -> int | str:
-        """The variable's number, or its path if it is not in the plan; a packed variable is its own parent."""
+    def _find_parent(self, a: Assignment) -> int | str:
+        """Return the number of a variable's parent, or the parent's path if the plan lacks it."""
         path, model = a.variable.parent or "", a.variable.model
         for i in self.by_path.get(path, ()):
             if self.plan.assignments[i].variable.model == model:
                 return i
         return path
 
-    def _rule(self, rule: Rule) -> int:
-        return self.rules.number((rule.number, rule.pattern, self._layout(rule.layout), rule.uneven))
+    def _number_rule(self, rule: Rule) -> int:
+        return self.rules.number((rule.number, rule.pattern, self._number_layout(rule.layout), rule.uneven))
 
-    def _layout(self, layout: Layout) -> int:
-        """The mesh dims that shard each axis, by number, and the text of it all."""
+    def _number_layout(self, layout: Layout) -> int:
+        """Return the number of a layout: its mesh dims per axis, and its text."""
         if id(layout) in self._seen:
             return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
-        dims_of_axes = tuple(tuple(dims[name] for name in layout.mesh_dims_of(i)) for i in range(layout.rank))
+        dims_of_axes = tuple(
+            tuple(dims[name] for name in layout.list_mesh_dims(i)) for i in range(layout.rank)
+        )
         self._seen[id(layout)] = self.layouts.number((dims_of_axes, str(layout)))
         return self._seen[id(layout)]
 
-    def _problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, object]:
+    def _describe_problem(self, merged: Problem, members: Sequence[Problem]) -> dict[str, object]:
         of = dict.fromkeys(
             i
             for p in members
@@ -175,12 +177,14 @@ class _PageData:
         return {**written, "count": len(members), "variables": list(of), "lint": by_lint}
 
 
-def _groups(plan: PlanTable, findings: Sequence[Problem]) -> list[tuple[Problem, tuple[Problem, ...]]]:
-    """The problems with those of repeated blocks made one, each with what it was made of; what is known twice, once."""
-    return merge_problems(in_order(list(dict.fromkeys([*plan.problems, *findings]))))
+def _group_problems(
+    plan: PlanTable, findings: Sequence[Problem]
+) -> list[tuple[Problem, tuple[Problem, ...]]]:
+    """Return the problems with those of repeated blocks merged, each with its members, without duplicates."""
+    return merge_problems(sort_problems(list(dict.fromkeys([*plan.problems, *findings]))))
 
 
-def _bytes_by_use(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int]]:
+def _sum_bytes(plan: PlanTable, memory: Memory) -> dict[str, Mapping[str, int]]:
     device = {name: getattr(memory, name) for name in ("weights", "gradients", "slots", "state")}
     weights = sum(a.variable.global_bytes for a in plan.assignments if a.variable.is_trained)
     slots = sum(a.variable.global_bytes for a in plan.assignments if a.variable.kind is Kind.SLOT)

@@ -1,4 +1,4 @@
-"""Rules files of families of models, and what is done to one before it is a layout map: `LayoutMap.preset`.
+"""Read the preset rules files for model families, and adapt them to a mesh: `LayoutMap.preset`.
 
 A file here has no mesh, and its specs name two dims that stand for those of any mesh:
 
@@ -34,8 +34,8 @@ _FITS = {
 _CLOSE = 0.85  # two families' names may be as alike as those of bart and bert: 0.75
 
 
-def names() -> tuple[str, ...]:
-    """The presets there are.
+def list_presets() -> tuple[str, ...]:
+    """Return the names of all presets.
 
     Example:
         >>> names()
@@ -44,8 +44,8 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(name[:-5] for name in os.listdir(_FOLDER) if name.endswith(".yaml")))
 
 
-def about(name: str) -> str:
-    """The purpose of a preset: the first line of its file.
+def describe_preset(name: str) -> str:
+    """Return the purpose of a preset, the first line of its file.
 
     Raises:
         RuleError: There is none of that name.
@@ -54,15 +54,15 @@ def about(name: str) -> str:
         >>> about("t5")
         'T5 of keras-hub, first version, 1.1 and Flan: T5Backbone, alone or in T5Seq2SeqLM.'
     """
-    return _text(name).partition("\n")[0].removeprefix("# ")
+    return _read_file(name).partition("\n")[0].removeprefix("# ")
 
 
 # why: decisions/0024
-def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
-    """A preset for a mesh.
+def read_preset(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
+    """Return the rules of a preset for a mesh.
 
     Args:
-        name: One of `names`.
+        name: One of `list_presets`.
         mesh: The mesh.
         model_dim: The mesh's dim for `model`; `None`: nothing is sharded over it.
         fsdp_dim: The mesh's dim for `fsdp`; `None`: nothing is sharded over it, and activations have no rules.
@@ -75,19 +75,19 @@ def read(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> 
         >>> read("llama", Mesh(None, "tp=4"), "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
         ('tp', None)
     """
-    fields, dims = from_yaml(_text(name)), {"model": model_dim, "fsdp": fsdp_dim}
+    fields, dims = from_yaml(_read_file(name)), {"model": model_dim, "fsdp": fsdp_dim}
     for role, dim in dims.items():
         where, why = f"preset {name!r}: {role}_dim", "weights are sharded over it"
         check_dim(where, dim, mesh, why, RuleError, ", or pass None")
     return replace(
         fields,
-        rules=_renamed(fields.rules, dims),
-        activations=_renamed(fields.activations, dims) if fsdp_dim else {},
+        rules=_rename_dims(fields.rules, dims),
+        activations=_rename_dims(fields.activations, dims) if fsdp_dim else {},
     )
 
 
-def _text(name: str) -> str:
-    there = names()
+def _read_file(name: str) -> str:
+    there = list_presets()
     if name not in there:
         fits = _FITS.get("".join(filter(str.isalpha, name.lower())))
         near = difflib.get_close_matches(name.lower(), there, 1, _CLOSE)
@@ -104,7 +104,7 @@ def _text(name: str) -> str:
         return file.read()
 
 
-def _renamed(
+def _rename_dims(
     rules: Mapping[str, tuple[str | None, ...]], dims: Mapping[str, str | None]
 ) -> dict[str, tuple[str | None, ...]]:
     return {pattern: tuple(spec and dims[spec] for spec in specs) for pattern, specs in rules.items()}

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from layoutmap.core.blocks import Index, NumpyArray, assemble
+from layoutmap.core.blocks import Index, NumpyArray, assemble_blocks
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -82,7 +82,7 @@ class EngineCases(OldMethodNames):
 
     def assemble_array(self, array: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
         """Return the global values of an array. Fails if its shards leave gaps or overlap."""
-        return assemble(self.gather_shards(self.engine.to_shards(array)), shape, np.dtype(dtype))
+        return assemble_blocks(self.gather_shards(self.engine.to_shards(array)), shape, np.dtype(dtype))
 
     def can_hold(self, specs: tuple[ShardingSpec, ...]) -> bool:
         """Return whether the engine claims to support a layout."""

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from layoutmap.core.blocks import Index, NumpyArray, assemble, block_shape, ends_of, full_index
+from layoutmap.core.blocks import (
+    Index,
+    NumpyArray,
+    assemble_blocks,
+    compute_block_shape,
+    get_slice_ends,
+    make_full_index,
+)
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
@@ -127,11 +134,11 @@ class ShardLaws(EngineCases):
         shards = self.gather_shards(self.engine.to_shards(array, copy=data.draw(st.booleans())))
 
         assert layout == self.engine.layout_of(array)
-        assert_same_bits(values, assemble(shards, shape, values.dtype))
+        assert_same_bits(values, assemble_blocks(shards, shape, values.dtype))
         self._assert_each_device_has_its_shard(array, layout, values)
-        assert len(read_indices) == len(set(map(ends_of, read_indices)))
+        assert len(read_indices) == len(set(map(get_slice_ends, read_indices)))
         for index in [*read_indices, *(index for index, _ in shards)]:
-            assert layout.shard_shape(shape) == block_shape(index)
+            assert layout.shard_shape(shape) == compute_block_shape(index)
         if math.prod(shape):
             assert layout.num_distinct_shards == len(shards)
 
@@ -155,7 +162,7 @@ class ShardLaws(EngineCases):
         values = generate_values((3, 5), "float32", seed=6)
         ((index, shard),) = self.engine.to_shards(self.make_array(values))
 
-        assert full_index((3, 5)) == index
+        assert make_full_index((3, 5)) == index
         assert_same_bits(values, shard)
 
     def test_a_shard_of_a_wrong_shape_or_type_is_refused(self):

@@ -19,7 +19,7 @@ import numpy as np
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.variables import Assignment, Kind, VariableSpec, itemsize
+from layoutmap.core.variables import Assignment, Kind, VariableSpec, get_itemsize
 from layoutmap.engines import get_engine
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.scope import build
@@ -105,7 +105,7 @@ def _compare_dims(
             expected[axis] = max(even, key=lambda option: math.prod(sizes[dim] for dim in option))
     if not get_engine(trial.adapter.engine_name).several_dims:
         expected = [dims and (max(dims, key=sizes.__getitem__),) for dims in expected]
-    actual = [assignment.layout.mesh_dims_of(axis) for axis in range(assignment.layout.rank)]
+    actual = [assignment.layout.list_mesh_dims(axis) for axis in range(assignment.layout.rank)]
     if [_drop_unit_dims(dims, sizes) for dims in expected] != [_drop_unit_dims(d, sizes) for d in actual]:
         yield f"{assignment.variable.path}: its rule says {expected}, and it has {assignment.layout}"
 
@@ -120,8 +120,8 @@ def compare_memory(trial: Trial) -> Iterator[str]:
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     total = slots = 0
     for a in trial.plan.assignments:
-        shards = math.prod(sizes[d] for axis in range(a.layout.rank) for d in a.layout.mesh_dims_of(axis))
-        num_bytes = math.ceil(math.prod(a.variable.shape) // shards * itemsize(a.variable.dtype))
+        shards = math.prod(sizes[d] for axis in range(a.layout.rank) for d in a.layout.list_mesh_dims(axis))
+        num_bytes = math.ceil(math.prod(a.variable.shape) // shards * get_itemsize(a.variable.dtype))
         total += 2 * num_bytes if a.variable.is_trained else num_bytes
         slots += num_bytes * (a.variable.kind is Kind.SLOT)
     if (total, slots) != (trial.plan.memory.total, trial.plan.memory.slots):
@@ -145,8 +145,8 @@ def compare_slots(trial: Trial) -> Iterator[str]:
         shape = weight.variable.shape
         for axis, size in enumerate(slot.variable.shape):
             if shape.count(size) == 1:
-                dims = weight.layout.mesh_dims_of(shape.index(size))
-                if slot.layout.mesh_dims_of(axis) != dims:
+                dims = weight.layout.list_mesh_dims(shape.index(size))
+                if slot.layout.list_mesh_dims(axis) != dims:
                     yield f"{slot.variable.path}: {slot.layout}, and axis {axis} of its weight is over {dims}"
 
 
@@ -221,7 +221,7 @@ def _draw_impossible_specs(choices: Choices, mesh: Mesh, shape: tuple[int, ...])
         tuple(dim if at == axis else None for at in range(len(shape)))
         for axis in range(len(shape))
         for dim in mesh.dim_names
-        if Layout([dim if at == axis else None for at in range(len(shape))], mesh).uneven_axes(shape)
+        if Layout([dim if at == axis else None for at in range(len(shape))], mesh).find_uneven_axes(shape)
     ]
     if uneven:
         options.append(lambda: choices.pick(*uneven))
@@ -237,7 +237,7 @@ def compare_exit_code(trial: Trial) -> Iterator[str]:
         raise NotApplicable("one case in four runs the command")
     case, needed = trial.case, trial.plan.memory.total
     limit = trial.choices.pick(2 * needed, needed + 2, needed, needed - 2, needed // 2) // 2 * 2
-    expected = trial.plan.judged(device_memory=limit).verdict
+    expected = trial.plan.set_limits(device_memory=limit).verdict
     with tempfile.TemporaryDirectory() as folder:
         rules, page, plan_file = (Path(folder) / name for name in ("rules.yaml", "plan.html", "plan.json"))
         rules.write_text(case.layout_map.to_yaml(), encoding="utf-8")
@@ -252,7 +252,7 @@ def compare_exit_code(trial: Trial) -> Iterator[str]:
             yield f"exit code {command.returncode}, and the verdict is {expected.headline!r}: {command.stderr}"
             return
         half = limit // 4 * 2
-        half_verdict = trial.plan.judged(device_memory=half).verdict
+        half_verdict = trial.plan.set_limits(device_memory=half).verdict
         reread = _run_command(folder, ["plan", str(plan_file), "--device-memory", _format_kib(half)])
         if reread.returncode != (0 if half_verdict.passes else 1):
             yield f"exit code {reread.returncode} of the plan's file: {half_verdict.headline!r}"

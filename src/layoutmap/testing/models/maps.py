@@ -146,5 +146,6 @@ def draw_specs(
 def _can_shard(layout: Layout, shapes: Collection[Shape], uneven: Uneven) -> bool:
     """Return whether a layout fits tensors of all these shapes."""
     return all(
-        len(shape) == layout.rank and (uneven != "error" or not layout.uneven_axes(shape)) for shape in shapes
+        len(shape) == layout.rank and (uneven != "error" or not layout.find_uneven_axes(shape))
+        for shape in shapes
     )

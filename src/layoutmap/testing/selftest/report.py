@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.core.text_table import format_pre, html_table, text_table
+from layoutmap.core.text_table import format_html_table, format_pre, format_table
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.schedule import LawResult
 from layoutmap.testing.selftest.speeds import COLUMNS as SPEED_COLUMNS
@@ -110,7 +110,7 @@ class Report:
     def to_text(self, width: int | None = None) -> str:
         """Return a text with all tables, facts, and the first failure, between two lines with the verdict."""
         tables = [
-            "\n".join(text_table(columns, rows, columns[first_number:], width=width, drop=["seconds"]))
+            "\n".join(format_table(columns, rows, columns[first_number:], width=width, drop=["seconds"]))
             for columns, rows, first_number in self._tables
         ]
         return "\n\n".join([self.headline, *tables, self._facts_text, *self._failure_texts, self.headline])
@@ -121,7 +121,7 @@ class Report:
         verdict, facts, *failure = map(format_pre, texts)
         head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
         body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{facts}'
-        tables = "".join(html_table("", columns, rows) for columns, rows, _ in self._tables)
+        tables = "".join(format_html_table("", columns, rows) for columns, rows, _ in self._tables)
         return f"<!doctype html><html lang=en>{head}<body>{body}{tables}{''.join(failure)}</html>\n"
 
     def to_json(self) -> str:

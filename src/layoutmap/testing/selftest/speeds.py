@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.text_table import size
+from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.cost import duration
 from layoutmap.cost.machine import Device, Group, Machine, Network
 from layoutmap.testing.laws import Outcome
@@ -29,8 +29,8 @@ _DEVICE_FIGURES = {"memory": ("memory", "B"), "memory_bandwidth": ("copy in memo
 _FIELDS = {"memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth"}
 _STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "step": ("a step", duration),
-    "step_bytes": ("peak of a step", size),
-    "created_bytes": ("peak of creation", size),
+    "step_bytes": ("peak of a step", format_bytes),
+    "created_bytes": ("peak of creation", format_bytes),
 }
 LAW = "no collective is far slower than expected"
 _Key = tuple[str, int, int]
@@ -137,7 +137,7 @@ class Speeds:
         for key, (figure, group, bandwidth) in sorted(self._collectives.items()):
             over = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
             expected = self._expect_bandwidth(key) if self.on else None
-            what = f"{_format_kind(figure)} of {size(figure['bytes'])}"
+            what = f"{_format_kind(figure)} of {format_bytes(figure['bytes'])}"
             rows.append(self._make_row(what, over, _format_rate, bandwidth, expected))
         for name, number in self._best.items():
             what, unit = _DEVICE_FIGURES.get(name, (f"product in {name}", "FLOP/s"))

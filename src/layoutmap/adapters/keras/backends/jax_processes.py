@@ -20,7 +20,7 @@ from jax.experimental.sparse import JAXSparse
 
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.blocks import NumpyArray
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -50,7 +50,7 @@ class Rows:  # why: decisions/0019
         devices: NumpyArray = self._engine.native(layout, 0).mesh.devices
         self._processes = _processes(session)
         self.on_cpus = devices.flat[0].platform == "cpu"
-        blocks = _blocks(self._policy.batch_layout((layout.mesh.size,)), devices)
+        blocks = _blocks(self._policy.derive_batch_layout((layout.mesh.size,)), devices)
         self._parts = sorted(set(blocks.values()))
         _check_parts(self._parts, blocks, layout.mesh)
         self._part_of = [self._parts.index(blocks[process]) for process in self._processes]
@@ -81,7 +81,7 @@ class Rows:  # why: decisions/0019
         brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
         # Shapes are compared each time: processes with other shapes, or no more batches, would wait forever.
-        self._compare(brought, checksum(*arrays) if shared and self._schedule.count_call() else 0)
+        self._compare(brought, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0)
         self.placed.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
     def _compare(self, brought: str, own: int) -> None:
@@ -114,12 +114,12 @@ class Rows:  # why: decisions/0019
         if array is None or not hasattr(array, "shape"):
             return array
         if not _is_here(array):
-            return self._engine.relayout(array, self._policy.batch_layout(array.shape))
+            return self._engine.relayout(array, self._policy.derive_batch_layout(array.shape))
         own = np.asarray(array)
         if not own.ndim:
             return self._engine.relayout(own, self._policy.replicated(0))
         shape = (len(own) * len(self._parts), *own.shape[1:])
-        layout = self._policy.batch_layout(shape)
+        layout = self._policy.derive_batch_layout(shape)
         if len(self._parts) == 1:
             return self._engine.relayout(own, layout)
         if layout.is_fully_replicated():
@@ -171,7 +171,7 @@ def _processes(session: KerasSession) -> list[int]:
 def _blocks(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
     """Which blocks of a batch each process holds, by the process's number."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
-    dims = layout.mesh_dims_of(0)
+    dims = layout.list_mesh_dims(0)
     if not dims:
         return dict.fromkeys(processes.flat, (0,))
     rows = np.moveaxis(processes, layout.mesh.dim_names.index(dims[0]), 0)

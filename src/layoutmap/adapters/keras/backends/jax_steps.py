@@ -82,7 +82,7 @@ def placed(batch: object, session: KerasSession) -> Any:
         if isinstance(leaf, JAXSparse):
             shardings.append(native(policy.replicated(0), 0))
         else:
-            layout = policy.batch_layout(leaf.shape)
+            layout = policy.derive_batch_layout(leaf.shape)
             if not isinstance(leaf, jax.Array):
                 # A copy: on CPU devices JAX shares the memory of a numpy array, and a later change of it would show.
                 leaf = session.engine.canonical(np.array(leaf))
@@ -275,7 +275,9 @@ def _in_layouts(model: keras.Model, plain: Method, session: KerasSession) -> Met
 def _readable(array: object, session: KerasSession, by_rows: bool) -> object:
     if not isinstance(array, jax.Array):
         return array  # a number that a step of one's own returns
-    layout = session.policy.batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
+    layout = (
+        session.policy.derive_batch_layout(array.shape) if by_rows else session.policy.replicated(array.ndim)
+    )
     return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
 

@@ -96,7 +96,7 @@ def reading_in_layout(held: Any, layout: Layout, session: KerasSession) -> Calla
     dims; and over all dims where the layer that is being called needs that.
     """
     plain = held.value
-    usual = session.policy.computing_layout(layout)
+    usual = session.policy.derive_compute_layout(layout)
 
     def value() -> tf.Tensor:
         read = plain()
@@ -150,7 +150,9 @@ def _off_mesh(value: object, session: KerasSession) -> object:
 
     def off_mesh(tensor: tf.Tensor) -> Any:
         def back(upstream: Any) -> tf.Tensor:
-            return session.engine.relayout(upstream, session.policy.batch_layout(tuple(upstream.shape)))
+            return session.engine.relayout(
+                upstream, session.policy.derive_batch_layout(tuple(upstream.shape))
+            )
 
         return tf.constant(session.engine.to_numpy(tensor)), back
 

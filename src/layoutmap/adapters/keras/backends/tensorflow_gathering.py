@@ -22,7 +22,7 @@ from layoutmap.adapters.keras.describing import layer_paths
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import temporarily
 
 
@@ -131,7 +131,7 @@ def _warn(what: str, place: dict[str, str], session: KerasSession) -> None:
         fix="nothing has to be done; to be faster, leave the weights of the layers around that operation unsharded, or "
         "use JAX",
     )
-    warnings.warn(warning, stacklevel=level_of_user(_INNER))
+    warnings.warn(warning, stacklevel=find_user_stacklevel(_INNER))
 
 
 def _needed(graph: tf.Graph) -> tuple[Gathering, str]:

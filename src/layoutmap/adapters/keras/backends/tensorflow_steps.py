@@ -133,7 +133,7 @@ class _MeshStep:
 
 def _by_rows(output: Any, session: KerasSession) -> object:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
-    return output if None in shape else pinned(output, session.policy.batch_layout(shape), session)
+    return output if None in shape else pinned(output, session.policy.derive_batch_layout(shape), session)
 
 
 @contextmanager

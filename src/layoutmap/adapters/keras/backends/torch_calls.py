@@ -141,7 +141,7 @@ def _computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
         if layout is not None:
-            computing_layout = session.policy.computing_layout(layout)
+            computing_layout = session.policy.derive_compute_layout(layout)
             if computing_layout != layout:
                 found.append((variable, computing_layout))
     return found

@@ -1,4 +1,4 @@
-"""The effects of a call of one of torch's operations: tensors that it changes, generators, who asked for it."""
+"""Find the effects of one torch operation: changed tensors, generators, and its caller."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, written_
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
-def changed_by(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
-    """The tensors that an operation changes in place."""
+def list_changed_tensors(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
+    """Return the tensors that an operation changes in place."""
     places = written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
 
-def can_wait(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a kind that a tape defers."""
+def can_defer(tensor: torch.Tensor) -> bool:
+    """Return whether a tape can defer a tensor: it must be strided and on the CPU."""
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
-def size_of(shape: Any) -> float:
-    """The number of elements of a shape, if it is one."""
+def count_elements(shape: Any) -> float:
+    """Return the number of elements of a shape, or infinity for any other value."""
     is_shape = is_sequence(shape) and all(type(n) is int for n in shape)
     return math.prod(shape) if is_shape else math.inf
 
 
-def generator_of(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator | None:
-    """The generator that an operation draws its random numbers from; `None` if it draws none."""
+def find_generator(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator | None:
+    """Return the generator that an operation draws from, or None if it draws nothing."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
@@ -40,8 +40,8 @@ def generator_of(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator 
 _ASKING = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
 
 
-def asked_by() -> str:
-    """The outermost function of torch.nn or initializer of Keras that asked for what is being recorded."""
+def find_caller() -> str:
+    """Return the outermost torch.nn function or Keras initializer that runs the recorded operation."""
     found = ""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:

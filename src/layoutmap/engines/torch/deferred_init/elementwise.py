@@ -34,13 +34,13 @@ from layoutmap.engines.torch.deferred_init.readers import (
     Reader,
     Rows,
     Shifted,
-    patch_grid,
-    patch_places,
-    patch_run,
+    make_grid_patch,
+    make_place_patch,
+    make_run_patch,
 )
-from layoutmap.engines.torch.deferred_init.replay import needed
+from layoutmap.engines.torch.deferred_init.replay import find_needed_steps
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
-from layoutmap.engines.torch.deferred_init.streams import PIECE, Stream, random_fill_of
+from layoutmap.engines.torch.deferred_init.streams import PIECE, Stream, find_random_fill
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 
 aten = torch.ops.aten
@@ -52,11 +52,11 @@ _SHORTEST_PERIOD = 1024
 
 
 class NeedsAll(Exception):
-    """Why a tensor cannot be made in one pass."""
+    """Raised if a tensor cannot be computed in one pass over its elements."""
 
 
-class Frame(NamedTuple):
-    """Which element is read for element t of the tensor that is asked for: `scale * t + shift` of what `outer` says.
+class IndexMap(NamedTuple):
+    """Map from element `t` of the requested tensor to the element to read: `scale * t + shift`, after `outer`.
 
     Readers give each element once, so only consumers of the same elements, in the same frame, may share one.
     """
@@ -65,22 +65,22 @@ class Frame(NamedTuple):
     scale: int = 1
     shift: int = 0
 
-    def within(self, view: View) -> Frame:
-        """From elements of a memory to those of a tensor in it."""
+    def map_to_view(self, view: View) -> IndexMap:
+        """Return this map, from elements of a memory to elements of a view in it."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
-        return Frame((view.geometry, "within", self))
+        return IndexMap((view.geometry, "within", self))
 
-    def around(self, view: View) -> Frame:
-        """From elements of a tensor to those of its memory."""
+    def around(self, view: View) -> IndexMap:
+        """Return this map, from elements of a view to elements of its memory."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
             return self.outer[2]
-        return Frame((view.geometry, "around", self))
+        return IndexMap((view.geometry, "around", self))
 
-    def times(self, length: int) -> Frame:
-        """From rows to elements of rows."""
+    def times(self, length: int) -> IndexMap:
+        """Return this map, from rows to elements of rows."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
@@ -98,76 +98,76 @@ class History:
         self._readers: dict[object, Reader] = {}
 
     def of(self, view: View, until: int) -> Reader:
-        """The reader of a tensor's elements, in the order of memory, as they are before a step.
+        """Return a reader of a tensor's elements, in memory order, as they are before a step.
 
         Raises:
             NeedsAll: It cannot be made in one pass.
         """
-        reader = self._region(view, until, Frame())
+        reader = self._read_view(view, until, IndexMap())
         if reader is None:
             raise NeedsAll("its elements are far apart in the memory that it is a part of")
         return reader
 
-    def _region(self, view: View, until: int, frame: Frame) -> Reader | None:
-        """The reader of a tensor's elements in the order of memory; `None` if they have none, or are far apart."""
+    def _read_view(self, view: View, until: int, frame: IndexMap) -> Reader | None:
+        """Return a reader of a view's elements in memory order, or None if they have no order or are far apart."""
         if view.is_dense:
-            reader = self._memory(view.memory, until, frame.around(view))
+            reader = self._read_memory(view.memory, until, frame.around(view))
             return Shifted(reader, view.offset) if view.offset else reader
         if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:  # much for little
             return None
-        reader = self._memory(view.memory, until, frame.around(view))
-        return _used(Picked(reader, view.geometry))
+        reader = self._read_memory(view.memory, until, frame.around(view))
+        return _count_consumer(Picked(reader, view.geometry))
 
-    def _memory(self, memory: Memory, until: int, frame: Frame) -> Reader:
+    def _read_memory(self, memory: Memory, until: int, frame: IndexMap) -> Reader:
         place = bisect.bisect_left(memory.writes, until) - 1
         key = (memory, place, frame)  # by the frame, since a reader gives each element once
         if key not in self._readers:
             self._readers[key] = self._version(memory, place, frame)
-        return _used(self._readers[key])
+        return _count_consumer(self._readers[key])
 
-    def _version(self, memory: Memory, place: int, frame: Frame) -> Reader:
-        """A memory as it is after one of the steps that write to it."""
+    def _version(self, memory: Memory, place: int, frame: IndexMap) -> Reader:
+        """Return a reader of a memory as it is after write number `place`."""
         patches: list[tuple[Recorded, View]] = []
         while True:
             step = self._steps[memory.writes[place]]
-            made = step.makes(memory)
+            made = step.find_created_view(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
             if len(written) != 1 or len(patches) > _MOST_PATCHES:  # each patch is asked for every run
-                raise self._needs_all(step)
+                raise self._make_error(step)
             [view] = written
             if view.is_all and step.op.overloadpacket is not aten.index_put_:
                 break
             if made is not None:
-                raise self._needs_all(step)
+                raise self._make_error(step)
             patches.append((step, view))
             place -= 1
         if not patches:
-            return self._values(step, view, frame.within(view))
-        base = self._memory(memory, step.number + 1, frame)
+            return self._values(step, view, frame.map_to_view(view))
+        base = self._read_memory(memory, step.number + 1, frame)
         return Patched(base, [self._patch(step, view, frame) for step, view in reversed(patches)])
 
     # -- steps that write to a part of a memory
 
-    def _patch(self, step: Recorded, view: View, frame: Frame) -> Patch:
+    def _patch(self, step: Recorded, view: View, frame: IndexMap) -> Patch:
         if step.op.overloadpacket is aten.index_put_:
-            return self._indexed(step, view)
+            return self._make_index_patch(step, view)
         if not view.is_ordered:
-            raise self._needs_all(step)
-        reader = _used(self._values(step, view, frame.within(view)))
+            raise self._make_error(step)
+        reader = _count_consumer(self._values(step, view, frame.map_to_view(view)))
         if view.is_dense:
-            return patch_run(view.offset, view.numel, reader)
-        return patch_grid(view.geometry, reader)
+            return make_run_patch(view.offset, view.numel, reader)
+        return make_grid_patch(view.geometry, reader)
 
-    def _indexed(self, step: Recorded, view: View) -> Patch:
-        """The elements that `tensor[indices] = values` writes, if indices and values exist."""
+    def _make_index_patch(self, step: Recorded, view: View) -> Patch:
+        """Return a patch with the elements that `tensor[indices] = values` writes, if both exist already."""
         indices, values = step.args[1:3]
-        accumulates = _argument(step, 3, False)
+        accumulates = _get_argument(step, 3, False)
         if accumulates or any(isinstance(each, View) for each in (*indices, values)):
-            raise self._needs_all(step)
+            raise self._make_error(step)
         index = tuple(slice(None) if each is None else each.value for each in indices)
         shape = torch.empty(1, device="cpu").expand(view.shape)[index].shape
         if shape.numel() > _MOST_PLACES:
-            raise self._needs_all(step)
+            raise self._make_error(step)
         places = torch.full(shape, view.offset, device="cpu")
         for axis, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
             along = torch.arange(n, device="cpu").view(
@@ -175,18 +175,18 @@ class History:
             )
             places += stride * along.expand(view.shape)[index]
         if places.unique().numel() < places.numel():  # which of them wins, torch does not say  # pyright: ignore[reportUnknownMemberType]
-            raise self._needs_all(step)
-        return patch_places(places.reshape(-1), values.value.expand(shape).reshape(-1))
+            raise self._make_error(step)
+        return make_place_patch(places.reshape(-1), values.value.expand(shape).reshape(-1))
 
     # -- steps that write each element of a tensor
 
-    def _values(self, step: Recorded, view: View, frame: Frame) -> Reader:
-        """The elements that a step writes to a tensor, counted from the tensor's first element."""
+    def _values(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
+        """Return a reader of the elements that a step writes to a view, counted from the view's first one."""
         packet = step.op.overloadpacket
         if step.state is not None:
-            fill = random_fill_of(step, view)
+            fill = find_random_fill(step, view)
             if fill is None:
-                raise self._needs_all(step)
+                raise self._make_error(step)
             if step.seed is not None:
                 return Tiled(fill, view.geometry.shape, step.seed)
             return Stream(fill, view.numel, step.state, self._piece)
@@ -195,22 +195,22 @@ class History:
         if packet in FILLED_WITH:
             value = step.args[FILLED_WITH[packet]]
             if isinstance(value, View):
-                raise self._needs_all(step)
+                raise self._make_error(step)
             return Filled(value.value.item() if isinstance(value, Constant) else value, view.dtype)
         if packet in COPIES:
-            source = self._operand(step, step.args[packet is aten.copy_], view, frame)
+            source = self._read_operand(step, step.args[packet is aten.copy_], view, frame)
             return Computed(methodcaller("to", view.dtype), [source], owns_first=True)
         if is_pointwise(step):
-            return self._pointwise(step, view, frame)
+            return self._read_pointwise(step, view, frame)
         if packet in (aten.cat, aten.stack):
-            return self._joined(step, view, frame)
+            return self._read_joined(step, view, frame)
         if packet in ROWS or packet is aten.gather:
-            return self._rows(step, view, frame)
-        raise self._needs_all(step)
+            return self._read_rows(step, view, frame)
+        raise self._make_error(step)
 
-    def _pointwise(self, step: Recorded, view: View, frame: Frame) -> Reader:
+    def _read_pointwise(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
         if any(isinstance(each, View | Constant) for each in step.kwargs.values()):
-            raise self._needs_all(step)
+            raise self._make_error(step)
         inputs: list[Reader] = []
         args, places = list(step.args), list[int]()
         for place, arg in enumerate(args):
@@ -218,76 +218,76 @@ class History:
                 args[place] = arg.value.reshape(() if arg.value.dim() == 0 else (1,))
             elif isinstance(arg, View | Constant):
                 places.append(place)
-                inputs.append(self._operand(step, arg, view, frame))
+                inputs.append(self._read_operand(step, arg, view, frame))
 
-        def function(*values: torch.Tensor) -> torch.Tensor:
+        def compute(*values: torch.Tensor) -> torch.Tensor:
             given = {**dict(enumerate(args)), **dict(zip(places, values, strict=True))}
             return step.op(*given.values(), **step.kwargs)
 
-        return Computed(function, inputs, owns_first=bool(step.writes))
+        return Computed(compute, inputs, owns_first=bool(step.writes))
 
-    def _operand(self, step: Recorded, arg: View | Constant, view: View, frame: Frame) -> Reader:
-        """A tensor of which a step reads the element at the same place as that which it writes."""
+    def _read_operand(self, step: Recorded, arg: View | Constant, view: View, frame: IndexMap) -> Reader:
+        """Return a reader of an argument's elements at the places that a pointwise step writes."""
         if isinstance(arg, Constant):
-            return _used(Fixed(arg.value.expand(view.shape).permute(view.order)))
-        reader = self._region(arg, step.number, frame) if arg.runs_like(view) else None
+            return _count_consumer(Fixed(arg.value.expand(view.shape).permute(view.order)))
+        reader = self._read_view(arg, step.number, frame) if arg.has_same_order(view) else None
         if reader is None:
-            raise self._needs_all(step)
+            raise self._make_error(step)
         return reader
 
-    def _joined(self, step: Recorded, view: View, frame: Frame) -> Reader:
-        """Tensors joined along an axis, or along a new one in front."""
-        axis = _argument(step, 1, 0) % max(1, len(view.shape))
+    def _read_joined(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
+        """Return a reader of tensors that are concatenated along an axis, or stacked along a new first axis."""
+        axis = _get_argument(step, 1, 0) % max(1, len(view.shape))
         is_stack = step.op.overloadpacket is aten.stack
         outer = math.prod(view.shape[:axis])
         if not view.is_contiguous or (axis and (is_stack or view.numel // outer < _SHORTEST_PERIOD)):
-            raise self._needs_all(step)
+            raise self._make_error(step)
         parts: list[tuple[Reader, int]] = []
         begin = 0
         for part in step.args[0]:
             reader: Reader | None = None
             if isinstance(part, Constant):
-                reader, numel, dtype = _used(Fixed(part.value)), part.value.numel(), part.value.dtype
+                reader, numel, dtype = _count_consumer(Fixed(part.value)), part.value.numel(), part.value.dtype
             else:
                 numel, dtype = part.numel, part.dtype
                 if part.is_contiguous:
                     within = frame._replace(shift=frame.shift - begin)
-                    reader = self._region(part, step.number, Frame((step, begin, frame)) if axis else within)
+                    reader = self._read_view(part, step.number, IndexMap((step, begin, frame)) if axis else within)
             if reader is None or dtype != view.dtype:
-                raise self._needs_all(step)
+                raise self._make_error(step)
             parts.append((reader, numel // outer))
             begin += numel // outer
         return Interleaved(parts) if axis else Joined(parts)
 
-    def _rows(self, step: Recorded, view: View, frame: Frame) -> Reader:
-        """An operation along short rows, such as the largest of each."""
+    def _read_rows(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
+        """Return a reader of an operation along short rows, such as the maximum of each row."""
         gathers = step.op.overloadpacket is aten.gather
-        axis = _argument(step, 1, None)
+        axis = _get_argument(step, 1, None)
         which = next(
             (i for i, made in enumerate(step.made) if made is not None and made.memory is view.memory), -1
         )
         if not isinstance(axis, int) or not view.is_contiguous or which < 0:
-            raise self._needs_all(step)
+            raise self._make_error(step)
         inputs: list[tuple[Reader, int]] = []
         for source in (step.args[0], step.args[2]) if gathers else (step.args[0],):
             n = source.shape[-1] if isinstance(source, View) and source.shape else 0
             if not 0 < n <= _LONGEST_ROW or axis not in (-1, len(source.shape) - 1):
-                raise self._needs_all(step)
-            reader = self._region(source, step.number, frame.times(n)) if source.is_contiguous else None
+                raise self._make_error(step)
+            reader = self._read_view(source, step.number, frame.times(n)) if source.is_contiguous else None
             if reader is None or source.numel != n * view.numel:
-                raise self._needs_all(step)
+                raise self._make_error(step)
             inputs.append((reader, n))
 
-        def function(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        def compute(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
             made = step.op(rows, -1, *others)
             return made if isinstance(made, torch.Tensor) else made[which]
 
-        return Rows(function, inputs)
+        return Rows(compute, inputs)
 
-    def _needs_all(self, step: Recorded) -> NeedsAll:
-        """Why a step needs global tensors: because of itself, or of one that it depends on."""
+    def _make_error(self, step: Recorded) -> NeedsAll:
+        """Return the error of a step that needs unsharded tensors, or that depends on such a step."""
         before = (
-            self._steps[n] for n in needed(self._steps, {view.memory for view in step.reads()}, step.number)
+            self._steps[n] for n in find_needed_steps(self._steps, {view.memory for view in step.list_inputs()}, step.number)
         )
         cause = next((each for each in before if not is_local(each)), step) if is_local(step) else step
         asked = cause.seen_in or step.seen_in
@@ -296,10 +296,10 @@ class History:
         )
 
 
-def _used(reader: Reader) -> Reader:
+def _count_consumer(reader: Reader) -> Reader:
     reader.consumers += 1
     return reader
 
 
-def _argument(step: Recorded, place: int, default: object) -> Any:
+def _get_argument(step: Recorded, place: int, default: object) -> Any:
     return step.args[place] if len(step.args) > place else default

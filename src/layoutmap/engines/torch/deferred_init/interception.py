@@ -28,19 +28,19 @@ check_names("torch", (torch.nn.Module, "_apply"))
 
 
 @contextmanager
-def intercepted(tape: Any, its_mode: Any) -> Generator[None]:
-    """While open, this thread's operations go to a tape.
+def intercept_operations(tape: Any, its_mode: Any) -> Generator[None]:
+    """Send this thread's operations to a tape while the context is open.
 
     Args:
         tape: A `Tape`, of which this uses `is_recording`, `holds`, `dispatch`, `defer` and `evaluate`.
         its_mode: The mode that it enters itself, which is left at the end, too.
     """
-    with _converting(tape), _Modes(_Reads(tape), _Operations(tape), inner=its_mode):
+    with _support_conversion(tape), _Modes(_Reads(tape), _Operations(tape), inner=its_mode):
         yield
 
 
 class _Modes(Closing):
-    """Modes of torch that are entered; their own ends, if an interrupt comes before, leave them on torch's stacks."""
+    """Torch modes entered together. Closing them removes those that an interrupt left on torch's stacks."""
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
@@ -96,25 +96,25 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _COPIES and self.tape.holds(args[0]):
-            return _deep_copy(*args)
-        if func is torch.Tensor.data_ptr and self.tape.holds(args[0]):
+        if func in _COPIES and self.tape.is_deferred(args[0]):
+            return _copy_tensor(*args)
+        if func is torch.Tensor.data_ptr and self.tape.is_deferred(args[0]):
             # No address, but as one it is equal for the same place of the same memory, and for no other.
             return storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
-            return func(args[0], self._alike(*args))
-        if func in _READS and self.tape.holds(args[0]):
+            return func(args[0], self._match_kind(*args))
+        if func in _READS and self.tape.is_deferred(args[0]):
             return func(self.tape.evaluate(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _alike(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """New data for a tensor, real if the tensor is real and deferred if it is deferred."""
-        if self.tape.holds(tensor) == self.tape.holds(data):
+    def _match_kind(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Return new data for a tensor, deferred if the tensor is deferred and real if it is real."""
+        if self.tape.is_deferred(tensor) == self.tape.is_deferred(data):
             return data
-        return self.tape.defer(data) if self.tape.holds(tensor) else self.tape.evaluate(data)
+        return self.tape.defer(data) if self.tape.is_deferred(tensor) else self.tape.evaluate(data)
 
 
-def _deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
     if id(tensor) in memo:
         return memo[id(tensor)]
     if not tensor.is_leaf:
@@ -134,16 +134,16 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Ten
 _open = threading.local()  # tapes: weak references to those that record on a thread
 
 
-def _recording() -> list[Any]:
+def _list_recording_tapes() -> list[Any]:
     # One that an interrupt left here has ended all the same.
     return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 
 @contextmanager
-def _converting(tape: Any) -> Generator[None]:
-    """Keep `Module.to` and its like able to convert fake parameters."""
+def _support_conversion(tape: Any) -> Generator[None]:
+    """Let `Module.to` and similar methods convert deferred parameters while the context is open."""
     with _APPLY.used():
-        before = _recording()
+        before = _list_recording_tapes()
         try:
             _open.tapes = tuple(map(weakref.ref, (*before, tape)))
             yield
@@ -151,14 +151,14 @@ def _converting(tape: Any) -> Generator[None]:
             _open.tapes = tuple(ref for ref in getattr(_open, "tapes", ()) if ref() not in (None, tape))
 
 
-def _apply_of(original: Function) -> Function:
+def _make_apply(original: Function) -> Function:
     @functools.wraps(original)
     def _apply(module: torch.nn.Module, fn: Function, recurse: bool = True) -> object:
-        tapes = _recording()
+        tapes = _list_recording_tapes()
         parameters, _ = members_of_module(module)
         every = dict(parameters)
         held = {
-            key: each for key, each in every.items() if each is not None and any(t.holds(each) for t in tapes)
+            key: each for key, each in every.items() if each is not None and any(t.is_deferred(each) for t in tapes)
         }
         if recurse and tapes:
             for child in module.children():
@@ -168,7 +168,7 @@ def _apply_of(original: Function) -> Function:
         for key, parameter in held.items():
             with torch.no_grad():
                 converted = fn(parameter)
-            if not any(tape.holds(converted) for tape in tapes):
+            if not any(tape.is_deferred(converted) for tape in tapes):
                 raise EngineError(
                     f"{type(module).__name__}.{key} is moved to {converted.device} before it has values",
                     why="deferred tensors are made later, each part on the device that its layout says",
@@ -188,4 +188,4 @@ def _apply_of(original: Function) -> Function:
     return _apply
 
 
-_APPLY = Patches([Attribute(torch.nn.Module, "_apply", _apply_of)])
+_APPLY = Patches([Attribute(torch.nn.Module, "_apply", _make_apply)])

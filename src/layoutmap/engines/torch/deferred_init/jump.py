@@ -30,27 +30,27 @@ _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _N)
 Block = npt.NDArray[np.uint32]
 
 
-def position(generator: torch.Generator) -> int:
-    """How many words of its block a generator has given."""
+def get_position(generator: torch.Generator) -> int:
+    """Return the number of words that a generator has used of its current block."""
     state = generator.get_state().numpy()
     left, following = int(state[_LEFT].view(np.int32)[0]), int(state[_NEXT].view(np.uint64)[0])
     return _N if left == 1 and following == 0 else following
 
 
 def jump(generator: torch.Generator, words: int) -> None:
-    """Leave a generator as after that many words of 32 bits, but for what is left of a pair of normal numbers."""
+    """Advance a generator by a number of 32-bit words, without updating its cached normal number."""
     state = generator.get_state().numpy().copy()
-    blocks, place = divmod(position(generator) + words - 1, _N)
+    blocks, place = divmod(get_position(generator) + words - 1, _N)
     place += 1
     block: Block = state[_WORDS].view(np.uint64).astype(np.uint32)
     # The first block after seeding is not one of the recurrence, so one step is made by hand; the rest is as many as
     # all jumps over as many words share, so that they share the polynomial.
     far = words // _N - 2
     if far > _NEAR:
-        block = _ahead(_following(block), far)
+        block = _compute_block_ahead(_compute_next_block(block), far)
         blocks -= far + 1
     for _ in range(blocks):
-        block = _following(block)
+        block = _compute_next_block(block)
     state[_WORDS].view(np.uint64)[:] = block
     state[_LEFT].view(np.int32)[0] = _N + 1 - place
     state[_NEXT].view(np.uint64)[0] = place
@@ -58,15 +58,15 @@ def jump(generator: torch.Generator, words: int) -> None:
 
 
 @functools.cache
-def works() -> bool:
-    """Whether a jump leaves this torch's generator as drawing does."""
+def is_exact() -> bool:
+    """Return whether a jump leaves the generator of this torch version in the same state as drawing."""
     drawn, jumped = torch.Generator("cpu"), torch.Generator("cpu")
     try:
         for generator in (drawn, jumped):
             generator.manual_seed(20)
-            _words(generator, 5)
+            _draw_words(generator, 5)
         for words in (41 * _N + 7, 2 * _N, 1, 100):
-            _words(drawn, words)
+            _draw_words(drawn, words)
             jump(jumped, words)
             if not torch.equal(drawn.get_state(), jumped.get_state()):
                 return False
@@ -75,12 +75,12 @@ def works() -> bool:
     return True
 
 
-def _words(generator: torch.Generator, words: int) -> None:
+def _draw_words(generator: torch.Generator, words: int) -> None:
     torch.empty(words, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
-def _following(block: Block) -> Block:
-    """The next block of words."""
+def _compute_next_block(block: Block) -> Block:
+    """Return the next block of words."""
     made = np.empty_like(block)
     old = np.append(block, np.uint32(0))
     for start, stop in ((0, _N - _M), (_N - _M, 2 * (_N - _M)), (2 * (_N - _M), _N)):
@@ -96,13 +96,13 @@ def _following(block: Block) -> Block:
     return made
 
 
-def _ahead(block: Block, blocks: int) -> Block:
-    """The block that comes so many blocks later."""
+def _compute_block_ahead(block: Block, blocks: int) -> Block:
+    """Return the block that comes a number of blocks later."""
     run = [block]
     for _ in range(_DEGREE // _N + 1):
-        run.append(_following(run[-1]))
+        run.append(_compute_next_block(run[-1]))
     windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(run), _N)
-    terms = np.flatnonzero(_bits(_power(blocks * _N)))
+    terms = np.flatnonzero(_unpack_bits(_compute_power(blocks * _N)))
     made = np.zeros_like(block)
     for start in range(0, len(terms), _ROWS):
         made ^= np.bitwise_xor.reduce(windows[terms[start : start + _ROWS]], axis=0)
@@ -113,24 +113,24 @@ def _ahead(block: Block, blocks: int) -> Block:
 
 
 @functools.lru_cache(maxsize=256)
-def _power(exponent: int) -> int:
-    """x^exponent modulo the polynomial of the recurrence."""
+def _compute_power(exponent: int) -> int:
+    """Return x^exponent modulo the polynomial of the recurrence."""
     made = 1
     for bit in bin(exponent)[2:]:
-        made = _reduced(_squared(made) << int(bit))
+        made = _reduce_polynomial(_compute_square(made) << int(bit))
     return made
 
 
-def _reduced(polynomial: int) -> int:
+def _reduce_polynomial(polynomial: int) -> int:
     # The polynomial is x u^32 + sum of a_k x u^(31-k) + a_31, with u = x^623 + x^396 and a_k the bits of the mask; so
     # x^19937, its highest power, may be replaced by the rest of it.
     mask = (1 << _DEGREE) - 1
     while high := polynomial >> _DEGREE:
-        polynomial = (polynomial & mask) ^ _times_rest(high)
+        polynomial = (polynomial & mask) ^ _multiply_by_rest(high)
     return polynomial
 
 
-def _times_rest(factor: int) -> int:
+def _multiply_by_rest(factor: int) -> int:
     total = 0
     for k in range(31):
         total = (total << (_N - 1)) ^ (total << (_M - 1)) ^ (factor if _A >> k & 1 else 0)
@@ -141,12 +141,12 @@ def _times_rest(factor: int) -> int:
 _SPREAD = np.array([sum((byte >> i & 1) << (2 * i) for i in range(8)) for byte in range(256)], np.uint16)
 
 
-def _squared(polynomial: int) -> int:
-    """Over bits, the square of a sum is the sum of the squares."""
+def _compute_square(polynomial: int) -> int:
+    """Return a polynomial's square. Over bits it is the sum of the squares of its terms."""
     data = polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little")
     return int.from_bytes(_SPREAD[np.frombuffer(data, np.uint8)].astype("<u2").tobytes(), "little")
 
 
-def _bits(polynomial: int) -> Any:
+def _unpack_bits(polynomial: int) -> Any:
     data = polynomial.to_bytes(_DEGREE // 8 + 1, "little")
     return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")

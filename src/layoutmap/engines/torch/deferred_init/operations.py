@@ -62,7 +62,7 @@ OVERWRITING = {*RANDOM_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
 
 
 def is_pointwise(step: Recorded) -> bool:
-    """Whether each element of what a step makes is computed from the elements of its arguments at the same place."""
+    """Return whether each element of a step's result depends only on its arguments' elements at the same place."""
     if step.op.overloadpacket not in _POINTWISE or overload_name(step.op).endswith("out"):
         return False
     if step.name == "pow":
@@ -72,7 +72,7 @@ def is_pointwise(step: Recorded) -> bool:
 
 
 def is_local(step: Recorded) -> bool:
-    """Whether a step is one of those that need no more than some elements, if its tensors are alike in memory."""
+    """Return whether a step needs only some elements at once, if its tensors have the same order in memory."""
     packet = step.op.overloadpacket
     known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS
     return (

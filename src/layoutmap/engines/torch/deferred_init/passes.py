@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from layoutmap.core.blocks import Index, block_shape, intersect, within
-from layoutmap.engines.torch.deferred_init.readers import boxes
+from layoutmap.core.blocks import Index, compute_block_shape, intersect_blocks, make_relative_index
+from layoutmap.engines.torch.deferred_init.readers import split_into_boxes
 from layoutmap.engines.torch.deferred_init.runs import Run
-from layoutmap.engines.torch.deferred_init.streams import pieces
-from layoutmap.engines.torch.deferred_init.tiles import columns_of, tile_of
+from layoutmap.engines.torch.deferred_init.streams import split_into_pieces
+from layoutmap.engines.torch.deferred_init.tiles import count_columns, choose_tile
 
 
 class Slice(NamedTuple):
@@ -39,36 +39,46 @@ class Slice(NamedTuple):
         blocks[self.block][self.target].copy_(piece[self.source])
 
 
-def in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
-    """One pass over a tensor, in pieces; those of which no block has anything are left out."""
-    for start, stop in pieces(math.prod(shape), piece):
+def iterate_in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
+    """Yield the runs of one pass over a tensor and the block slices from them, without runs that no block uses."""
+    for start, stop in split_into_pieces(math.prod(shape), piece):
         parts: list[Slice] = []
         offset = 0
-        for box in boxes(shape, start, stop):
-            of_box = block_shape(box)
+        for box in split_into_boxes(shape, start, stop):
+            of_box = compute_block_shape(box)
             for number, index in enumerate(indices):
-                both = intersect(box, index)
+                both = intersect_blocks(box, index)
                 if both is not None:
-                    parts.append(Slice(number, within(both, index), offset, of_box, within(both, box)))
+                    parts.append(
+                        Slice(
+                            number,
+                            make_relative_index(both, index),
+                            offset,
+                            of_box,
+                            make_relative_index(both, box),
+                        )
+                    )
             offset += math.prod(of_box)
         if parts:
             yield Run(start, stop - start), parts
 
 
-def by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
-    """Each block for itself, by full tiles where it has them; no more is read than what it has of each row."""
-    columns = columns_of(shape)
+def iterate_by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
+    """Yield the runs of each block and the slices from them, in full tiles, without columns outside the block."""
+    columns = count_columns(shape)
     # The first axis of a row.
     along = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for number, index in enumerate(indices):
-        for run, part in _of_block(shape, index, along, piece) if math.prod(block_shape(index)) else ():
+        for run, part in (
+            _iterate_block(shape, index, along, piece) if math.prod(compute_block_shape(index)) else ()
+        ):
             yield run, [part._replace(block=number)]
 
 
-def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Iterator[tuple[Run, Slice]]:
-    """The reads of a block, and where each goes: bands of rows, and of columns too where they are one axis."""
+def _iterate_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Iterator[tuple[Run, Slice]]:
+    """Yield the runs of a block and the slices from them: bands of rows, and of columns if a row is one axis."""
     columns = math.prod(shape[along:])
-    height, width = tile_of(shape)
+    height, width = choose_tile(shape)
     across = max(width, piece // height // width * width)
     *outer, rows = index[:along] or (slice(0, 1),)
     for places in itertools.product(*(range(each.start, each.stop) for each in outer)):
@@ -76,9 +86,9 @@ def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Ite
         for place, n in zip((*places, 0), shape[:along], strict=bool(along)):
             first = first * n + place
         there = tuple(slice(p - i.start, p - i.start + 1) for p, i in zip(places, outer, strict=True))
-        for left, right, row_shape, source, target in _row_parts(shape[along:], index[along:], across):
+        for left, right, row_shape, source, target in _iterate_row_parts(shape[along:], index[along:], across):
             down = max(height, piece // (right - left) // height * height)
-            for top, bottom in _bands(rows.start, rows.stop, down):
+            for top, bottom in _split_range(rows.start, rows.stop, down):
                 run = Run((first + top) * columns + left, right - left)
                 if bottom - top > 1:
                     run = run._replace(rows=bottom - top, stride=columns)
@@ -90,21 +100,21 @@ def _of_block(shape: Sequence[int], index: Index, along: int, piece: int) -> Ite
                     yield run, Slice(0, target, 0, row_shape, source)
 
 
-def _row_parts(
+def _iterate_row_parts(
     shape: Sequence[int], index: Index, size: int
 ) -> Iterator[tuple[int, int, tuple[int, ...], Index, Index]]:
-    """The reads of each row: from where to where, in which shape, which of that, and where in the block it goes."""
+    """Yield the parts of each row: start, stop, shape, index in the part, and index in the block."""
     if len(shape) == 1:
-        for left, right in _bands(index[0].start, index[0].stop, size):
+        for left, right in _split_range(index[0].start, index[0].stop, size):
             target = slice(left - index[0].start, right - index[0].start)
             yield left, right, (right - left,), (slice(0, right - left),), (target,)
         return
-    target = tuple(slice(0, n) for n in block_shape(index))
+    target = tuple(slice(0, n) for n in compute_block_shape(index))
     yield 0, math.prod(shape), tuple(shape), index, target
 
 
-def _bands(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """A range, split at multiples of a size."""
+def _split_range(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a range that is split at multiples of a size."""
     while start < stop:
         end = min(stop, start - start % size + size)
         yield start, end

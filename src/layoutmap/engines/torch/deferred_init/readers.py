@@ -17,7 +17,7 @@ from layoutmap.engines.torch.deferred_init.steps import Geometry
 
 
 class Reader:
-    """A run of values; subclasses say how they are computed."""
+    """Source of a tensor's elements, run by run. Subclasses compute them."""
 
     shares = False  # whether what it gives is memory of somebody else
 
@@ -27,7 +27,7 @@ class Reader:
         self._values = torch.empty(0)
 
     def read(self, run: Run) -> torch.Tensor:
-        """The values of some elements, not to be changed.
+        """Return the elements of a run. The caller must not change them.
 
         Raises:
             ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
@@ -43,7 +43,7 @@ class Reader:
         return self._values
 
     def own(self, run: Run) -> torch.Tensor:
-        """The same, in memory that the consumer may change."""
+        """Return the elements of a run in memory that the caller may change."""
         values = self.read(run)
         return values.clone() if self.shares or self.consumers > 1 else values
 
@@ -85,7 +85,7 @@ class Fixed(Reader):
                 else flat.as_strided((run.rows, run.length), (run.stride, 1)).reshape(-1)
             )
         begins = range(run.start, run.stop, run.stride or run.length)
-        found = [box for begin in begins for box in boxes(self._all.shape, begin, begin + run.length)]
+        found = [box for begin in begins for box in split_into_boxes(self._all.shape, begin, begin + run.length)]
         return torch.cat([self._all[box].reshape(-1) for box in found])
 
 
@@ -98,12 +98,12 @@ class Shifted(Reader):
         self._offset = offset
 
     def read(self, run: Run) -> torch.Tensor:
-        """The values of some elements, not to be changed."""
-        return self._reader.read(run.shifted(self._offset))
+        """Return the elements of a run. The caller must not change them."""
+        return self._reader.read(run.move_by(self._offset))
 
     def own(self, run: Run) -> torch.Tensor:
-        """The same, in memory that the consumer may change."""
-        return self._reader.own(run.shifted(self._offset))
+        """Return the elements of a run in memory that the caller may change."""
+        return self._reader.own(run.move_by(self._offset))
 
 
 class Picked(Reader):
@@ -136,9 +136,9 @@ class Joined(Reader):
     def _compute(self, run: Run) -> torch.Tensor:
         found, begin = list[torch.Tensor](), 0
         for reader, numel in self._parts:
-            part = run.between(begin, begin + numel)
+            part = run.clip_to(begin, begin + numel)
             if part is not None:
-                found.append(reader.read(part[0].shifted(-begin)))
+                found.append(reader.read(part[0].move_by(-begin)))
             begin += numel
         return torch.cat(found)
 
@@ -214,22 +214,22 @@ Patch = Callable[[torch.Tensor, Run], None]
 """Puts new values for some elements into the values of a run of them."""
 
 
-def patch_run(offset: int, numel: int, reader: Reader) -> Patch:
-    """New values for an unbroken run of elements."""
+def make_run_patch(offset: int, numel: int, reader: Reader) -> Patch:
+    """Return a patch with new values for a contiguous run of elements."""
 
     def put(values: torch.Tensor, run: Run) -> None:
-        part = run.between(offset, offset + numel)
+        part = run.clip_to(offset, offset + numel)
         if part is not None:
-            values[part[1]] = reader.read(part[0].shifted(-offset))
+            values[part[1]] = reader.read(part[0].move_by(-offset))
 
     return put
 
 
-def patch_grid(geometry: Geometry, reader: Reader) -> Patch:
-    """New values for elements that are apart, in order."""
+def make_grid_patch(geometry: Geometry, reader: Reader) -> Patch:
+    """Return a patch with new values for the elements of a view with gaps, in their order."""
 
     def put(values: torch.Tensor, run: Run) -> None:
-        low, high = geometry.elements_before(run.start), geometry.elements_before(run.stop)
+        low, high = geometry.count_elements_before(run.start), geometry.count_elements_before(run.stop)
         if low < high and run.rows > 1:
             raise ApartError
         if low < high:
@@ -238,8 +238,8 @@ def patch_grid(geometry: Geometry, reader: Reader) -> Patch:
     return put
 
 
-def patch_places(places: torch.Tensor, values: torch.Tensor) -> Patch:
-    """New values for elements here and there.
+def make_place_patch(places: torch.Tensor, values: torch.Tensor) -> Patch:
+    """Return a patch with new values for elements at any places.
 
     Args:
         places: Which elements, in any order, each once.
@@ -276,8 +276,8 @@ class Patched(Reader):
         return values
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Blocks that together are a run of elements, in row-major order.
+def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Yield blocks that together cover a run of elements, in row-major order.
 
     Example:
         >>> list(boxes((4, 3), 2, 9))
@@ -293,11 +293,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, 
     first, begin = divmod(start, inner)
     last, end = divmod(stop, inner)
     if first == last:
-        yield from ((slice(first, first + 1), *box) for box in boxes(rest, begin, end))
+        yield from ((slice(first, first + 1), *box) for box in split_into_boxes(rest, begin, end))
         return
     if begin:
-        yield from ((slice(first, first + 1), *box) for box in boxes(rest, begin, inner))
+        yield from ((slice(first, first + 1), *box) for box in split_into_boxes(rest, begin, inner))
         first += 1
     if first < last:
         yield (slice(first, last), *(slice(0, n) for n in rest))
-    yield from ((slice(last, last + 1), *box) for box in boxes(rest, 0, end))
+    yield from ((slice(last, last + 1), *box) for box in split_into_boxes(rest, 0, end))

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from layoutmap.core.blocks import Index, block_shape, full_index
-from layoutmap.core.checksums import checksum
+from layoutmap.core.blocks import Index, compute_block_shape, make_full_index
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.engines.torch.deferred_init.elementwise import History, NeedsAll
-from layoutmap.engines.torch.deferred_init.passes import by_tiles, in_order
-from layoutmap.engines.torch.deferred_init.replay import needed, replay
+from layoutmap.engines.torch.deferred_init.passes import iterate_by_tiles, iterate_in_order
+from layoutmap.engines.torch.deferred_init.replay import find_needed_steps, replay
 from layoutmap.engines.torch.deferred_init.runs import ApartError
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE
@@ -43,30 +43,30 @@ class Recipe:
         self.shape = view.shape
         self.dtype = view.dtype
         self.why_global = ""
-        past = [steps[n] for n in needed(steps, {view.memory}, until)]
+        past = [steps[n] for n in find_needed_steps(steps, {view.memory}, until)]
         by_blocks = any(step.seed is not None or _is_of_file(step) for step in past)
-        self._reads = by_tiles if by_blocks else in_order
+        self._reads = iterate_by_tiles if by_blocks else iterate_in_order
         try:
             History(steps).of(view, until)
         except NeedsAll as reason:
             self.why_global = str(reason)
 
     def global_value(self) -> torch.Tensor:  # why: decisions/0006
-        """Return all values, with the strides that a plain program gives it."""
+        """Return the unsharded tensor, with the strides that the unsharded program gives it."""
         if not self.why_global:
             tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")
-            if self._fill([(full_index(self.shape), tensor)]):
+            if self._fill([(make_full_index(self.shape), tensor)]):
                 return tensor
-        folded = self._folded()
+        folded = self._compute_any_or_all()
         if folded is not None:
             return folded
         return replay(self._steps, [self._view], self._until)[0]
 
     def text(self) -> str:
-        """The recipe as text, a line for each operation: equal texts mean equal values, in any process."""
+        """Return the recipe as text, one line per operation. Equal texts mean equal values in any process."""
         names: dict[Memory, str] = {}
 
-        def text_of(leaf: object) -> Any:
+        def format_leaf(leaf: object) -> Any:
             if isinstance(leaf, View):
                 where = "" if leaf.is_all else f" at {leaf.offset} by {leaf.strides}"
                 where += " conj" * leaf.conj + " neg" * leaf.neg
@@ -74,29 +74,31 @@ class Recipe:
                 return f"{name} {leaf.dtype}{list(leaf.shape)}{where}"
             if isinstance(leaf, Constant):
                 few = leaf.value[-1:].reshape(-1)[-_SAMPLE:] if leaf.is_of_file else leaf.value
-                return f"{leaf.value.dtype}{list(leaf.value.shape)} {_bits(few)}"
+                return f"{leaf.value.dtype}{list(leaf.value.shape)} {_format_checksum(few)}"
             return leaf.type if isinstance(leaf, torch.device) else leaf  # not its number
 
-        lines = [text_of(self._view)]
-        for number in needed(self._steps, {self._view.memory}, self._until):
+        lines = [format_leaf(self._view)]
+        for number in find_needed_steps(self._steps, {self._view.memory}, self._until):
             step = self._steps[number]
-            given = [str(tree_map(text_of, each)) for each in step.args]
-            given += [f"{name}={tree_map(text_of, step.kwargs[name])}" for name in sorted(step.kwargs)]
+            given = [str(tree_map(format_leaf, each)) for each in step.args]
+            given += [f"{name}={tree_map(format_leaf, step.kwargs[name])}" for name in sorted(step.kwargs)]
             if step.state is not None:
-                given.append(f"random state {_bits(step.state)}")
+                given.append(f"random state {_format_checksum(step.state)}")
             if step.seed is not None:
                 given.append(f"seed {step.seed}")
-            made = [text_of(view) for view in step.made if view is not None]
+            made = [format_leaf(view) for view in step.made if view is not None]
             lines.append(f"{step.op}({', '.join(given)}) gives {', '.join(made)}")
         return "\n".join(lines)
 
     def blocks(self, indices: Sequence[Index]) -> list[torch.Tensor]:
-        """The values at some indices, each contiguous and with memory of its own.
+        """Return the values at some indices, each contiguous and in its own memory.
 
         The random numbers are drawn in one pass, in pieces of about 1 MiB, unless `why_global` says otherwise.
         """
         if not self.why_global:
-            blocks = [torch.empty(block_shape(index), dtype=self.dtype, device="cpu") for index in indices]
+            blocks = [
+                torch.empty(compute_block_shape(index), dtype=self.dtype, device="cpu") for index in indices
+            ]
             if self._fill(list(zip(indices, blocks, strict=True))):
                 return blocks
         values = self.global_value()
@@ -104,14 +106,14 @@ class Recipe:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Recipe:
-        """The recipe of a tensor that is real already."""
+        """Return the recipe of a tensor that already has values."""
         memory = Memory(tensor.untyped_storage(), tensor.dtype, [0])
         view = View(memory, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
         step = Recorded(0, torch.ops.aten.clone.default, (Constant(tensor.detach()),), {}, (view,), ())
         return Recipe([step], view, 1)
 
-    def _folded(self) -> torch.Tensor | None:
-        """Whether any, or all, of the elements of a tensor are true, if that is what this is; read in one pass."""
+    def _compute_any_or_all(self) -> torch.Tensor | None:
+        """Return the result of a recipe that ends in `any` or `all`, read in one pass, or None."""
         step = self._steps[self._view.memory.writes[0]]
         if step.op not in (torch.ops.aten.any.default, torch.ops.aten.all.default):
             return None
@@ -122,7 +124,7 @@ class Recipe:
         try:
             reader = History(self._steps, self._piece).of(source, self._view.memory.writes[0])
             shape = source.geometry.shape
-            reads = self._reads(shape, [full_index(shape)], self._piece)
+            reads = self._reads(shape, [make_full_index(shape)], self._piece)
             values = (reader.read(run) for run, _ in reads)
             found = any(bool(piece.any() if decisive else not piece.all()) for piece in values)
         except (NeedsAll, ApartError):
@@ -130,7 +132,7 @@ class Recipe:
         return torch.tensor(found == decisive, dtype=self.dtype, device="cpu")
 
     def _fill(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
-        """Give blocks their values in one pass; false if it turns out that one is not enough."""
+        """Fill blocks with values in one pass. Return False if one pass is not enough."""
         # Elements come in the order of memory, so indices and blocks are turned to have their axes in that order.
         order = self._view.order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
@@ -151,8 +153,8 @@ def _is_of_file(step: Recorded) -> bool:
     return any(isinstance(leaf, Constant) and leaf.is_of_file for leaf in step.args)
 
 
-def _bits(tensor: torch.Tensor) -> str:
+def _format_checksum(tensor: torch.Tensor) -> str:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
         return type(tensor).__name__
     bits = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-    return f"checksum {checksum(bits.numpy()):08x}"
+    return f"checksum {compute_checksum(bits.numpy()):08x}"

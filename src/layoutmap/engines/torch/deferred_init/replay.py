@@ -1,4 +1,4 @@
-"""Make the values that a tape has deferred, by doing again what it wrote down.
+"""Compute deferred values by running the recorded operations again.
 
 `replay` makes global tensors: it picks the steps that they depend on, and does them in order on real memory, which it
 frees as soon as no later step needs it.
@@ -15,46 +15,46 @@ import torch
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
-from layoutmap.engines.torch.deferred_init.streams import random_fill_of, with_generator
+from layoutmap.engines.torch.deferred_init.streams import find_random_fill, find_generator_overload
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
-def _overwrites(step: Recorded, memory: Memory) -> bool:
-    """Whether nothing of what a memory held before is left after a step that changes it."""
+def _is_overwritten(step: Recorded, memory: Memory) -> bool:
+    """Return whether a step replaces all values of a memory without reading them."""
     if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_all:
         return False
-    return sum(view.memory is memory for view in step.reads()) == 1
+    return sum(view.memory is memory for view in step.list_inputs()) == 1
 
 
 def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> list[torch.Tensor]:
-    """Global tensors, of real memory, as they were before a step.
+    """Return unsharded tensors with the values that they had before a step.
 
     Args:
         steps: The tape.
         wanted: The tensors.
         until: The number of the step.
     """
-    numbers = needed(steps, {view.memory for view in wanted}, until)
-    last_use = {view.memory: number for number in numbers for view in _touched(steps[number])}
+    numbers = find_needed_steps(steps, {view.memory for view in wanted}, until)
+    last_use = {view.memory: number for number in numbers for view in _list_views(steps[number])}
     kept = {view.memory for view in wanted}
     storages: dict[Memory, torch.UntypedStorage] = {}
     with torch.no_grad():
         for number in numbers:
             _run(steps[number], storages)
-            for memory in {view.memory for view in _touched(steps[number])}:
+            for memory in {view.memory for view in _list_views(steps[number])}:
                 if last_use[memory] == number and memory not in kept:
                     storages.pop(memory, None)  # so no more is alive than what is still read
-        return [view.on(_storage(view.memory, storages)) for view in wanted]
+        return [view.on(_get_storage(view.memory, storages)) for view in wanted]
 
 
-def _touched(step: Recorded) -> list[View]:
-    return [*step.reads(), *(view for view in step.made if view is not None)]
+def _list_views(step: Recorded) -> list[View]:
+    return [*step.list_inputs(), *(view for view in step.made if view is not None)]
 
 
-def needed(steps: Sequence[Recorded], memories: set[Memory], until: int) -> list[int]:
-    """The numbers of the steps that some memories depend on, in order."""
+def find_needed_steps(steps: Sequence[Recorded], memories: set[Memory], until: int) -> list[int]:
+    """Return the numbers of the steps that some memories depend on, in order."""
     found: set[int] = set()
     seen: set[tuple[Memory, int]] = set()
     todo = [(memory, until) for memory in memories]
@@ -67,37 +67,37 @@ def needed(steps: Sequence[Recorded], memories: set[Memory], until: int) -> list
         seen.add((memory, number))
         found.add(number)
         step = steps[number]
-        over = step.makes(memory) is not None or _overwrites(step, memory)
-        todo += [(view.memory, number) for view in step.reads() if not (over and view.memory is memory)]
+        over = step.find_created_view(memory) is not None or _is_overwritten(step, memory)
+        todo += [(view.memory, number) for view in step.list_inputs() if not (over and view.memory is memory)]
         if not over:
             todo.append((memory, number))
     return sorted(found)
 
 
-def _storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> torch.UntypedStorage:
-    """The real memory; what was never given a value, or is overwritten next, begins as zeros."""
+def _get_storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> torch.UntypedStorage:
+    """Return a memory's real storage. It starts with zeros if no step has written it."""
     if memory not in storages:
         storages[memory] = torch.zeros(memory.num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
     return storages[memory]
 
 
 def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
-    def real(leaf: object) -> object:
+    def resolve_leaf(leaf: object) -> object:
         if isinstance(leaf, View):
-            return leaf.on(_storage(leaf.memory, storages))
+            return leaf.on(_get_storage(leaf.memory, storages))
         return leaf.value if isinstance(leaf, Constant) else leaf
 
     if step.seed is not None:
         [view] = step.writes or step.made
-        fill = None if view is None else random_fill_of(step, view)
+        fill = None if view is None else find_random_fill(step, view)
         assert view is not None
         assert fill is not None
         values = (
             Tiled(fill, view.geometry.shape, step.seed).read(Run(0, view.numel)).view(view.geometry.shape)
         )
-        view.on(_storage(view.memory, storages)).permute(view.order).copy_(values)
+        view.on(_get_storage(view.memory, storages)).permute(view.order).copy_(values)
         return
-    args, kwargs = tree_map(real, (step.args, step.kwargs))
+    args, kwargs = tree_map(resolve_leaf, (step.args, step.kwargs))
     made = call(step, args, kwargs)
     tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
     for view, tensor in zip(step.made, tensors, strict=True):
@@ -105,7 +105,7 @@ def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
             # Later steps read by the strides that were foreseen, so the values are put where these say.
-            view.on(_storage(view.memory, storages)).copy_(tensor)
+            view.on(_get_storage(view.memory, storages)).copy_(tensor)
         else:
             storages[view.memory] = tensor.untyped_storage()
 
@@ -124,6 +124,6 @@ def call(step: Recorded, args: Args, kwargs: Kwargs, generator: torch.Generator 
     if generator is None:
         generator = torch.Generator("cpu")
         generator.set_state(step.state)
-    drawn_by = with_generator(step.op)
+    drawn_by = find_generator_overload(step.op)
     assert drawn_by is not None  # of what has none, no state is kept
     return drawn_by(*args, **kwargs, generator=generator)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ApartError(Exception):
-    """The elements that were asked for cannot be computed as they are asked for; the global tensor must be."""
+    """Raised if a run of elements cannot be computed by itself, so that the unsharded tensor is needed."""
 
 
 class Run(NamedTuple):
@@ -34,16 +34,16 @@ class Run(NamedTuple):
         """The number of elements."""
         return self.rows * self.length
 
-    def shifted(self, offset: int) -> Run:
-        """The elements that are so far behind."""
+    def move_by(self, offset: int) -> Run:
+        """Return the run moved by a number of elements."""
         return self._replace(start=self.start + offset)
 
     def times(self, number: int) -> Run:
-        """So many elements for each."""
+        """Return the run of `number` elements for each element of this one."""
         return Run(self.start * number, self.length * number, self.rows, self.stride * number)
 
-    def between(self, low: int, high: int) -> tuple[Run, slice] | None:
-        """The runs from one element to another, and where they are among all of these; `None` if there are none.
+    def clip_to(self, low: int, high: int) -> tuple[Run, slice] | None:
+        """Return the runs between two elements and their slice of this run, or None if there are none.
 
         Raises:
             ApartError: They are not full rows.

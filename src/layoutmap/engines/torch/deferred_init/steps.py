@@ -51,7 +51,7 @@ class Geometry:
     strides: tuple[int, ...]
 
     def place(self, element: int) -> int:
-        """Where in memory an element is."""
+        """Return the place of an element in memory."""
         place = self.offset
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             element, along = divmod(element, n)
@@ -59,7 +59,7 @@ class Geometry:
         return place
 
     def places(self, start: int, stop: int) -> torch.Tensor:
-        """Where in memory some elements are."""
+        """Return the places of a range of elements in memory."""
         left = torch.arange(start, stop, device="cpu")
         place = torch.full_like(left, self.offset)
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
@@ -67,8 +67,8 @@ class Geometry:
             left //= n
         return place
 
-    def elements_before(self, place: int) -> int:
-        """How many elements are before a place in memory."""
+    def count_elements_before(self, place: int) -> int:
+        """Return the number of elements before a place in memory."""
         return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.place)
 
 
@@ -91,7 +91,7 @@ class View:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The axes in the order of memory, the slowest first; axes of one element come first of all."""
+        """Return the axes in memory order, the slowest first. Axes of size 1 come before all others."""
         return tuple(sorted(range(len(self.shape)), key=lambda i: (self.shape[i] != 1, -self.strides[i], i)))
 
     @property
@@ -139,12 +139,12 @@ class View:
             tuple(self.strides[axis] for axis in self.order),
         )
 
-    def runs_like(self, other: View) -> bool:
-        """Whether it has the shape of another, and its axes are in the same order in memory."""
+    def has_same_order(self, other: View) -> bool:
+        """Return whether another view has the same shape and the same order of axes in memory."""
         return self.shape == other.shape and self.order == other.order
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor, of real memory."""
+        """Return the tensor that this view describes, in a real storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.strides)  # pyright: ignore[reportArgumentType, reportCallIssue]
         tensor = torch.conj(tensor) if self.conj else tensor
@@ -195,12 +195,12 @@ class Recorded:
         """The operation's name, without its overload."""
         return self.op.overloadpacket.__name__.rstrip("_")
 
-    def reads(self) -> Iterator[View]:
-        """The deferred tensors among the arguments."""
+    def list_inputs(self) -> Iterator[View]:
+        """Return the deferred tensors among the arguments."""
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
 
-    def makes(self, memory: Memory) -> View | None:
-        """How it made a memory, or `None` if it did not."""
+    def find_created_view(self, memory: Memory) -> View | None:
+        """Return the view with which this step created a memory, or None if it did not create it."""
         written = {view.memory for view in self.writes}
         for view in self.made:
             if view is not None and view.memory is memory and memory not in written:

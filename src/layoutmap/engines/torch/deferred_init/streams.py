@@ -48,7 +48,7 @@ class RandomFill:
     strided: bool
 
     def next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
-        """The next values."""
+        """Return the next values of the stream."""
         if self.strided:
             # For memory with gaps torch takes another way through the same stream.
             values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
@@ -59,14 +59,14 @@ class RandomFill:
 
     def skip(self, numel: int, generator: torch.Generator) -> None:
         """Leave the generator as after that many values."""
-        words = _words(self)
+        words = _count_words(self)
         # The last group is drawn: it may leave half a pair of normal numbers behind.
         ahead = (numel - _GROUP) // _GROUP * _GROUP
-        if ahead * words >= _FAR and jump.works():  # below that drawing is quicker
+        if ahead * words >= _FAR and jump.is_exact():  # below that drawing is quicker
             jump.jump(generator, ahead * words)
             numel -= ahead
-        room = _room((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)
-        for start, stop in pieces(numel):
+        room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _GROUP), self.dtype)
+        for start, stop in split_into_pieces(numel):
             values = room[: 2 * (stop - start) : 2] if self.strided else room[: stop - start]
             self.op(values, *self.args, generator=generator)
 
@@ -74,8 +74,8 @@ class RandomFill:
 _rooms = threading.local()
 
 
-def _room(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory to throw away, the same again: pieces that come and go leave holes that the heap does not fill."""
+def _get_scratch_buffer(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the same scratch buffer each time, because repeated allocations would fragment the heap."""
     num_bytes = numel * dtype.itemsize
     room = getattr(_rooms, "bytes", None)
     if room is None or room.numel() < num_bytes:
@@ -83,14 +83,14 @@ def _room(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return room[:num_bytes].view(dtype)
 
 
-def free_room() -> None:
+def free_scratch_buffer() -> None:
     """Free the memory that was to be thrown away: a model is made."""
     vars(_rooms).pop("bytes", None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _goes_in_pieces(fill: RandomFill) -> bool:
-    """Whether pieces have the bits of one fill, and leave the generator in the same state."""
+def _can_split(fill: RandomFill) -> bool:
+    """Return whether drawing in pieces gives the same bits and generator state as drawing at once."""
     for numel in (_GROUP * 50 + 5, _GROUP * 50):  # with and without a rest
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
@@ -106,21 +106,21 @@ def _goes_in_pieces(fill: RandomFill) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _words(fill: RandomFill) -> int:
-    """The words of the generator's stream that an element takes; 0 if that differs, or cannot be seen."""
+def _count_words(fill: RandomFill) -> int:
+    """Return the generator's words per element, or 0 if that number varies or is unknown."""
     generator = torch.Generator("cpu")
     generator.manual_seed(20)
     fill.next(_GROUP, generator)
-    begin = jump.position(generator)
+    begin = jump.get_position(generator)
     fill.next(_GROUP * 8, generator)
-    middle = jump.position(generator)
+    middle = jump.get_position(generator)
     fill.next(_GROUP * 4, generator)
     each, rest = divmod(middle - begin, _GROUP * 8)
-    return each if not rest and jump.position(generator) - middle == _GROUP * 4 * each > 0 else 0
+    return each if not rest and jump.get_position(generator) - middle == _GROUP * 4 * each > 0 else 0
 
 
-def pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
-    """From where to where the pieces of a run of elements go; the last has at least a group, if the run has."""
+def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
+    """Yield the start and stop of each piece of a run. The last has at least `_GROUP` elements, if the run has."""
     start = 0
     while start < numel:
         stop = start + size
@@ -129,8 +129,8 @@ def pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def random_fill_of(step: Recorded, view: View) -> RandomFill | None:
-    """How to compute what a step writes to a view, piece by piece in the order of memory; `None` if that cannot be."""
+def find_random_fill(step: Recorded, view: View) -> RandomFill | None:
+    """Return how to draw a step's values piece by piece in memory order, or None if that is impossible."""
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
@@ -152,7 +152,7 @@ def random_fill_of(step: Recorded, view: View) -> RandomFill | None:
     if found is None or not all(isinstance(arg, int | float | bool | None) for arg in found[1]):
         return None
     fill = RandomFill(found[0], tuple(found[1]), view.dtype, strided=not view.is_contiguous)
-    return fill if _goes_in_pieces(fill) else None
+    return fill if _can_split(fill) else None
 
 
 class Stream(Reader):
@@ -175,7 +175,7 @@ class Stream(Reader):
         parts: list[torch.Tensor] = []
         while start < stop:
             if start >= self._stop:
-                self._draw_piece_of(start)
+                self._draw_piece_with(start)
             if start < self._start:
                 raise ApartError
             upto = min(stop, self._stop)
@@ -183,7 +183,7 @@ class Stream(Reader):
             start = upto
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _draw_piece_of(self, element: int) -> None:
+    def _draw_piece_with(self, element: int) -> None:
         begin = min(element, max(self._numel - _GROUP, 0)) // self._size * self._size
         if begin > self._stop:
             self._fill.skip(begin - self._stop, self._generator)
@@ -193,8 +193,8 @@ class Stream(Reader):
 
 
 @functools.cache
-def with_generator(op: OpOverload) -> OpOverload | None:
-    """The overload of a random operation that takes a generator; `None` if there is none, as for dropout."""
+def find_generator_overload(op: OpOverload) -> OpOverload | None:
+    """Return the overload of a random operation that takes a generator, or None, as for dropout."""
     names = argument_names(op)
     if "generator" in names:
         return op

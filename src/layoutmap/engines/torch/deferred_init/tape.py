@@ -22,14 +22,14 @@ import torch
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.patches import temporarily
-from layoutmap.engines.torch.deferred_init.calls import asked_by, can_wait, changed_by, generator_of, size_of
+from layoutmap.engines.torch.deferred_init.calls import find_caller, can_defer, list_changed_tensors, find_generator, count_elements
 from layoutmap.engines.torch.deferred_init.fake_tensors import UNFORESEEN, FakeTensor, FakeTensorMode
-from layoutmap.engines.torch.deferred_init.interception import intercepted
+from layoutmap.engines.torch.deferred_init.interception import intercept_operations
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call, replay
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
-from layoutmap.engines.torch.deferred_init.streams import PIECE, random_fill_of, with_generator
+from layoutmap.engines.torch.deferred_init.streams import PIECE, find_random_fill, find_generator_overload
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload, argument_names, is_view
 from layoutmap.engines.torch.storages import storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
@@ -39,7 +39,7 @@ _SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until so
 
 
 class Tape:  # why: decisions/0006
-    """A record of how deferred tensors get their values.
+    """Record of the operations that compute deferred tensors.
 
     Args:
         smallest: Tensors with fewer elements are made at once, unless they follow from deferred ones.
@@ -86,14 +86,14 @@ class Tape:  # why: decisions/0006
         self._paused = False
 
     @contextmanager
-    def recording(self) -> Generator[Tape]:
-        """While open, this thread's operations on large tensors are written down; may be entered again."""
+    def record_operations(self) -> Generator[Tape]:
+        """Record this thread's operations on large tensors while open. The context may be entered again."""
         if self._depth:
             yield self
             return
         self._depth = 1
         try:
-            with intercepted(self, self._fake):
+            with intercept_operations(self, self._fake):
                 yield self
         finally:
             self._depth = 0
@@ -104,8 +104,8 @@ class Tape:  # why: decisions/0006
         """Whether it is inside `recording()`."""
         return bool(self._depth)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is deferred here."""
+    def is_deferred(self, tensor: torch.Tensor) -> bool:
+        """Return whether this tape defers a tensor."""
         return (
             isinstance(tensor, FakeTensor)
             and tensor.layout == torch.strided
@@ -113,12 +113,12 @@ class Tape:  # why: decisions/0006
         )
 
     def recipe(self, tensor: torch.Tensor) -> Recipe:
-        """How to make the values that a deferred tensor has now.
+        """Return the recipe for the current values of a deferred tensor.
 
         Raises:
             EngineError: The tensor is not deferred here.
         """
-        if not self.holds(tensor):
+        if not self.is_deferred(tensor):
             raise EngineError(
                 "the tape holds no such tensor",
                 facts={"tensor": f"{type(tensor).__name__} {tuple(tensor.shape)}"},
@@ -134,97 +134,97 @@ class Tape:  # why: decisions/0006
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._paused or op.namespace == "prim" or not self._is_here():
             return op(*args, **kwargs)
-        if not any(map(self.holds, tensors)):
-            return self._plain(op, args, kwargs, tensors)
-        written = [leaf for leaf in changed_by(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
-        if not all(map(self.holds, written)):
-            if any(map(self.holds, written)):
+        if not any(map(self.is_deferred, tensors)):
+            return self._handle_real(op, args, kwargs, tensors)
+        written = [leaf for leaf in list_changed_tensors(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
+        if not all(map(self.is_deferred, written)):
+            if any(map(self.is_deferred, written)):
                 raise EngineError(
                     f"{op} changes deferred tensors and real ones at once",
                     why="a tape either does an operation or defers it",
                     fix="make all tensors inside of recording(), or all before it",
                 )
-            return self._real(op, args, kwargs, written)
+            return self._run_evaluated(op, args, kwargs, written)
         try:
-            foreseen = self._foresee(op, args, kwargs)
+            foreseen = self._infer_result(op, args, kwargs)
         except UNFORESEEN:
             if written:  # done for real, it would change a copy that nobody holds
                 raise
-            return self._real(op, args, kwargs, written)
-        is_drawn = generator_of(op, args, kwargs) is not None
-        can_all_wait = all(can_wait(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor))
-        if not can_all_wait or (is_drawn and with_generator(op) is None):
-            return self._real(op, args, kwargs, written)
+            return self._run_evaluated(op, args, kwargs, written)
+        is_drawn = find_generator(op, args, kwargs) is not None
+        can_all_wait = all(can_defer(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor))
+        if not can_all_wait or (is_drawn and find_generator_overload(op) is None):
+            return self._run_evaluated(op, args, kwargs, written)
         return self._write_down(op, args, kwargs, written, foreseen)
 
     def defer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A deferred tensor with the values of a real one."""
+        """Return a deferred tensor with the values of a real one."""
         copy = torch.ops.aten.clone.default
         with torch.no_grad():
-            return self._write_down(copy, (tensor,), {}, [], self._foresee(copy, (tensor,), {}))
+            return self._write_down(copy, (tensor,), {}, [], self._infer_result(copy, (tensor,), {}))
 
     def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A deferred tensor with the values of a file; of one that is mapped, no more is read than what is needed.
+        """Return a deferred tensor with a file's values. Of a memory-mapped file only the needed parts are read.
 
         Args:
             read: Gives the tensor, which nobody else changes.
         """
         with self._pause():
             tensor = read()
-        if tensor.numel() < self._smallest or not can_wait(tensor):
+        if tensor.numel() < self._smallest or not can_defer(tensor):
             return tensor
         copy, constant = torch.ops.aten.clone.default, Constant(tensor.detach(), is_of_file=True)
         with torch.no_grad():
-            return self._write_down(copy, (constant,), {}, [], self._foresee(copy, (tensor,), {}))
+            return self._write_down(copy, (constant,), {}, [], self._infer_result(copy, (tensor,), {}))
 
     def evaluate(self, values: object) -> Any:
-        """Arguments with real tensors in place of deferred ones."""
-        held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.holds(leaf)]
+        """Return arguments with real tensors in place of deferred ones."""
+        held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)]
         with self._pause():
-            made = iter(self._values_of([self._view(tensor) for tensor in held]))
+            made = iter(self._compute_values([self._view(tensor) for tensor in held]))
         return tree_map(
-            lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.holds(leaf) else leaf, values
+            lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf) else leaf, values
         )
 
     # -- parts
 
-    def _plain(self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> object:
-        """An operation on real tensors alone: it is done, unless it would make a large one out of small ones."""
-        written = changed_by(op, args, kwargs)
+    def _handle_real(self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> object:
+        """Run an operation on real tensors, or defer it if its result is much larger than they are."""
+        written = list_changed_tensors(op, args, kwargs)
         for leaf in written:
-            self._keep(leaf)
+            self._copy_constant(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
         # What is not much larger than what exists already saves too little memory to be deferred.
         bound = max(self._smallest, 2 * known + 1 if known else 0)
-        if written or is_view(op) or (not tensors and args and size_of(args[0]) < bound):
+        if written or is_view(op) or (not tensors and args and count_elements(args[0]) < bound):
             return op(*args, **kwargs)
         # Of a subclass nobody knows what it does beside its values.
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             return op(*args, **kwargs)
         try:
-            foreseen = self._foresee(op, args, kwargs)
+            foreseen = self._infer_result(op, args, kwargs)
         except (*UNFORESEEN, NotImplementedError):
             return op(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)]
-        if not made or not all(can_wait(tensor) and tensor.numel() >= bound for tensor in made):
+        if not made or not all(can_defer(tensor) and tensor.numel() >= bound for tensor in made):
             return op(*args, **kwargs)
         return self._write_down(op, args, kwargs, [], foreseen)
 
-    def _real(self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]) -> Any:
+    def _run_evaluated(self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]) -> Any:
         for leaf in written:
-            self._keep(leaf)
+            self._copy_constant(leaf)
         args, kwargs = self.evaluate((args, kwargs))
         return op(*args, **kwargs)
 
-    def _foresee(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """The result of an operation, without values."""
+    def _infer_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        """Return the result of an operation as fake tensors."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
             return args[0]  # a fill changes values only, so nothing has to be asked
-        args, kwargs = tree_map(self._foreseeable, (args, kwargs))
+        args, kwargs = tree_map(self._detach_leaf, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)
 
-    def _foreseeable(self, leaf: object) -> object:
+    def _detach_leaf(self, leaf: object) -> object:
         if isinstance(leaf, torch.Generator):
             return None
         # A fake mode keeps a weak reference to each real tensor that it meets, so it meets another one.
@@ -234,7 +234,7 @@ class Tape:  # why: decisions/0006
         self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor], made: torch.Tensor
     ) -> Any:
         made_tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.holds(each)]
+        fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.is_deferred(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):
             return made  # views
         number = len(self._steps)
@@ -243,30 +243,30 @@ class Tape:  # why: decisions/0006
             self._memories.setdefault(storage_key(tensor), memory)
         if "dtype" in argument_names(op) and not any(isinstance(x, torch.Tensor) for x in tree_leaves(args)):
             kwargs = {**kwargs, "dtype": made_tensors[0].dtype}  # not what the default is when it is made
-        generator = generator_of(op, args, kwargs)
+        generator = find_generator(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-        recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
+        recorded_args, recorded_kwargs = tree_map(self._record_argument, (args, kwargs))
         step = Recorded(
             number,
             op,
             recorded_args,
             recorded_kwargs,
-            tuple(self._view(each) if self.holds(each) else None for each in made_tensors),
+            tuple(self._view(each) if self.is_deferred(each) else None for each in made_tensors),
             tuple(self._view(each) for each in written),
             None if generator is None else generator.get_state(),
-            seen_in=asked_by(),
+            seen_in=find_caller(),
         )
         if generator is not None and not self._dry:
-            step = self._advanced(step, generator)
+            step = self._advance_generator(step, generator)
         for memory in {view.memory for view in step.writes}:
             memory.writes.append(number)
         self._steps.append(step)
         return made
 
-    def _advanced(self, step: Recorded, generator: torch.Generator) -> Recorded:
-        """A random operation, of which the generator has been left as after it."""
+    def _advance_generator(self, step: Recorded, generator: torch.Generator) -> Recorded:
+        """Advance a generator past a random operation, and return the operation's record."""
         view = step.writes[0] if step.writes else step.made[0]
-        fill = None if view is None else random_fill_of(step, view)
+        fill = None if view is None else find_random_fill(step, view)
         with self._pause():
             if fill is not None and view is not None:
                 if self._tiles:
@@ -274,8 +274,8 @@ class Tape:  # why: decisions/0006
                     return dataclasses.replace(step, seed=int(seed))
                 fill.skip(view.numel, generator)
                 return step
-            views = list(step.reads())
-            made = dict(zip(views, self._values_of(views), strict=True))
+            views = list(step.list_inputs())
+            made = dict(zip(views, self._compute_values(views), strict=True))
             args, kwargs = tree_map(
                 lambda leaf: (
                     made[leaf]
@@ -289,7 +289,7 @@ class Tape:  # why: decisions/0006
             call(step, args, kwargs, generator)
         return step
 
-    def _values_of(self, views: list[View]) -> list[torch.Tensor]:
+    def _compute_values(self, views: list[View]) -> list[torch.Tensor]:
         if self._dry and len(views) == 1:
             maker = self._steps[views[0].memory.writes[0]]
             if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
@@ -309,13 +309,13 @@ class Tape:  # why: decisions/0006
             tensor.is_neg(),
         )
 
-    def _recorded(self, leaf: object) -> object:
-        """An argument as it is written down."""
+    def _record_argument(self, leaf: object) -> object:
+        """Return an argument in the form that the tape stores."""
         if isinstance(leaf, torch.Generator):
             return None
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if self.holds(leaf):
+        if self.is_deferred(leaf):
             return self._view(leaf)
         with self._pause():
             if leaf.numel() <= _SNAPSHOT:
@@ -324,8 +324,8 @@ class Tape:  # why: decisions/0006
             self._lent.setdefault(storage_key(leaf), []).append(constant)
             return constant
 
-    def _keep(self, leaf: object) -> None:
-        """Before a real tensor changes: copy it for the steps that read it."""
+    def _copy_constant(self, leaf: object) -> None:
+        """Copy a real tensor for the recorded steps that read it, before it changes."""
         if isinstance(leaf, torch.Tensor) and self._lent:
             for constant in self._lent.pop(storage_key(leaf), ()):
                 constant.value = constant.value.clone()
@@ -337,7 +337,7 @@ class Tape:  # why: decisions/0006
 
 
 def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
-    """The recipe of the one tensor that a function returns.
+    """Return the recipe of the one tensor that a function returns.
 
     Args:
         function: Makes a tensor; random numbers come from generators that it makes, or from torch's own.
@@ -352,7 +352,7 @@ def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
         (100, 100)
     """
     tape = Tape(tiles=tiles)
-    with tape.recording():
+    with tape.record_operations():
         made = function(*args)
     if not isinstance(made, torch.Tensor):
         raise EngineError(
@@ -361,4 +361,4 @@ def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
             why="a recipe is for one tensor",
             fix="return the tensor alone",
         )
-    return tape.recipe(made) if tape.holds(made) else Recipe.of(made)
+    return tape.recipe(made) if tape.is_deferred(made) else Recipe.of(made)

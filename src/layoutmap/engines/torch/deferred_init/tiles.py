@@ -1,4 +1,4 @@
-"""Random numbers by tiles: each tile of a tensor has a generator of its own, so a part of it costs what the part costs.
+"""Draw random numbers by tiles. Each tile has its own generator, so a shard draws only its own tiles.
 
 The numbers are the same on every mesh, but not those that torch draws in one stream. A tile is 256 elements along the
 last axes and 256 along the others, or more along the last if there are fewer of the others. The seed of each is a hash
@@ -21,11 +21,11 @@ TILE = 256
 _NARROW = 64
 
 
-def columns_of(shape: Sequence[int]) -> int:
-    """How many elements follow each other in a row: those along the last axes, as many of these as make enough.
+def count_columns(shape: Sequence[int]) -> int:
+    """Return the number of elements in a row, which spans as few last axes as give it a minimum width.
 
     Example:
-        >>> columns_of((1000, 500)), columns_of((128, 64, 3, 3))
+        >>> count_columns((1000, 500)), count_columns((128, 64, 3, 3))
         (500, 576)
     """
     columns = 1
@@ -36,14 +36,14 @@ def columns_of(shape: Sequence[int]) -> int:
     return columns
 
 
-def tile_of(shape: Sequence[int]) -> tuple[int, int]:
-    """The rows and columns of a tile.
+def choose_tile(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of a tile.
 
     Example:
-        >>> tile_of((1000, 500)), tile_of((8, 50000))
+        >>> choose_tile((1000, 500)), choose_tile((8, 50000))
         ((256, 256), (8, 8192))
     """
-    height = max(1, min(TILE, math.prod(shape) // max(columns_of(shape), 1)))
+    height = max(1, min(TILE, math.prod(shape) // max(count_columns(shape), 1)))
     return height, TILE * TILE // height
 
 
@@ -59,23 +59,23 @@ class Tiled(Reader):
     def __init__(self, fill: RandomFill, shape: Sequence[int], seed: int) -> None:
         super().__init__()
         self._fill = fill
-        self._columns = max(columns_of(shape), 1)
+        self._columns = max(count_columns(shape), 1)
         self._rows = math.prod(shape) // self._columns
-        self._height, self._width = tile_of(shape)
+        self._height, self._width = choose_tile(shape)
         self._seed = seed
         self._generator = torch.Generator("cpu")
 
     def _compute(self, run: Run) -> torch.Tensor:
         row, column = divmod(run.start, self._columns)
         if column + run.length <= self._columns and run.stride in (0, self._columns):
-            return self._part(row, row + run.rows, column, column + run.length).reshape(-1)
+            return self._draw_part(row, row + run.rows, column, column + run.length).reshape(-1)
         if run.rows > 1:
             raise ApartError
         last = -(-run.stop // self._columns)
-        rows = self._part(row, last, 0, self._columns).reshape(-1)
+        rows = self._draw_part(row, last, 0, self._columns).reshape(-1)
         return rows[column : column + run.length]
 
-    def _part(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
+    def _draw_part(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
         made = torch.empty(bottom - top, right - left, dtype=self._fill.dtype, device="cpu")
         for row in range(top - top % self._height, bottom, self._height):
             for column in range(left - left % self._width, right, self._width):

@@ -9,15 +9,15 @@ sums           when sums over the mesh are made, for a batch that does not divid
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """
 
-from layoutmap.engines.torch.dtensor_ops.conversions import as_one as as_one
-from layoutmap.engines.torch.dtensor_ops.local_values import is_marked as is_marked
-from layoutmap.engines.torch.dtensor_ops.local_values import is_shard as is_shard
+from layoutmap.engines.torch.dtensor_ops.conversions import take_one_rank as as_one
+from layoutmap.engines.torch.dtensor_ops.local_values import has_local_tensor as is_marked
+from layoutmap.engines.torch.dtensor_ops.local_values import has_shard as is_shard
 from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard as refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed as note_redistributed
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated as refuse_outdated
-from layoutmap.engines.torch.dtensor_ops.mode import computing as computing
-from layoutmap.engines.torch.dtensor_ops.outside import look_after as look_after
+from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops as computing
+from layoutmap.engines.torch.dtensor_ops.outside import prepare_mesh as look_after
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws as same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp as SummingUp
-from layoutmap.engines.torch.dtensor_ops.sums import batch_divides as batch_divides
-from layoutmap.engines.torch.dtensor_ops.sums import with_summed_gradient as with_summed_gradient
+from layoutmap.engines.torch.dtensor_ops.sums import is_batch_divisible as batch_divides
+from layoutmap.engines.torch.dtensor_ops.sums import reduce_gradient as with_summed_gradient

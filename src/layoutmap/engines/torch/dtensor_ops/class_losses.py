@@ -17,11 +17,11 @@ from torch.distributed.tensor import Partial
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import Ctx
-from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
-from layoutmap.engines.torch.dtensor_ops.lookups import all_here, check_numbers, numbers_here, sum_up
-from layoutmap.engines.torch.dtensor_ops.losses import reduction_of
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_in
-from layoutmap.engines.torch.dtensor_ops.softmax import log_softmax_of_shards
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.lookups import list_local_indices, check_numbers, find_local_rows, sum_shards
+from layoutmap.engines.torch.dtensor_ops.losses import pop_reduction
+from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard, find_mesh
+from layoutmap.engines.torch.dtensor_ops.softmax import compute_log_softmax
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     OwnGradient,
@@ -40,54 +40,54 @@ _NAMES = (
 _LABELS = (torch.int64, torch.uint8)
 
 
-def _of_classes(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0111
+def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0111
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    reduction = reduction_of(given)
+    reduction = pop_reduction(given)
     x, target, weight = (given.pop(name, None) for name in _NAMES[:3])
     axis = 0 if x.ndim == 1 else 1
     has_labels = x.shape != target.shape
     if has_labels and (target.shape != x.shape[:axis] + x.shape[axis + 1 :] or target.dtype not in _LABELS):
-        return on_gathered(function, args, kwargs)  # an error, of torch
-    mesh = mesh_in((x, target, weight))
-    kept = kept_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
-    along = kept_axes([x], mesh, {axis}, taken=kept) if has_labels or function is F.cross_entropy else {}
+        return compute_gathered(function, args, kwargs)  # an error, of torch
+    mesh = find_mesh((x, target, weight))
+    kept = find_kept_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
+    along = find_kept_axes([x], mesh, {axis}, taken=kept) if has_labels or function is F.cross_entropy else {}
     shards, of_rows = {**kept, **along}, {dim: each - (each > axis) for dim, each in kept.items()}
-    local = local_shard(x, mesh, shards, shards)
-    labels = local_shard(target, mesh, of_rows if has_labels else shards, shards)
+    local = take_local_shard(x, mesh, shards, shards)
+    labels = take_local_shard(target, mesh, of_rows if has_labels else shards, shards)
     counted = None
     if has_labels:
         labels = labels.long()  # gather takes no other type, cross_entropy also uint8
         counted = labels != given.get("ignore_index", -100)
-    weights = None if weight is None else local_shard(weight, mesh, {}, shards)
+    weights = None if weight is None else take_local_shard(weight, mesh, {}, shards)
     if along:
         _check_options(function, x, target, weight, given)  # what is computed here would not notice
         classes = _Classes(axis, x.shape[axis], mesh, along)
         if function is F.cross_entropy:
-            local = log_softmax_of_shards(local, axis, mesh, along)
+            local = compute_log_softmax(local, axis, mesh, along)
         smoothing = given.get("label_smoothing", 0.0)
         if counted is None:
-            losses = classes.by_probabilities(local, labels, weights, smoothing)
+            losses = classes.compute_probability_losses(local, labels, weights, smoothing)
         else:
             check_numbers(labels.masked_fill(~counted, 0), x.shape[axis], function.__name__, axis)
-            losses, counted = classes.by_labels(local, labels, counted, weights, smoothing)
+            losses, counted = classes.compute_label_losses(local, labels, counted, weights, smoothing)
         losses = losses.to(x.dtype)
         if reduction == "none":
-            return sum_up(losses, mesh, of_rows, along)
+            return sum_shards(losses, mesh, of_rows, along)
         total = losses.sum()
     elif reduction == "none" or not kept:
-        return join(function(local, labels, weights, reduction=reduction, **given), mesh, of_rows)
+        return join_shards(function(local, labels, weights, reduction=reduction, **given), mesh, of_rows)
     else:
         total = function(local, labels, weights, reduction="sum", **given)
     number = None
     if reduction == "mean" and counted is not None:
-        number = (counted if weights is None else _of_labels(weights, labels, counted)).sum()
+        number = (counted if weights is None else _select_label_weights(weights, labels, counted)).sum()
     elif reduction == "mean":
         total = total / (x.numel() // x.shape[axis])
-    return _Summed.of(total, number, mesh, shards)
+    return _DeviceMean.of(total, number, mesh, shards)
 
 
 def _check_options(function: Function, x: Any, target: Any, weight: Any, given: dict[str, object]) -> None:
-    """Raise what torch raises of options that are wrong; it looks at shapes alone."""
+    """Raise torch's own error for wrong options, found by a call on meta tensors."""
     labels = target.dtype if target.shape == x.shape else torch.int64
     types = {"input": (x, x.dtype), "target": (target, labels), "weight": (weight, x.dtype)}
     on_meta = {
@@ -98,8 +98,8 @@ def _check_options(function: Function, x: Any, target: Any, weight: Any, given: 
     function(**on_meta, **given)
 
 
-def _of_labels(weights: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The weight of each row's class; zero where a row does not count."""
+def _select_label_weights(weights: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Return the class weight of each row's label, and zero for ignored rows."""
     return weights.detach().take(labels.masked_fill(~counted, 0)).where(counted, 0)
 
 
@@ -109,40 +109,40 @@ class _Classes:
     def __init__(self, axis: int, size: int, mesh: DeviceMesh, along: Collection[int]) -> None:
         self._axis, self._size, self._mesh, self._along = axis, size, mesh, along
 
-    def by_labels(
+    def compute_label_losses(
         self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
-        """Return the part of each row's loss from this device's classes, and which rows have their label here."""
-        numbers, is_here = numbers_here(labels, self._size, self._mesh, self._along)
+        """Return this device's part of each row's loss, and the rows with their label on this device."""
+        numbers, is_here = find_local_rows(labels, self._size, self._mesh, self._along)
         is_here = is_here & counted
         losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)
         if weights is not None:
-            losses = losses * _of_labels(weights, labels, counted)
+            losses = losses * _select_label_weights(weights, labels, counted)
         losses = losses.where(is_here, 0)
         if smoothing:
-            shared = self._summed_by_weight(-logs, weights).where(counted, 0)
+            shared = self._sum_weighted(-logs, weights).where(counted, 0)
             losses = (1 - smoothing) * losses + smoothing / self._size * shared
         return losses, is_here
 
-    def by_probabilities(
+    def compute_probability_losses(
         self, logs: torch.Tensor, probabilities: torch.Tensor, weights: torch.Tensor | None, smoothing: float
     ) -> torch.Tensor:
-        """The part of each row's loss from this device's classes, by the probability of each class; see `by_labels`."""
+        """Return this device's part of each row's loss from class probabilities."""
         if smoothing:
             probabilities = probabilities * (1 - smoothing) + smoothing / self._size
-        return self._summed_by_weight(-logs * probabilities, weights)
+        return self._sum_weighted(-logs * probabilities, weights)
 
-    def _summed_by_weight(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def _sum_weighted(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         if weights is not None:
-            here = all_here(self._size, self._mesh, self._along, values.device)
+            here = list_local_indices(self._size, self._mesh, self._along, values.device)
             shape = [1] * values.ndim
             shape[self._axis] = len(here)
             values = values * weights[here].view(shape)
         return values.sum(self._axis)
 
 
-class _Summed(OwnGradient):
-    """The sum of what devices have along some mesh dims, by the sum of what they count, in one collective."""
+class _DeviceMean(OwnGradient):
+    """Sum of local tensors over mesh dims, divided by the sum of their counts, in one collective."""
 
     @staticmethod
     def forward(ctx: Ctx, total: Any, counts: Any, mesh: DeviceMesh, dims: Iterable[int]) -> Any:
@@ -168,4 +168,4 @@ class _Summed(OwnGradient):
         return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
 
 
-CLASS_LOSSES: dict[object, Function] = {F.nll_loss: _of_classes, F.cross_entropy: _of_classes}
+CLASS_LOSSES: dict[object, Function] = {F.nll_loss: _compute_class_loss, F.cross_entropy: _compute_class_loss}

@@ -49,7 +49,7 @@ from layoutmap.engines.torch.specs import (
 def to_local(
     own: Function, tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
-    """`tensor.to_local()`: what each device holds."""
+    """Replace `tensor.to_local()`: return the local tensor, marked as such."""
     if tensor.device_mesh not in meshes:
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("to_local", tensor)
@@ -63,14 +63,14 @@ def to_local(
 def full_tensor(
     own: Function, tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
-    """`tensor.full_tensor()`: one plain tensor, also of simulated devices."""
+    """Replace `tensor.full_tensor()`: return one unsharded tensor, also of simulated devices."""
     if tensor.device_mesh not in meshes:
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("full_tensor", tensor)
     whole = placed_in(tensor, replicated(tensor.device_mesh))
     local = _ToLocal.of(whole, _GradientLayout(whole.placements, grad_placements))
     if simulation.is_simulated():
-        local = as_one(local)
+        local = take_one_rank(local)
         if is_everywhere(tensor):
             local = local.clone()  # not the memory of one simulated device
     return mark_local(local, whole.placements)
@@ -87,7 +87,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """`tensor.redistribute()`: when it returns, the values are there, unless it is to be asynchronous."""
+    """Replace `tensor.redistribute()`: wait for the values, unless the call is asynchronous."""
     options = {"async_op": async_op, "forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
     mesh = tensor.device_mesh
     if mesh not in meshes:
@@ -103,16 +103,16 @@ def redistribute(
     with simulation.on_mesh(mesh):
         if placements is None or any(p.is_partial() for p in placements) or any(options.values()):
             return own(tensor, mesh, placements, **options)
-        return _moved(tensor, placements)
+        return _redistribute_normalized(tensor, placements)
 
 
-def _moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor in other placements, whose axes may be counted from the end."""
-    return redistributed(tensor, [_counted_from_start(each, tensor.ndim) for each in placements])
+def _redistribute_normalized(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Redistribute a DTensor to placements that may have negative axes."""
+    return redistributed(tensor, [_normalize_axis(each, tensor.ndim) for each in placements])
 
 
-def _counted_from_start(placement: Any, rank: int) -> Placement:
-    """A placement whose axis is not negative."""
+def _normalize_axis(placement: Any, rank: int) -> Placement:
+    """Return a placement with a non-negative axis."""
     if getattr(placement, "dim", 0) >= 0:
         return placement
     if type(placement) is Shard:
@@ -132,7 +132,7 @@ def from_local(
     stride: tuple[int, ...] | None = None,
     grad_placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """`DTensor.from_local()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
+    """Replace `DTensor.from_local()`: also accept a replicated DTensor, as a model's call creates them."""
     own = functools.partial(
         own, run_check=run_check, shape=shape, stride=stride, grad_placements=grad_placements
     )
@@ -141,7 +141,7 @@ def from_local(
     local = local_tensor
     with simulation.on_mesh(device_mesh):
         placements = replicated(device_mesh) if placements is None else placements
-        wanted = tuple(_counted_from_start(each, local.ndim) for each in placements)
+        wanted = tuple(_normalize_axis(each, local.ndim) for each in placements)
         if isinstance(local, DTensor):
             if not is_everywhere(local):
                 raise EngineError(
@@ -166,7 +166,7 @@ def from_local(
 
 
 def _is_composed(local: torch.Tensor) -> bool:
-    """Whether a tensor of a class that others wrote consists of several tensors; few operators know it."""
+    """Return whether a tensor subclass from outside torch consists of several tensors."""
     if isinstance(local, DTensor):
         return False
     kind = type(simulation.plain(local))
@@ -182,7 +182,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """`distribute_tensor()`: also of a tensor that was made inside of a model's call, and is on the mesh already."""
+    """Replace `distribute_tensor()`: also accept a replicated DTensor, as a model's call creates them."""
     if device_mesh is None or device_mesh not in meshes:
         return own(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     wanted = replicated(device_mesh) if placements is None else list(placements)
@@ -190,26 +190,26 @@ def distribute_tensor(
         if isinstance(tensor, DTensor):
             if not (tensor.device_mesh == device_mesh and is_everywhere(tensor) and tensor.is_leaf):
                 return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
-            made: Any = _moved(tensor, wanted).detach()
+            made: Any = _redistribute_normalized(tensor, wanted).detach()
             return made.requires_grad_(tensor.requires_grad)
         if simulation.is_simulated() and simulation.plain(tensor) is tensor:
             ranks = simulation.ranks_of(device_mesh)
             tensor = simulation.every_rank(tensor, ranks).requires_grad_(tensor.requires_grad)
         if type(simulation.plain(tensor)) not in (torch.Tensor, torch.nn.Parameter):
             # A graph is recorded: torch's own way would send what has no values.
-            return _moved(everywhere(tensor.detach(), device_mesh), wanted)
+            return _redistribute_normalized(everywhere(tensor.detach(), device_mesh), wanted)
         return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
 
 class _GradientLayout:  # why: decisions/0151
-    """The placements of a DTensor's gradient; without `named` ones, they follow from the DTensor's own."""
+    """Placements of a DTensor's gradient. Without `named` ones, they follow from the DTensor's own."""
 
     def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:
         self._placements, self._named = tuple(placements), None if named is None else tuple(named)
         self.summed = set[int]()  # the mesh dims over which devices compute different things
 
     def placements(self) -> tuple[Placement, ...]:
-        """Return the placements, once the forward pass is done."""
+        """Return the gradient's placements, which are known after the forward pass."""
         if self._named is not None:
             return self._named
         return tuple(
@@ -237,8 +237,8 @@ def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
             nodes += [inner for inner, _ in node.next_functions]
 
 
-def as_one(local: torch.Tensor) -> torch.Tensor:
-    """The tensor of one simulated device, for all of which it is the same; any other tensor as it is."""
+def take_one_rank(local: torch.Tensor) -> torch.Tensor:
+    """Return one simulated rank's tensor if all ranks have the same. Other tensors are returned unchanged."""
     return local if simulation.plain(local) is local else _AsOne.of(local)
 
 
@@ -277,7 +277,7 @@ class _FromLocal(OwnGradient):
         gradient = placed_in(on_mesh(upstream[0], ctx.spec.mesh), wanted)
         local = _ToLocal.of(gradient, _GradientLayout(ctx.spec.placements))
         is_same = ctx.is_one and all(each.is_replicate() for each in wanted)
-        return as_one(local) if is_same else local, None
+        return take_one_rank(local) if is_same else local, None
 
 
 class _AsOne(OwnGradient):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_in
+from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard, find_mesh
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
 
@@ -15,21 +15,21 @@ def _convolve(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "weight", "bias", "stride", "padding", *_REST[function])
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
-    mesh = mesh_in((x, weight, bias))
+    mesh = find_mesh((x, weight, bias))
     batched = x.ndim == weight.ndim  # torch takes a single image, too
     out_axis = 1 if "output_padding" in names else 0  # of the weight
-    batch = kept_axes([x], mesh, [0] if batched else [])
+    batch = find_kept_axes([x], mesh, [0] if batched else [])
     # A group reads its own part of the input channels, and all devices have all of them.
-    channels = kept_axes([weight], mesh, [out_axis] if given.get("groups", 1) == 1 else [], taken=batch)
+    channels = find_kept_axes([weight], mesh, [out_axis] if given.get("groups", 1) == 1 else [], taken=batch)
     of_bias = dict.fromkeys(channels, 0)
     apart = {**batch, **channels}
     local = function(
-        local_shard(x, mesh, batch, apart),
-        local_shard(weight, mesh, channels, apart),
-        None if bias is None else local_shard(bias, mesh, of_bias, apart),
+        take_local_shard(x, mesh, batch, apart),
+        take_local_shard(weight, mesh, channels, apart),
+        None if bias is None else take_local_shard(bias, mesh, of_bias, apart),
         **given,
     )
-    return join(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})
+    return join_shards(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})
 
 
 _REST = {

@@ -1,4 +1,4 @@
-"""DTensor's dispatcher: what it would do about an operator, and who decides instead.
+"""Patch DTensor's dispatcher, so that a function of this library decides about each operator.
 
 `guard` decides. The dispatcher asks about each operator once for some shapes and placements, and remembers the answer.
 """
@@ -60,8 +60,8 @@ check_names(
 _OWN_OPERATORS = ("aten", "prims", *COLLECTIVES)
 
 
-def is_custom(function: Function) -> bool:
-    """Whether a function is an operator that is not torch's own, and no `register_sharding` says how it is sharded."""
+def is_custom_operator(function: Function) -> bool:
+    """Return whether a function is an operator from outside torch without a `register_sharding` strategy."""
     if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _OWN_OPERATORS:
         return False
     packet: Any = getattr(function, "overloadpacket", function)
@@ -77,23 +77,23 @@ def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> obje
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
 
-def specs_of_answer(answer: object) -> list[DTensorSpec]:
-    """The specs of arguments and results in what `DTensor` would do about an operator."""
+def list_specs(answer: object) -> list[DTensorSpec]:
+    """Return the specs of arguments and results in DTensor's plan for an operator."""
     if not isinstance(answer, OutputSharding):
         return []
     found = [each for each in tree_leaves(answer.output_spec) if isinstance(each, DTensorSpec)]
-    return found + specs_of_arguments(answer)
+    return found + list_argument_specs(answer)
 
 
-def specs_of_arguments(answer: object) -> list[DTensorSpec]:
-    """The specs that `DTensor` would give the arguments of an operator first; none if they stay as they are."""
+def list_argument_specs(answer: object) -> list[DTensorSpec]:
+    """Return the specs to which DTensor would redistribute an operator's arguments, or an empty list."""
     schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
     found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
     return [each for each in found if isinstance(each, DTensorSpec)]
 
 
-def decomposed(op: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """The result of an operator that torch composes of others, computed by these; `NotImplemented` for any other."""
+def decompose_operator(op: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """Return the result of a composite operator from its parts, or `NotImplemented` for any other operator."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
         return NotImplemented
     return op.decompose(*args, **kwargs)
@@ -106,7 +106,7 @@ _HANDLED = (
 
 
 class OperatorsGuarded:
-    """The patch that has `answer` decide what `DTensor` does about operators; what it has decided is forgotten.
+    """Patch that lets `answer` decide about DTensor's operators, and clears DTensor's cached decisions.
 
     Args:
         answer: Called with a function that returns what `DTensor` would do, the operator, its arguments, positional
@@ -125,8 +125,8 @@ class OperatorsGuarded:
         self._answer = answer
         self._methods = {
             _PROPAGATE: propagate,
-            "layoutmap_tail": functools.partial(_tail, changed),
-            "layoutmap_results": functools.partial(_results, moved),
+            "layoutmap_tail": functools.partial(_return_results, changed),
+            "layoutmap_results": functools.partial(_compute_results, moved),
             "redistribute_local_args": _redistribute,
         }
 
@@ -139,10 +139,10 @@ class OperatorsGuarded:
             getattr(_Dispatcher, name).__code__ = instead.__code__
         for name in _HANDLED:  # decided in Python, and not by rules
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
-            handler = functools.partial(_answered, self._answer, _HANDLERS_OF_DTENSOR[op])
+            handler = functools.partial(_call_answer, self._answer, _HANDLERS_OF_DTENSOR[op])
             _DISPATCHER._custom_op_handlers[op] = handler
-        setattr(_Planner, _SEARCH, _cheapest_way)
-        _forget_answers()  # which DTensor has given by itself
+        setattr(_Planner, _SEARCH, _find_cheapest_path)
+        _clear_sharding_caches()  # which DTensor has given by itself
 
     def remove(self) -> None:
         """Have `DTensor` decide for itself again."""
@@ -152,11 +152,11 @@ class OperatorsGuarded:
             getattr(_Dispatcher, name).__code__ = code
         _DISPATCHER._custom_op_handlers.update(_HANDLERS_OF_DTENSOR)
         setattr(_Planner, _SEARCH, _OWN_SEARCH)
-        _forget_answers()
+        _clear_sharding_caches()
 
 
-def _forget_answers() -> None:
-    """Empty the caches of what `DTensor` does about operators, on this thread."""
+def _clear_sharding_caches() -> None:
+    """Clear DTensor's cached decisions about operators on this thread."""
     _DISPATCHER.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
@@ -166,8 +166,8 @@ _SEARCHES = threading.RLock()
 _Way = tuple[Any, ...]
 
 
-def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
-    """Return the layouts on the cheapest way to a layout, resuming the last search from this source.
+def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
+    """Return the layouts on the cheapest path to a layout, resuming the last search from this source.
 
     Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
     """
@@ -179,7 +179,7 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
         found: dict[Any, tuple[dict[Any, _Way], Iterator[tuple[Any, _Way]]]]
         found = state.setdefault("layoutmap_found", {})
         steps = state.setdefault("layoutmap_steps", {}).setdefault((*wanted,), {})
-        ways, search = found.setdefault((source, *wanted), ({}, _ways(planner, source, steps)))
+        ways, search = found.setdefault((source, *wanted), ({}, _iterate_paths(planner, source, steps)))
         while target not in ways:
             layout, way = next(search, (None, ()))
             if not way:  # there is none, which is an error of torch's
@@ -188,8 +188,8 @@ def _cheapest_way(planner: Any, source: Any, target: Any) -> list[object]:
         return list(ways[target])
 
 
-def _ways(planner: Any, source: Any, steps: dict[Any, dict[Any, float]]) -> Iterator[tuple[Any, _Way]]:
-    """Yield layouts and the cheapest ways to them, by cost; searches from all sources share `steps`."""
+def _iterate_paths(planner: Any, source: Any, steps: dict[Any, dict[Any, float]]) -> Iterator[tuple[Any, _Way]]:
+    """Yield layouts and the cheapest paths to them, by cost. Searches from all sources share `steps`."""
     numbers = itertools.count()
     begun: list[tuple[float, int, Any, _Way]] = [(0.0, next(numbers), source, (source,))]
     passed = set[object]()
@@ -216,8 +216,8 @@ _INSTEAD: dict[str, Function] = {
 }
 
 
-def _results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
-    """The local tensors that an operator returns."""
+def _compute_results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
+    """Return the local results of an operator."""
     results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
     if only_views(op) and (schema := info.output_sharding.redistribute_schema) is not None:
         moved(args[0], info.local_args[0], schema.args_schema[0])
@@ -234,8 +234,8 @@ def _redistribute(info: Any, schema: Any, *options: object) -> None:
             info.local_args = (*before, in_order(info.local_args[place], wanted), *after)
 
 
-def _tail(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object) -> object:
-    """The return value of `DTensor` for an operator that changes tensors, of which some may be plain."""
+def _return_results(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object) -> object:
+    """Return DTensor's result of an operator that changes tensors, some of which may be unsharded."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
         changed = args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)]
@@ -246,6 +246,6 @@ def _tail(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: o
     return _OWN[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 
 
-def _answered(answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
+def _call_answer(answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
     mesh = next(each.device_mesh for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
-from layoutmap.core.users_line import level_of_user
-from layoutmap.engines.torch.dtensor_ops.shards import mesh_in
+from layoutmap.core.users_line import find_user_stacklevel
+from layoutmap.engines.torch.dtensor_ops.shards import find_mesh
 from layoutmap.engines.torch.operators import (
     OPERATORS,
     Args,
@@ -29,13 +29,13 @@ from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import check, numbers_of
 
 
-def on_gathered(
+def compute_gathered(
     function: Function,
     args: Args,
     kwargs: Kwargs,
     write: Callable[[DTensor, torch.Tensor], object] = lambda old, new: old.copy_(like(new, old)),
 ) -> Any:
-    """Compute a function on gathered tensors; gradients pass. What it changes keeps its layout, or stays plain.
+    """Compute a function on gathered tensors. Gradients pass, and DTensors that it changes keep their layout.
 
     Args:
         function: The function.
@@ -43,14 +43,14 @@ def on_gathered(
         kwargs: And by name.
         write: Gives a DTensor the values that the function has changed it to.
     """
-    mesh = mesh_in(tree_leaves((args, kwargs)))
-    changed = changed_by(function, args, kwargs)
+    mesh = find_mesh(tree_leaves((args, kwargs)))
+    changed = find_changed(function, args, kwargs)
     plain = {id(each): full_tensor(each).clone() if isinstance(each, DTensor) else each for each in changed}
 
-    def off_mesh(value: object) -> object:
+    def gather_value(value: object) -> object:
         return plain[id(value)] if id(value) in plain else full_tensor(value)
 
-    args, kwargs = tree_map(off_mesh, (tuple(args), dict(kwargs)))
+    args, kwargs = tree_map(gather_value, (tuple(args), dict(kwargs)))
     result = function(*args, **kwargs)
     for each in changed:
         if isinstance(each, DTensor):
@@ -65,38 +65,38 @@ def on_gathered(
     return tree_map(on_mesh, result)
 
 
-def changed_by(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    """The tensors that a call changes: as an operator's schema says, or by the name of any other function."""
+def find_changed(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    """Return the tensors that a call changes, by the operator's schema or the function's name."""
     if isinstance(function, OPERATORS):
         written = written_arguments(operator_of(function, args, kwargs))
         found: Any = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
     else:
-        found = [args[:1] if changes_in_place(function) else (), kwargs.get("out")]
+        found = [args[:1] if is_in_place(function) else (), kwargs.get("out")]
     return [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
 
 
-def custom(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0057
-    """A custom operator: its kernels, and its formula for gradients, are written for the memory of plain tensors."""
+def compute_custom_operator(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0057
+    """Compute a custom operator on gathered tensors, because its kernels expect unsharded memory."""
     if not all(is_everywhere(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
-        warn_of_gathering(name_of(function), "DTensor does not know what a custom operator computes")
-    return on_gathered(function, args, kwargs)
+        warn_of_gathering(format_function(function), "DTensor does not know what a custom operator computes")
+    return compute_gathered(function, args, kwargs)
 
 
-def read(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """A function that takes values out of a tensor: those of the global tensor, not of a shard or a summand."""
+def read_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Call a function that reads values, with gathered tensors in place of DTensors."""
     with torch.no_grad():
-        return function(*tree_map(complete, tuple(args)), **kwargs)
+        return function(*tree_map(gather_and_wait, tuple(args)), **kwargs)
 
 
-def complete(value: object) -> object:
-    """All values of a DTensor, when they are there: those of a collective under way are not read of its result."""
+def gather_and_wait(value: object) -> object:
+    """Return all values of a DTensor, and wait for a collective in progress. Other values stay unchanged."""
     plain = full_tensor(value)
     return plain.wait() if isinstance(value, DTensor) and hasattr(plain, "wait") else plain
 
 
 @functools.cache
-def changes_in_place(function: Function) -> bool:
-    """Whether a function changes its first argument, by its name."""
+def is_in_place(function: Function) -> bool:
+    """Return whether a function changes its first argument, judging by its name."""
     name = function.__name__
     return (name.endswith("_") and not name.endswith("__")) or name in _CHANGING
 
@@ -107,8 +107,8 @@ _CHANGING = {
 }
 
 
-def name_of(function: Function) -> str:
-    """The name of a function in messages."""
+def format_function(function: Function) -> str:
+    """Return the name of a function for messages."""
     if isinstance(function, OPERATORS):
         return f"torch.ops.{getattr(function, 'overloadpacket', function)}"
     module = getattr(function, "__module__", None) or "torch.Tensor"
@@ -130,7 +130,7 @@ def warn_of_gathering(name: str, why: str) -> None:
         why or "DTensor has no rule for it",
         "call it on what is small, or relayout its arguments first",
     )
-    warnings.warn(text, LayoutMapWarning, stacklevel=level_of_user({"torch", "functools"}))
+    warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({"torch", "functools"}))
 
 
 _TENSOR = torch.Tensor
@@ -139,44 +139,44 @@ _READING = (  # of which DTensor reads the part of this device: pytorch/pytorch#
     *("__contains__", "__float__", "__format__", "__index__", "__int__"),
 )
 READS = dict.fromkeys(
-    [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero], read
+    [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero], read_gathered
 )
 
 
-def _split(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """`tensor_split`, whose places torch reads from memory."""
+def _compute_tensor_split(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute `tensor_split`, because torch reads its split points from memory."""
     return function(args[0], *map(full_tensor, args[1:]), **tree_map(full_tensor, kwargs))
 
 
-def _of_list(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """`torch.tensor` of a list of tensors, which torch reads from memory."""
+def _convert_list(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute `torch.tensor` of a list of tensors, because torch reads them from memory."""
 
-    def plain(value: object) -> Any:
+    def gather_list(value: object) -> Any:
         return tree_map(full_tensor, value) if isinstance(value, (list, tuple)) else value
 
-    return function(*map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
+    return function(*map(gather_list, args), **{name: gather_list(each) for name, each in kwargs.items()})
 
 
-def product(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """`prod`; for DTensors torch computes its gradient without the result, which may be changed unseen."""
+def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute `prod`, and refuse its backward pass if the input or result was changed meanwhile."""
     given = dict(kwargs)
     x = args[0] if args else given.pop("input")
     numbers = numbers_of(x)
 
-    def checked(gradient: torch.Tensor) -> object:
+    def check_gradient(gradient: torch.Tensor) -> object:
         check(numbers)
         return gradient
 
-    result = function(with_gradient(x, checked), *args[1:], **given)
+    result = function(with_gradient(x, check_gradient), *args[1:], **given)
     numbers += numbers_of(result)
     return result
 
 
 GATHERED: dict[object, Function] = {
-    **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), on_gathered),
-    torch.prod: product,
-    **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _split),
-    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _of_list),
+    **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), compute_gathered),
+    torch.prod: compute_product,
+    **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _compute_tensor_split),
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _convert_list),
     # Their gradients compare values, which have to be exact: a sum that is written to is rounded.
-    **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), on_gathered),
+    **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_gathered),
 }

@@ -23,15 +23,15 @@ from layoutmap.engines.torch.backward import gradient_of
 from layoutmap.engines.torch.changes import change, meshes
 from layoutmap.engines.torch.dtensor_ops.dispatch import (
     OperatorsGuarded,
-    decomposed,
-    specs_of_answer,
-    specs_of_arguments,
+    decompose_operator,
+    list_specs,
+    list_argument_specs,
     take_shape,
 )
-from layoutmap.engines.torch.dtensor_ops.gathered import changed_by, name_of, on_gathered, warn_of_gathering
-from layoutmap.engines.torch.dtensor_ops.local_values import is_shard, shard_error
-from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_sharded
-from layoutmap.engines.torch.dtensor_ops.memories import copied, count_unseen, note_redistributed, spread
+from layoutmap.engines.torch.dtensor_ops.gathered import find_changed, format_function, compute_gathered, warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.local_values import has_shard, shard_error
+from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_axis_sharded
+from layoutmap.engines.torch.dtensor_ops.memories import copied, count_unseen, note_redistributed, write_back
 from layoutmap.engines.torch.dtensor_ops.proven import ALONG, ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import (
@@ -77,7 +77,7 @@ class _Asked(threading.local):
     is_open = False
 
     @contextmanager
-    def while_open(self) -> Generator[None]:
+    def keep_open(self) -> Generator[None]:
         before, self.is_open = self.is_open, True
         try:
             yield
@@ -88,48 +88,48 @@ class _Asked(threading.local):
 asked = _Asked()
 
 
-def guard(device_mesh: DeviceMesh) -> None:
-    """Have DTensor compute on a mesh only what is proven; on other meshes it does as it likes."""
+def guard_mesh(device_mesh: DeviceMesh) -> None:
+    """Let DTensor compute only proven operators on a mesh. Other meshes stay as they are."""
     if device_mesh not in meshes:
         meshes.add(device_mesh)
         change(OPERATORS_GUARDED)
 
 
-def _changed(op: OpOverload, changed: list[torch.Tensor]) -> None:
-    """Have what DTensor has changed written to what it is a copy of."""
-    _refuse_plain(op, changed, {})  # what DTensor remembers of replicated tensors it does to plain ones, too
+def _propagate_changes(op: OpOverload, changed: list[torch.Tensor]) -> None:
+    """Write the changes of DTensors back to the tensors that they are copies of."""
+    _refuse_unsharded_writes(op, changed, {})  # what DTensor remembers of replicated tensors it does to plain ones, too
     count_unseen(changed)
-    some = [each for each in _dtensors(changed) if each.device_mesh in meshes] if copied else []
+    some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
-        spread(op, some)
+        write_back(op, some)
 
 
-def _moved(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Note of what a local tensor is a copy, of which views are taken."""
+def _note_copy(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Note the source of a redistributed tensor, because views of it are copies."""
     if isinstance(source, DTensor) and source.device_mesh in meshes:
         note_redistributed(source, dtensor(local, spec))
 
 
 def is_guarded(device_mesh: DeviceMesh) -> bool:
-    """Whether DTensor computes on a mesh only what is proven."""
+    """Return whether DTensor computes only proven operators on a mesh."""
     return device_mesh in meshes
 
 
 # why: decisions/0057
 @plainly
 @torch.no_grad()
-def _answer(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
-    """Return what DTensor may do about an operator, or else the operator's result."""
+def _answer_operator(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
+    """Return DTensor's own result of an operator if that is proven, or this library's result."""
     if mesh not in meshes:  # DTensors of the program itself
         return own()
-    if is_shard((args, kwargs)):  # outside of modes, where nothing has looked at it
-        raise shard_error(f"{op}: a shard, computed with a tensor on the mesh", _dtensors((args, kwargs))[0])
-    _refuse_plain(op, args, kwargs)
-    return _decided(own, op, args, kwargs, mesh)
+    if has_shard((args, kwargs)):  # outside of modes, where nothing has looked at it
+        raise shard_error(f"{op}: a shard, computed with a tensor on the mesh", _list_dtensors((args, kwargs))[0])
+    _refuse_unsharded_writes(op, args, kwargs)
+    return _compute_operator(own, op, args, kwargs, mesh)
 
 
-def _refuse_plain(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Refuse an operator whose result would be a plain tensor that it changes, but for a copy of values."""
+def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
+    """Refuse an operator that would change an unsharded tensor, except a copy of values."""
     if op is torch.ops.aten.copy_.default:
         return
     for place, name in written_arguments(op):
@@ -144,7 +144,7 @@ def _refuse_plain(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
                 )
 
 
-def _decided(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> object:
+def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> object:
     full_name = str(op.overloadpacket).removeprefix("aten.")  # another's `cumsum` is not torch's
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if (
@@ -163,10 +163,10 @@ def _decided(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: D
     if place < len(args) and args[place] is not None and args[place] < 0:
         rank = args[0].ndim if place == 1 else len(args[1])
         return op(*args[:place], args[place] % max(rank, 1), *args[place + 1 :], **kwargs)
-    if name == "embedding" and is_sharded(args[0], 0):  # DTensor mixes up what several lookups leave out
+    if name == "embedding" and is_axis_sharded(args[0], 0):  # DTensor mixes up what several lookups leave out
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
-    tensors = _dtensors((args, kwargs))
-    written = {id(each) for each in _dtensors(changed_by(op, args, kwargs))}
+    tensors = _list_dtensors((args, kwargs))
+    written = {id(each) for each in _list_dtensors(find_changed(op, args, kwargs))}
     # DTensor would have to redistribute the others to the same partial sum, which it cannot.
     is_filled = any(
         _is_partial_or_strided(each) and any(other.placements != each.placements for other in tensors)
@@ -176,69 +176,69 @@ def _decided(own: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: D
     why = "DTensor's own way is not known to be right"
     # How axes are split and joined, DTensor seeks for ever where there is no element.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
-    if _is_proven(op, name, args, kwargs) and _may_pass(tensors, name) and not (is_empty or is_filled):
+    if _is_proven(op, name, args, kwargs) and _can_pass(tensors, name) and not (is_empty or is_filled):
         try:
-            with asked.while_open():
+            with asked.keep_open():
                 answer = own()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
         else:
-            is_even = all(map(_is_even, specs_of_answer(answer))) or not all(map(_is_even, tensors))
-            becomes_sum = _become_sums(tensors, specs_of_arguments(answer))
+            is_even = all(map(_is_even, list_specs(answer))) or not all(map(_is_even, tensors))
+            becomes_sum = _needs_partial_shard(tensors, list_argument_specs(answer))
             if is_even and not becomes_sum:
                 return answer
             what = "make a sum of a sharded argument" if becomes_sum else "shard its arguments unevenly"
             why = f"DTensor would {what}"
     if any(_is_partial_or_strided(each) and id(each) not in written for each in tensors):
-        ready, named = tree_map(lambda each: _ready(each, written), (tuple(args), kwargs))
+        ready, named = tree_map(lambda each: _reduce_argument(each, written), (tuple(args), kwargs))
         if only_views(op):
             note_redistributed(args[0], ready[0])
         return op(*ready, **named)
-    inner = decomposed(op, args, kwargs)  # its parts may be proven, or need less of a gather
+    inner = decompose_operator(op, args, kwargs)  # its parts may be proven, or need less of a gather
     if inner is not NotImplemented:
         return inner
     if only_views(op) and all(map(is_everywhere, tensors)) and not _is_read_by_strides(name, args[0]):
-        return _on_local(op, args, kwargs, mesh)
+        return _compute_local_view(op, args, kwargs, mesh)
     if only_views(op):
         copy = everywhere(full_tensor(args[0]), mesh)
         note_redistributed(args[0], copy)
         result = op(copy, *args[1:], **kwargs)
     else:
-        result = on_gathered(op, args, kwargs, functools.partial(_write, op))
+        result = compute_gathered(op, args, kwargs, functools.partial(_write, op))
     is_filled = any(_is_partial_or_strided(each) for each in tensors if id(each) in written)
     if not (name in QUIET or is_empty or is_filled or all(map(is_everywhere, tensors))):
-        warn_of_gathering(name_of(op), why)
+        warn_of_gathering(format_function(op), why)
     return result
 
 
 def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether DTensor's own way is right; for a program's own operators that is as the program says."""
+    """Return whether DTensor's own implementation is correct. Operators of the program count as correct."""
     if name in REDUCTIONS:
         place = argument_names(op).index("reduction")
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _is_aligned(args[0], args[1], args):
         return False
-    if name == "gather" and is_sharded(args[0], args[1]):  # in a backward pass; `lookups` has the others
+    if name == "gather" and is_axis_sharded(args[0], args[1]):  # in a backward pass; `lookups` has the others
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
     return (name in PROVEN and not changes_shape) or op.namespace != "aten"
 
 
 def _is_aligned(target: torch.Tensor, axis: int, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors of one rank have the same size in all axes but one."""
+    """Return whether all tensors of one rank have the same sizes on all axes but one."""
     shapes = [list(e.shape) for e in tensors if isinstance(e, torch.Tensor) and 0 < e.ndim == target.ndim]  # pyright: ignore[reportUnnecessaryIsInstance]
     return all(shape[:axis] + shape[axis:][1:] == shapes[0][:axis] + shapes[0][axis:][1:] for shape in shapes)
 
 
-def _may_pass(tensors: list[DTensor], name: str) -> bool:
-    """Whether DTensor's own way is right for the placements of these tensors."""
+def _can_pass(tensors: list[DTensor], name: str) -> bool:
+    """Return whether DTensor's own implementation is correct for the placements of these tensors."""
     if name in ("alias", "detach"):  # what autograd saves is the tensor itself
         return True
     if _ADDS_BOOLEANS and any(
         each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors
     ):
         return False
-    waiting = {p for tensor in tensors for p in tensor.placements if not _is_plain(p)}
+    waiting = {p for tensor in tensors for p in tensor.placements if not _is_simple_placement(p)}
     sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}  # pyright: ignore[reportUnknownMemberType]
     others = waiting - sums
     return (not sums or (name in SUMS_PASS and len(sums) == 1)) and (
@@ -246,8 +246,8 @@ def _may_pass(tensors: list[DTensor], name: str) -> bool:
     )
 
 
-def _become_sums(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
-    """Whether a shard would be redistributed to a partial sum, which DTensor cannot do."""
+def _needs_partial_shard(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
+    """Return whether a shard would be redistributed to a partial sum, which DTensor cannot do."""
     return len(tensors) == len(specs) and any(
         type(now) is Shard and then.is_partial()
         for tensor, spec in zip(tensors, specs, strict=True)
@@ -255,27 +255,27 @@ def _become_sums(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
     )
 
 
-def _dtensors(values: object) -> list[DTensor]:
+def _list_dtensors(values: object) -> list[DTensor]:
     return [each for each in tree_leaves(values) if isinstance(each, DTensor)]
 
 
 def _is_partial_or_strided(tensor: DTensor) -> bool:
-    """Whether a DTensor has a partial placement, or is not sharded in the mesh's order."""
-    return not all(map(_is_plain, tensor.placements))
+    """Return whether a DTensor has a partial or a strided placement."""
+    return not all(map(_is_simple_placement, tensor.placements))
 
 
-def _is_plain(placement: Placement) -> bool:
+def _is_simple_placement(placement: Placement) -> bool:
     return type(placement) is Shard or placement.is_replicate()
 
 
-def _ready(value: object, written: set[int]) -> object:
+def _reduce_argument(value: object, written: set[int]) -> object:
     if not isinstance(value, DTensor) or id(value) in written or not _is_partial_or_strided(value):
         return value
     return placed_in(value, [p if type(p) is Shard else Replicate() for p in value.placements])
 
 
 def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
-    """Whether an operator reads memory by strides, and the redistributed local tensor, contiguous, has other ones."""
+    """Return whether an operator reads memory by strides that a redistributed local tensor does not have."""
     if name != "as_strided" or local_of(tensor).stride() == (strides := tensor.stride()):
         return False
     if not has_no_gaps(tensor.shape, strides):
@@ -289,7 +289,7 @@ def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _is_even(tensor: DTensor | DTensorSpec) -> bool:
-    """Whether all devices have shards of one size, of a DTensor or of what would become one."""
+    """Return whether all devices have shards of equal size."""
     parts = [1] * len(tensor.shape)
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
@@ -297,8 +297,8 @@ def _is_even(tensor: DTensor | DTensorSpec) -> bool:
     return all(size % number == 0 for size, number in zip(tensor.shape, parts, strict=True))
 
 
-def _on_local(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
-    """A view of what each device has all of."""
+def _compute_local_view(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
+    """Compute a view on the local tensor of a replicated DTensor."""
     args, kwargs = tree_map(
         lambda each: local_of(each) if isinstance(each, DTensor) else each, (args, kwargs)
     )
@@ -333,7 +333,7 @@ def _write(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
             values = values.where(local_of(placed_in(is_first, axes)).reshape(()), 0)
     local_of(old).copy_(values)
-    _changed(op, [old])
+    _propagate_changes(op, [old])
 
 
-OPERATORS_GUARDED = OperatorsGuarded(_answer, _changed, _moved)
+OPERATORS_GUARDED = OperatorsGuarded(_answer_operator, _propagate_changes, _note_copy)

@@ -17,8 +17,8 @@ JOINS = (
 )
 
 
-def without_empty(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments of a join without the tensors of shape (0,) among others of more axes."""
+def drop_empty(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return the arguments of a concatenation without tensors of shape (0,), if others have more axes."""
     tensors = args[0] if args else kwargs.get("tensors", ())
     kept = [each for each in tensors if tuple(each.shape) != (0,)]
     if not kept or max(each.ndim for each in kept) < 2:

@@ -1,4 +1,4 @@
-"""`linear` of DTensors: each device multiplies what it has, where that takes no gather.
+"""Compute `linear` of DTensors on local shards, if that needs no gather.
 
 DTensor composes it of seven operators, and of nine backwards, each of which it plans, wraps and records. Where no mesh
 dim needs an argument in another layout, that is one product, and two backwards.
@@ -28,16 +28,16 @@ from layoutmap.engines.torch.specs import (
 )
 
 
-def _linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:  # why: decisions/0057
+def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:  # why: decisions/0057
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors: list[Any] = [given["input"], given["weight"], given.get("bias")]
     plan = None
     # Under autocast torch is to convert the arguments first.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         of_bias = None if tensors[2] is None else spec_of(tensors[2])
-        plan = _plan(spec_of(tensors[0]), spec_of(tensors[1]), of_bias)
+        plan = _plan_shards(spec_of(tensors[0]), spec_of(tensors[1]), of_bias)
     if plan is None and tensors[0].ndim == 1:  # torch would change the shape of the result in place
-        result = _linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
+        result = _compute_linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
     if plan is None:
         result = function(*args, **kwargs)
@@ -62,8 +62,8 @@ class _Plan(NamedTuple):
 
 
 @cached_by_mesh
-def _plan(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _Plan | None:
-    """How to multiply on shards; `None`: an argument is needed in another layout, or is no matrix."""
+def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _Plan | None:
+    """Return how to multiply on shards, or None if an argument needs another layout or is no matrix."""
     mesh, last = x.mesh, len(x.shape) - 1
     dtypes = {meta_of(each).dtype for each in (x, weight, bias) if each is not None}
     ranks = len(weight.shape), 1 if bias is None else len(bias.shape)
@@ -131,7 +131,7 @@ class _Linear(AutogradFunction):
         plan: _Plan = ctx.plan
         given = redistributed(on_mesh(upstream[0], plan.result.mesh), plan.upstream)
         if torch.is_grad_enabled():  # for gradients of gradients
-            return (*_by_operators(given, x, weight, ctx.needs_input_grad), None)
+            return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
         gradient = local_of(given)
         rows = gradient.reshape(-1, gradient.shape[-1])
         results: list[torch.Tensor | None] = [None, None, None, None]
@@ -148,7 +148,7 @@ class _Linear(AutogradFunction):
         )
 
 
-def _by_operators(
+def _compute_gradients(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     rows = gradient.reshape(-1, gradient.shape[-1])
@@ -159,12 +159,12 @@ def _by_operators(
     )
 
 
-def _matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
-    if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # as in `_linear`
+def _compute_matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
+    if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # as in `_compute_linear`
         return function(args[0].unsqueeze(0), args[1]).squeeze(0)
     result = function(*args, **kwargs)
     return result if result.ndim else reduced(result)
 
 
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-LINEAR = {F.linear: _linear, **dict.fromkeys(_MATMUL, _matmul)}
+LINEAR = {F.linear: _compute_linear, **dict.fromkeys(_MATMUL, _compute_matmul)}

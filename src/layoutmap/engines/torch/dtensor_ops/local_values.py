@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, name_of
+from layoutmap.engines.torch.dtensor_ops.gathered import is_in_place, format_function
 from layoutmap.engines.torch.modes import function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
@@ -28,32 +28,32 @@ _marks: Any = WeakIdKeyDictionary()
 
 
 def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
-    """Mark the local tensor of a DTensor in some placements; returns it."""
+    """Mark the local tensor of a DTensor, and return it."""
     differs = not all(each.is_replicate() for each in placements)
     if differs or function_modes():  # outside of a call, what is the same on all devices is like any tensor
         _marks[local] = differs
     return local
 
 
-def _marks_in(values: object) -> list[bool]:
+def _list_marks(values: object) -> list[bool]:
     leaves = tree_leaves(values) if _marks else ()
     return [_marks[each] for each in leaves if isinstance(each, torch.Tensor) and each in _marks]
 
 
-def is_marked(values: object) -> bool:
-    """Whether there is a tensor among some values that was taken out of a DTensor."""
-    return bool(_marks_in(values))
+def has_local_tensor(values: object) -> bool:
+    """Return whether some values contain the local tensor of a DTensor."""
+    return bool(_list_marks(values))
 
 
-def is_shard(values: object) -> bool:
-    """Whether there is a tensor among some values that differs between devices."""
-    return any(_marks_in(values))
+def has_shard(values: object) -> bool:
+    """Return whether some values contain a tensor that differs between devices."""
+    return any(_list_marks(values))
 
 
 def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
-    """Mark the results of a function that each device computed with its own tensors; returns them."""
-    differs = is_shard((args, kwargs))
-    for each in tree_leaves((result, args[:1] if changes_in_place(function) else (), kwargs.get("out"))):
+    """Mark the results that each device computed from its own tensors, and return them."""
+    differs = has_shard((args, kwargs))
+    for each in tree_leaves((result, args[:1] if is_in_place(function) else (), kwargs.get("out"))):
         if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
             _marks[each] = differs
     return result
@@ -69,7 +69,7 @@ def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequen
         if isinstance(each, DTensor) and (
             any(each is other for other in changed) or not all(p.is_replicate() for p in each.placements)
         ):
-            raise shard_error(f"{name_of(function)}: a shard, computed with a tensor on the mesh", each)
+            raise shard_error(f"{format_function(function)}: a shard, computed with a tensor on the mesh", each)
 
 
 def refuse_shard(what: str, value: object) -> None:
@@ -78,7 +78,7 @@ def refuse_shard(what: str, value: object) -> None:
     Raises:
         EngineError: It differs.
     """
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and is_shard(value):
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and has_shard(value):
         raise shard_error(f"{what}: a shard in the place of the global tensor", value)
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names
-from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import kept_axes, local_shard, shard_placements
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.shards import find_kept_axes, take_local_shard, make_placements
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import from_shards, reduced
 from layoutmap.engines.torch.specs import local_of, spec_of
@@ -25,7 +25,7 @@ from layoutmap.engines.torch.specs import local_of, spec_of
 check_names("torch", (torch.ops.aten, "_assert_async"))
 
 
-def _embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
     given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         raise EngineError(
@@ -35,7 +35,7 @@ def _embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
     if given.get("scale_grad_by_freq", False):  # how often a row occurs in all of the batch
-        return on_gathered(function, args, kwargs)
+        return compute_gathered(function, args, kwargs)
     rows, table = given["input"], given["weight"]
     if given.get("sparse", False) and not all(each.is_replicate() for each in table.placements):
         raise EngineError(
@@ -45,16 +45,16 @@ def _embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
             fix="leave sparse out, or have no rule shard the table",
         )
     if rows.ndim == 0:
-        return _embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
-    if not is_sharded(table, 0):
+        return _compute_embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
+    if not is_axis_sharded(table, 0):
         return reduced(function(**given))
     check_numbers(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
-    apart = kept_axes([rows], mesh, range(rows.ndim))
-    along = kept_axes([table], mesh, (0, 1), taken=apart)
-    shard = local_shard(table, mesh, along, apart)
-    rows = local_shard(rows, mesh, apart, ())
-    here, is_here = numbers_here(
+    apart = find_kept_axes([rows], mesh, range(rows.ndim))
+    along = find_kept_axes([table], mesh, (0, 1), taken=apart)
+    shard = take_local_shard(table, mesh, along, apart)
+    rows = take_local_shard(rows, mesh, apart, ())
+    here, is_here = find_local_rows(
         rows, table.shape[0], mesh, [dim for dim, axis in along.items() if axis == 0]
     )
     found = F.embedding(here, shard).where(is_here[..., None], 0)
@@ -62,7 +62,7 @@ def _embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
         is_padding = rows == given["padding_idx"] % table.shape[0]
         found = torch.where(is_padding[..., None], found.detach(), found)  # its row gets no gradient
     columns = {dim: rows.ndim for dim, axis in along.items() if axis == 1}
-    return sum_up(found, mesh, {**apart, **columns}, along.keys() - columns.keys())
+    return sum_shards(found, mesh, {**apart, **columns}, along.keys() - columns.keys())
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -71,24 +71,24 @@ _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_
 def _gather(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
     x, index = given["input"], given["index"]
-    if not is_sharded(x, given["dim"]) or index.ndim != x.ndim:
+    if not is_axis_sharded(x, given["dim"]) or index.ndim != x.ndim:
         return function(*args, **kwargs)
     axis, mesh = given["dim"] % x.ndim, x.device_mesh
     check_numbers(index, x.shape[axis], "gather", axis)
     apart: dict[int, int] = {}
-    if _others(x.shape, axis) == _others(index.shape, axis):
-        apart = kept_axes([x, index], mesh, set(range(x.ndim)) - {axis})
-    along = kept_axes([x], mesh, {axis}, taken=apart)
-    shard = local_shard(x, mesh, {**apart, **along}, apart)
-    index = local_shard(index, mesh, apart, ())
-    here, is_here = numbers_here(index, x.shape[axis], mesh, along)
-    return sum_up(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
+    if _flatten_axis(x.shape, axis) == _flatten_axis(index.shape, axis):
+        apart = find_kept_axes([x, index], mesh, set(range(x.ndim)) - {axis})
+    along = find_kept_axes([x], mesh, {axis}, taken=apart)
+    shard = take_local_shard(x, mesh, {**apart, **along}, apart)
+    index = take_local_shard(index, mesh, apart, ())
+    here, is_here = find_local_rows(index, x.shape[axis], mesh, along)
+    return sum_shards(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
 
 
-def numbers_here(
+def find_local_rows(
     index: torch.Tensor, size: int, mesh: DeviceMesh, dims: Collection[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of a local index's numbers in this device's shard, and which of them the shard has at all.
+    """Return the rows of this device's shard for a local index, and a mask of those that it really has.
 
     Args:
         index: The index.
@@ -96,20 +96,20 @@ def numbers_here(
         mesh: The mesh.
         dims: The mesh dims over which that axis is sharded.
     """
-    numbers = all_here(size, mesh, dims, index.device)
+    numbers = list_local_indices(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
     return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here  # any row that is here, for the rest
 
 
-def all_here(size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device) -> torch.Tensor:
-    """The numbers of an axis of which this device has the elements; see `numbers_here`."""
-    return local_shard(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
+def list_local_indices(size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device) -> torch.Tensor:
+    """Return the indices of an axis that this device's shard has. See `find_local_rows`."""
+    return take_local_shard(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
 
 
-def sum_up(local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int], dims: Collection[int]) -> DTensor:
-    """The DTensor of local shards, summed up over some mesh dims and sharded over others."""
+def sum_shards(local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int], dims: Collection[int]) -> DTensor:
+    """Return the DTensor of local shards that are summed over some mesh dims and sharded over others."""
     placements = [
-        Partial() if dim in dims else placement for dim, placement in enumerate(shard_placements(mesh, axes))
+        Partial() if dim in dims else placement for dim, placement in enumerate(make_placements(mesh, axes))
     ]
     return reduced(from_shards(local, mesh, placements))
 
@@ -117,29 +117,29 @@ def sum_up(local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int], dims:
 def _take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "indices", "dim"), args, strict=False)), **kwargs}
     x, index, axis = given["input"], given["indices"], given.get("dim")
-    if axis is None or x.ndim != index.ndim or not is_sharded(x, axis):
+    if axis is None or x.ndim != index.ndim or not is_axis_sharded(x, axis):
         return function(*args, **kwargs)
     axis %= x.ndim
-    shape = torch.broadcast_shapes(_others(x.shape, axis), _others(index.shape, axis))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    shape = torch.broadcast_shapes(_flatten_axis(x.shape, axis), _flatten_axis(index.shape, axis))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     x, index = (each.expand(*shape[:axis], each.shape[axis], *shape[axis + 1 :]) for each in (x, index))
     return _gather(torch.gather, (x, axis, index.remainder(x.shape[axis])), {})
 
 
-def _one_hot(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_one_hot(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
     if given.get("num_classes", -1) >= 0:
         check_numbers(given["input"], given["num_classes"], "one_hot")
     return function(*args, **kwargs)
 
 
-def is_sharded(tensor: torch.Tensor, axis: int) -> bool:
-    """Whether an axis of a DTensor is sharded over any mesh dim."""
+def is_axis_sharded(tensor: torch.Tensor, axis: int) -> bool:
+    """Return whether an axis of a DTensor is sharded over any mesh dim."""
     if not isinstance(tensor, DTensor) or tensor.ndim == 0:
         return False
     return any(placement.is_shard(axis % tensor.ndim) for placement in spec_of(tensor).placements)
 
 
-def _others(shape: Sequence[int], axis: int) -> list[int]:
+def _flatten_axis(shape: Sequence[int], axis: int) -> list[int]:
     return [*shape[:axis], 1, *shape[axis + 1 :]]
 
 
@@ -156,8 +156,8 @@ def check_numbers(numbers: torch.Tensor, size: int, name: str, axis: int = 0) ->
 
 
 LOOKUPS: dict[object, Function] = {
-    F.embedding: _embedding,
+    F.embedding: _compute_embedding,
     **dict.fromkeys((torch.gather, torch.Tensor.gather), _gather),
     **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _take_along_dim),
-    F.one_hot: _one_hot,
+    F.one_hot: _compute_one_hot,
 }

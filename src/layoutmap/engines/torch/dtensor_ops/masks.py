@@ -28,7 +28,7 @@ _LARGE_PIECE = 1 << 22  # on other devices
 Places = tuple[Sequence[int], ...]  # along each axis
 
 
-def sharded_mask(  # why: decisions/0102
+def draw_sharded_mask(  # why: decisions/0102
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
@@ -38,7 +38,7 @@ def sharded_mask(  # why: decisions/0102
     *,
     over: float = 1.0,
 ) -> DTensor:
-    """A DTensor of zeros and ones, or fractions of one, of which each device draws its part.
+    """Return a DTensor of zeros and ones, divided by `over`, of which each device draws its own shard.
 
     Args:
         shape: The global shape.
@@ -53,30 +53,30 @@ def sharded_mask(  # why: decisions/0102
     seed = torch.randint(-(1 << 62), (1 << 62) - 1, (), device=device)
     made: dict[Places, torch.Tensor] = {}
     pieces: dict[int, torch.Tensor] = {}
-    for rank, places in _places_here(size, mesh, placements).items():
+    for rank, places in _find_local_places(size, mesh, placements).items():
         if places in made:  # simulated devices with the same part, each in memory of its own
             pieces[rank] = made[places].clone()
         else:
-            pieces[rank] = made[places] = _mask(places, size, seed, p, dtype, over)
+            pieces[rank] = made[places] = _draw_mask(places, size, seed, p, dtype, over)
     return dtensor(simulation.join(pieces, dtype), spec_of_tensor(mesh, placements, size, dtype))
 
 
 @cached_by_mesh
-def _places_here(
+def _find_local_places(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> Mapping[int, Places]:
-    """Which elements the devices of this process have: along each axis, their places in the global tensor."""
+    """Return the global indices of each local rank's elements along each axis."""
     ranks = simulation.ranks_of(mesh)
     found: dict[int, Places] = {}
     for rank in simulation.ranks_here(ranks):
         coordinates = [int(each) for each in np.unravel_index(ranks.index(rank), mesh.shape)]
         found[rank] = tuple(
-            _along(axis, size, mesh.shape, placements, coordinates) for axis, size in enumerate(shape)
+            _find_axis_places(axis, size, mesh.shape, placements, coordinates) for axis, size in enumerate(shape)
         )
     return found
 
 
-def _along(
+def _find_axis_places(
     axis: int,
     size: int,
     mesh_shape: Sequence[int],
@@ -88,30 +88,30 @@ def _along(
         if getattr(placement, "dim", None) != axis:
             continue
         strides = getattr(placement, "split_factor", 1)
-        parts = [_part(_part(places, strides, each), number, coordinate) for each in range(strides)]
+        parts = [_take_part(_take_part(places, strides, each), number, coordinate) for each in range(strides)]
         places = parts[0] if strides == 1 else tuple(place for part in parts for place in part)
     return places
 
 
-def _part(places: Sequence[int], number: int, which: int) -> Sequence[int]:
+def _take_part(places: Sequence[int], number: int, which: int) -> Sequence[int]:
     length = -(-len(places) // number)
     return places[which * length : (which + 1) * length]
 
 
-def _mask(
+def _draw_mask(
     places: Places, shape: torch.Size, seed: torch.Tensor, p: float, dtype: torch.dtype, over: float
 ) -> torch.Tensor:
-    """The elements at some places of a mask of a shape."""
+    """Return the elements at some places of a mask."""
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     most_dropped = max(int(p * 2.0**64) - 1, 0) - (1 << 63)
     if type(seed) is not torch.Tensor:  # it is recorded, for a graph: what compiles that divides it
-        return (_mixed(seed, places, steps) > most_dropped).to(dtype).div_(over)
+        return (_hash_places(seed, places, steps) > most_dropped).to(dtype).div_(over)
     mask = torch.empty([len(each) for each in places], dtype=dtype, device=seed.device)
     piece = _PIECE if seed.device.type == "cpu" else _LARGE_PIECE
 
     def fill(part: torch.Tensor, places: Places) -> None:
         if part.numel() <= piece:
-            part.copy_(_mixed(seed, places, steps) > most_dropped).div_(over)
+            part.copy_(_hash_places(seed, places, steps) > most_dropped).div_(over)
             return
         axis = next(axis for axis, each in enumerate(places) if len(each) > 1)
         half = len(places[axis]) // 2
@@ -123,13 +123,13 @@ def _mask(
     return mask
 
 
-def _mixed(seed: torch.Tensor, places: Places, steps: Sequence[int]) -> torch.Tensor:
-    """The hash at some places, evenly distributed over all int64."""
+def _hash_places(seed: torch.Tensor, places: Places, steps: Sequence[int]) -> torch.Tensor:
+    """Return the hash of the seed at some places, evenly distributed over all int64."""
     # Up to the first round nothing may overflow: inductor computes with loop counters, and C++ takes their overflow
     # for impossible, so for a reason to leave out the end of a loop.
     mixed = seed.clone()
     for axis in range(len(places) - 1, -1, -1):
-        along = _numbers(places[axis], seed.device).mul_(steps[axis])
+        along = _convert_places(places[axis], seed.device).mul_(steps[axis])
         mixed = mixed + along.view(-1, *[1] * (len(places) - 1 - axis))
     for shift, factor in _ROUNDS:
         mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
@@ -137,7 +137,7 @@ def _mixed(seed: torch.Tensor, places: Places, steps: Sequence[int]) -> torch.Te
     return mixed
 
 
-def _numbers(places: Sequence[int], device: torch.device) -> torch.Tensor:
+def _convert_places(places: Sequence[int], device: torch.device) -> torch.Tensor:
     if isinstance(places, range):
         return torch.arange(places.start, places.stop, device=device)
     return torch.tensor(places, dtype=torch.int64, device=device)

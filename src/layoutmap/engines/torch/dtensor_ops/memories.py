@@ -1,4 +1,4 @@
-"""Memories that are copies: what torch sees as a view of a DTensor, and is one of the same in another layout.
+"""Write changes of redistributed slices back. For torch they are views of a DTensor, but they are copies.
 
 `weight[2:4]` of a weight whose rows are sharded is taken of the gathered weight. For torch it is a view: what changes
 one changes the other, with their gradients. Here the gathered memory knows of which tensor it is a copy:
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.gathered import name_of, warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.gathered import format_function, warn_of_gathering
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import attainable_placements, placed_in
@@ -42,7 +42,7 @@ outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 class _Origin(NamedTuple):  # why: decisions/0151
-    """The tensor that a copy is a copy of.
+    """Tensor that a redistributed copy was made from.
 
     Attributes:
         source: That tensor, outside of autograd.
@@ -57,7 +57,7 @@ class _Origin(NamedTuple):  # why: decisions/0151
     places: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]
 
     def whole(self, part: torch.Tensor) -> DTensor:
-        """All of the copy, in whose memory a tensor is."""
+        """Return the whole copy that shares its memory with a part."""
         dtype = meta_of(self.spec).dtype
         pieces = {
             rank: torch.empty(0, dtype=dtype, device=piece.device).set_(
@@ -90,21 +90,21 @@ def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
         _mark(memory, is_seen=True)
 
 
-def _origin(memory: torch.UntypedStorage) -> _Origin | None:
+def _get_origin(memory: torch.UntypedStorage) -> _Origin | None:
     return getattr(memory, _ORIGIN, None)
 
 
-def _up_to_the_root(memory: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
-    """A memory, what it is a copy of, and so on."""
+def _iterate_origins(memory: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
+    """Yield a memory, the memory that it is a copy of, and so on."""
     yield memory
-    while (origin := _origin(memory)) is not None:
+    while (origin := _get_origin(memory)) is not None:
         yield (memory := memory_of(origin.source))
 
 
 @plainly
 @torch.no_grad()
-def spread(op: OpOverload, changed: list[DTensor]) -> None:
-    """Write what an operator has changed to what that is a copy of, and mark the other copies of it as outdated.
+def write_back(op: OpOverload, changed: list[DTensor]) -> None:
+    """Write an operator's changes of copies back to their origins, and mark other copies as outdated.
 
     Args:
         op: The operator.
@@ -114,14 +114,14 @@ def spread(op: OpOverload, changed: list[DTensor]) -> None:
         EngineError: It has changed a copy that is outdated, a copy of an expanded tensor, several copies of one tensor,
             or one while a graph is recorded.
     """
-    name = name_of(op)
+    name = format_function(op)
     tensors = {id(memory_of(each)): each for each in changed}.values()  # one for each memory
-    parts = [(each, origin) for each in tensors if (origin := _origin(memory_of(each))) is not None]
+    parts = [(each, origin) for each in tensors if (origin := _get_origin(memory_of(each))) is not None]
     refuse_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
         _check_writable(name, part, origin, [each for each in tensors if each is not part])
     for each in tensors:
-        _mark_copies(list(_up_to_the_root(memory_of(each))), is_seen=not is_unseen(each))
+        _mark_copies(list(_iterate_origins(memory_of(each))), is_seen=not is_unseen(each))
     for part, origin in parts:
         warn_of_gathering(f"{name} of a slice", "along a sharded axis it is a copy, and is written back")
         origin.source.copy_(placed_in(origin.whole(part), attainable_placements(origin.source)))
@@ -130,13 +130,13 @@ def spread(op: OpOverload, changed: list[DTensor]) -> None:
 
 def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[torch.Tensor]) -> None:
     """Raise an EngineError for a changed copy that cannot be written back."""
-    *_, root = _up_to_the_root(memory_of(part))
+    *_, root = _iterate_origins(memory_of(part))
     if 0 in origin.source.stride():  # as after expand
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
         )
-    elif any(root is memory for each in others for memory in _up_to_the_root(memory_of(each))):
+    elif any(root is memory for each in others for memory in _iterate_origins(memory_of(each))):
         why, fix = "another slice was changed by the same call", "change one after the other"
     elif type(simulation.plain(local_of(part))) is not torch.Tensor:
         why, fix = "a graph is recorded, which has no memory", "assign to it: x[...] = value"
@@ -152,14 +152,14 @@ def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iter
 
 
 def count_unseen(changed: list[torch.Tensor]) -> None:
-    """Count changes of tensors, and of what these are copies of, that autograd does not see."""
+    """Count changes of tensors and their origins that autograd does not see."""
     for each in filter(is_unseen, changed):
-        for memory in _up_to_the_root(memory_of(each)):
+        for memory in _iterate_origins(memory_of(each)):
             count(memory)
 
 
 def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_seen: bool) -> None:
-    """Mark the copies of memories as outdated that are not among these; autograd has seen the change, or does now."""
+    """Mark the copies of some memories as outdated, except for these memories themselves."""
     for memory in memories:
         for each in list(getattr(memory, _COPIES, ())):  # the garbage collector may take some
             if not any(each is other for other in memories):
@@ -176,9 +176,9 @@ def _mark(memory: torch.UntypedStorage, *, is_seen: bool) -> None:
     _mark_copies([memory], is_seen=is_seen)
 
 
-def _before_function(function: Function, values: object) -> None:
+def _check_arguments(function: Function, values: object) -> None:
     if function not in QUESTIONS:
-        refuse_outdated(name_of(function), values)
+        refuse_outdated(format_function(function), values)
     if not outdated:
         _stop_watching_functions()
 
@@ -188,12 +188,12 @@ QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in (*_METHODS, "stora
 """Methods that ask for something else than values."""
 
 
-def _shown(tensor: DTensor) -> str:
+def _format_tensor(tensor: DTensor) -> str:
     return _SHOW(tensor) + (" (outdated: take it again)" if memory_of(tensor) in outdated else "")
 
 
 def refuse_outdated(name: str, values: object) -> None:
-    """Refuse what is called with slices, or with lists of them, whose tensor was changed.
+    """Refuse a call with slices of a tensor that was changed after they were taken.
 
     Raises:
         EngineError: There is such a slice among the values.
@@ -214,15 +214,15 @@ _SHOW = DTensor.__repr__
 def _watch_functions() -> None:
     """Have slices looked at before each of torch's functions that is called with a DTensor, properties aside."""
     owner: Any = DTensor
-    owner.__torch_function__ = classmethod(_torch_function)
-    owner.__repr__ = functools.wraps(_SHOW)(_shown)
+    owner.__torch_function__ = classmethod(_check_torch_function)
+    owner.__repr__ = functools.wraps(_SHOW)(_format_tensor)
 
 
-def _torch_function(
+def _check_torch_function(
     _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
     if type(func) is not MethodWrapperType:  # a property reads no values
-        _before_function(func, (args, kwargs))
+        _check_arguments(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 

@@ -38,22 +38,22 @@ from layoutmap.engines.torch.changes import keep
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
-from layoutmap.engines.torch.dtensor_ops.dispatch import is_custom
+from layoutmap.engines.torch.dtensor_ops.dispatch import is_custom_operator
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
-    changed_by,
-    changes_in_place,
-    custom,
-    name_of,
-    on_gathered,
+    find_changed,
+    is_in_place,
+    compute_custom_operator,
+    format_function,
+    compute_gathered,
 )
-from layoutmap.engines.torch.dtensor_ops.guard import guard
-from layoutmap.engines.torch.dtensor_ops.joining import JOINS, without_empty
+from layoutmap.engines.torch.dtensor_ops.guard import guard_mesh
+from layoutmap.engines.torch.dtensor_ops.joining import JOINS, drop_empty
 from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.local_values import (
-    is_marked,
-    is_shard,
+    has_local_tensor,
+    has_shard,
     mark_results,
     refuse_mixed,
     shard_error,
@@ -65,9 +65,9 @@ from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
-from layoutmap.engines.torch.dtensor_ops.slices import assign, keep_gradient
+from layoutmap.engines.torch.dtensor_ops.slices import assign_item, keep_gradient
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
-from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_be_unwrapped, unwrapped
+from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_unwrap, unwrap_function
 from layoutmap.engines.torch.modes import outside_of_modes, plainly, without_function_modes
 from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
 from layoutmap.engines.torch.placing import everywhere, reduced
@@ -94,17 +94,17 @@ _TABLES: tuple[Mapping[Any, Handler], ...] = (
     RECURRENT,
     GATHERED,
     READS,
-    {torch.Tensor.__setitem__: assign},
+    {torch.Tensor.__setitem__: assign_item},
 )
 _HANDLERS = {function: plainly(handler) for table in _TABLES for function, handler in table.items()}
 _BY_SHARDS = {f: plainly(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()}
-_INTO_PLAIN = plainly(on_gathered)
+_INTO_PLAIN = plainly(compute_gathered)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @contextmanager
-def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[None]:
-    """While open on this thread, DTensors compute what plain tensors would.
+def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[None]:
+    """Let DTensors on this thread compute the same results as unsharded tensors, while open.
 
     It can be opened again inside of itself, and changes nothing for plain tensors among themselves.
 
@@ -112,7 +112,7 @@ def computing(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[
         device_mesh: The mesh of the DTensors.
         by_shards: Whether each device draws its part of what a dropout drops, which plain tensors do not.
     """
-    guard(device_mesh)
+    guard_mesh(device_mesh)
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)  # DTensor refuses plain tensors beside DTensors else
     try:
@@ -137,38 +137,38 @@ class _Computing(TorchFunctionMode):
             with outside_of_modes():  # it computes nothing: no mode has to see it
                 return func(*args, **kwargs)
         if outdated:
-            refuse_outdated(name_of(func), (args, kwargs))
-        known = _known(func, self._by_shards)
+            refuse_outdated(format_function(func), (args, kwargs))
+        known = _classify_function(func, self._by_shards)
         if known.is_backward:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
             with without_function_modes(), self:
-                return unwrapped(func)(*args, **kwargs)
-        found, is_mixed = _survey((*args, *kwargs.values()) if kwargs else args)
+                return unwrap_function(func)(*args, **kwargs)
+        found, is_mixed = _find_tensors((*args, *kwargs.values()) if kwargs else args)
         if found is None:
-            return _by_device(func, args, kwargs) if is_marked((args, kwargs)) else func(*args, **kwargs)
-        changed = changed_by(func, args, kwargs) if known.changes or "out" in kwargs else []
+            return _compute_per_device(func, args, kwargs) if has_local_tensor((args, kwargs)) else func(*args, **kwargs)
+        changed = find_changed(func, args, kwargs) if known.changes or "out" in kwargs else []
         if known.indexes:
-            args = (args[0], _index(args[1]), *args[2:])
-            is_mixed = _survey(args)[1]
-        if is_mixed and is_shard((args, kwargs)):
+            args = (args[0], _convert_index(args[1]), *args[2:])
+            is_mixed = _find_tensors(args)[1]
+        if is_mixed and has_shard((args, kwargs)):
             refuse_mixed(func, args, kwargs, changed)
             try:
-                return _by_device(func, args, kwargs)
+                return _compute_per_device(func, args, kwargs)
             except RuntimeError as error:  # the shapes of a shard and of a global tensor do not fit
                 raise shard_error(
-                    f"{name_of(func)}: a shard, computed with a global tensor", found
+                    f"{format_function(func)}: a shard, computed with a global tensor", found
                 ) from error
         handler = known.handler
         if changed and not all(isinstance(each, DTensor) for each in changed):
             handler = _INTO_PLAIN
         elif is_mixed:
-            args, kwargs = _all_on_mesh(args, kwargs, found.device_mesh)
+            args, kwargs = _replicate_arguments(args, kwargs, found.device_mesh)
         if handler is not None:
             return handler(func, args, kwargs)
         if known.can_be_unwrapped:
             with self:
-                return unwrapped(func)(*args, **kwargs)
-        return _compute(known.joins, changed, func, args, kwargs)
+                return unwrap_function(func)(*args, **kwargs)
+        return _compute_unhandled(known.joins, changed, func, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,24 +189,24 @@ class _Known:
     indexes: bool
     joins: bool
     is_backward: bool
-    can_be_unwrapped: bool
+    can_unwrap: bool
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(func: Function, by_shards: bool) -> _Known:
+def _classify_function(func: Function, by_shards: bool) -> _Known:
     handler = _BY_SHARDS.get(func) if by_shards else None
     return _Known(
-        handler=handler or _HANDLERS.get(func) or (plainly(custom) if is_custom(func) else None),
-        changes=isinstance(func, OPERATORS) or changes_in_place(func),
+        handler=handler or _HANDLERS.get(func) or (plainly(compute_custom_operator) if is_custom_operator(func) else None),
+        changes=isinstance(func, OPERATORS) or is_in_place(func),
         indexes=func in _INDEXING,
         joins=func in JOINS,
         is_backward=func in _BACKWARD,
-        can_be_unwrapped=func not in _THIN and can_be_unwrapped(func),
+        can_be_unwrapped=func not in _THIN and can_unwrap(func),
     )
 
 
-def _by_device(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute a function of tensors that devices have of their own, and of tensors that each of them has in full."""
+def _compute_per_device(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute a function of local and replicated tensors on each device."""
     args, kwargs = tree_map(
         lambda each: each.to_local() if isinstance(each, DTensor) else each, (tuple(args), kwargs)
     )
@@ -234,11 +234,11 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType  # of `Tensor.shape.__get__` and its like
 
 
-def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> object:
-    """Compute what is in no table, outside of all modes; `guard` decides how."""
+def _compute_unhandled(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> object:
+    """Compute a function without a handler, outside of all modes. `guard` decides how."""
     with outside_of_modes():
         if joins:
-            args, kwargs = without_empty(args, kwargs)
+            args, kwargs = drop_empty(args, kwargs)
         result = function(*args, **kwargs)
         for each in changed:
             if base_of(each) is not each:
@@ -248,10 +248,10 @@ def _compute(joins: bool, changed: list[torch.Tensor], function: Function, args:
         return result
 
 
-def _index(index: object) -> object:
-    """An index whose lists of numbers are tensors, as torch makes of them where nobody can place them on the mesh."""
+def _convert_index(index: object) -> object:
+    """Return an index with tensors in place of lists of numbers, as torch converts them."""
     if type(index) is tuple:
-        return tuple(map(_index, index))  # pyright: ignore[reportUnknownArgumentType]
+        return tuple(map(_convert_index, index))  # pyright: ignore[reportUnknownArgumentType]
     numbers = type(index) is list and all(isinstance(each, int) for each in tree_leaves(index))
     return torch.tensor(index) if numbers else index  # pyright: ignore[reportUnknownVariableType]
 
@@ -259,8 +259,8 @@ def _index(index: object) -> object:
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))
 
 
-def _survey(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
-    """A DTensor among values and in lists of them, and whether there are plain tensors."""
+def _find_tensors(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
+    """Return a DTensor among values and their lists, and whether they contain unsharded tensors."""
     found, is_mixed = None, False
     for value in values:
         kind = type(value)  # pyright: ignore[reportUnknownVariableType]
@@ -274,24 +274,24 @@ def _survey(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
             else:
                 is_mixed = True
         elif kind is tuple or kind is list:
-            inner, also = _survey(value)
+            inner, also = _find_tensors(value)
             found, is_mixed = inner if found is None else found, is_mixed or also
     return found, is_mixed
 
 
 @plainly
-def _all_on_mesh(args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> tuple[Args, Kwargs]:
-    return tuple(_on_mesh(each, mesh) for each in args), {
-        name: _on_mesh(each, mesh) for name, each in kwargs.items()
+def _replicate_arguments(args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> tuple[Args, Kwargs]:
+    return tuple(_replicate_value(each, mesh) for each in args), {
+        name: _replicate_value(each, mesh) for name, each in kwargs.items()
     }
 
 
-def _on_mesh(value: Any, mesh: DeviceMesh) -> object:
-    """A plain tensor on the mesh; a single number without a gradient needs not be."""
+def _replicate_value(value: Any, mesh: DeviceMesh) -> object:
+    """Return an unsharded tensor as a replicated DTensor. A scalar without a gradient stays unchanged."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor) or (value.ndim == 0 and not value.requires_grad):
             return value
         return everywhere(value, mesh)
     if type(value) in (list, tuple):
-        return type(value)(_on_mesh(each, mesh) for each in value)
+        return type(value)(_replicate_value(each, mesh) for each in value)
     return value

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import apart, join, kept_axes, local_shard, mesh_in
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.shards import make_shard_handler, join_shards, find_kept_axes, take_local_shard, find_mesh
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     everywhere,
@@ -23,20 +23,20 @@ from layoutmap.engines.torch.placing import (
 from layoutmap.engines.torch.specs import local_of
 
 
-def _batch_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
     if x.ndim < 2:  # it has no channels
-        return on_gathered(function, args, kwargs)
+        return compute_gathered(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
-    mesh = mesh_in((x, *of_channels.values()))
-    kept = kept_axes([x], mesh, range(x.ndim))
+    mesh = find_mesh((x, *of_channels.values()))
+    kept = find_kept_axes([x], mesh, range(x.ndim))
     channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
-    local = {name: local_shard(each, mesh, channels, kept) for name, each in of_channels.items()}
-    y, eps = local_shard(x, mesh, kept, kept), given.get("eps", 1e-5)
+    local = {name: take_local_shard(each, mesh, channels, kept) for name, each in of_channels.items()}
+    y, eps = take_local_shard(x, mesh, kept, kept), given.get("eps", 1e-5)
     if not given.get("training", False) and "running_mean" in local:  # each device has all that it needs
-        return join(function(y, **local, eps=eps), mesh, kept)
+        return join_shards(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
     if count == 1:  # torch's own error: a shard may have one value where the batch has more
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
@@ -50,14 +50,14 @@ def _batch_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
         ("running_mean", mean),
         ("running_var", variance * (count / (count - 1))),
     ):  # what is tracked is unbiased
-        value = join(value.detach().flatten(), mesh, channels)
+        value = join_shards(value.detach().flatten(), mesh, channels)
         _track(given.get(name), value, given.get("momentum", 0.1))
     y = y * torch.rsqrt(variance + eps)
     if "weight" in local:
         y = y * local["weight"].view(mean.shape)
     if "bias" in local:
         y = y + local["bias"].view(mean.shape)
-    return join(y.to(x.dtype), mesh, kept)
+    return join_shards(y.to(x.dtype), mesh, kept)
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def _track(running: torch.Tensor | None, value: Any, momentum: float) -> None:
     running.copy_(new if isinstance(running, DTensor) else full_tensor(new))
 
 
-def _instance_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, use_input_stats = given.pop("input"), given.get("use_input_stats", True)
@@ -81,7 +81,7 @@ def _instance_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
         running = [given.pop(name, None) for name in names[1:3]]
         with torch.no_grad():
             if running[0] is not None:
-                y = x if isinstance(x, DTensor) else everywhere(x, mesh_in(running))
+                y = x if isinstance(x, DTensor) else everywhere(x, find_mesh(running))
                 axes, count = list(range(2, y.ndim)), y[0, 0].numel()
                 mean = reduced(y.mean(axes, keepdim=True))
                 variance = reduced(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
@@ -98,5 +98,5 @@ def _group_norm(function: Function, args: Args, kwargs: Kwargs) -> object:  # py
     return _EACH(torch.group_norm, (x,), given)
 
 
-_EACH = apart(lambda rank: range(1))
-NORMS = {F.batch_norm: _batch_norm, F.group_norm: _group_norm, F.instance_norm: _instance_norm}
+_EACH = make_shard_handler(lambda rank: range(1))
+NORMS = {F.batch_norm: _compute_batch_norm, F.group_norm: _group_norm, F.instance_norm: _compute_instance_norm}

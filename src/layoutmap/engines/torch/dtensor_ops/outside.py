@@ -29,17 +29,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import BackwardHook
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
-from layoutmap.core.users_line import level_of_user
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops import conversions
-from layoutmap.engines.torch.dtensor_ops.gathered import complete, product
-from layoutmap.engines.torch.dtensor_ops.guard import asked, guard, is_guarded
+from layoutmap.engines.torch.dtensor_ops.gathered import gather_and_wait, compute_product
+from layoutmap.engines.torch.dtensor_ops.guard import asked, guard_mesh, is_guarded
 from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
-from layoutmap.engines.torch.dtensor_ops.mode import computing, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
+from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed_in, summed_placements
@@ -55,21 +55,21 @@ with Needed("torch"):
 check_names("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropower_via_newtonschulz"))
 
 
-def look_after(device_mesh: DeviceMesh) -> None:  # why: decisions/0151
-    """Have the DTensors on a mesh compute right outside of `computing`, too; plain tensors on this thread.
+def prepare_mesh(device_mesh: DeviceMesh) -> None:  # why: decisions/0151
+    """Patch torch so that DTensors on a mesh compute correctly also outside of `enable_dtensor_ops`.
 
     Args:
         device_mesh: The mesh.
     """
     if not is_guarded(device_mesh):
-        guard(device_mesh)
+        guard_mesh(device_mesh)
         change(*_CHANGES)
 
 
 @plainly
 @torch.no_grad()
 def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`: the tensor has these values from now on, in the layout that it has."""
+    """Replace `tensor.data = value`: set a DTensor's values, and keep its layout."""
     if is_guarded(tensor.device_mesh):
         if value.shape != tensor.shape:
             raise EngineError(
@@ -90,8 +90,8 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
 
 @plainly
 @torch.no_grad()
-def _swap(own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:  # why: decisions/0151
-    """`torch.utils.swap_tensors(t1, t2)`: two tensors on meshes get each other's values, type and layout."""
+def _swap_tensors(own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:  # why: decisions/0151
+    """Replace `torch.utils.swap_tensors(t1, t2)`: swap values, types, and layouts of two DTensors."""
     both = [each for each in (t1, t2) if isinstance(each, DTensor) and is_guarded(each.device_mesh)]
     if len(both) < 2:
         own(t1, t2)
@@ -105,17 +105,17 @@ def _swap(own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
         set_pieces(each, local, spec)
 
 
-def _assign_part(own: Callable[..., None], tensor: DTensor, index: object, value: object) -> None:
-    """`tensor[index] = value`, as `computing` makes it."""
+def _assign_item(own: Callable[..., None], tensor: DTensor, index: object, value: object) -> None:
+    """Replace `tensor[index] = value`: run it inside `enable_dtensor_ops`."""
     if not is_guarded(tensor.device_mesh):
         own(tensor, index, value)
         return
-    with simulation.on_mesh(tensor.device_mesh), computing(tensor.device_mesh):
+    with simulation.on_mesh(tensor.device_mesh), enable_dtensor_ops(tensor.device_mesh):
         own(tensor, index, value)
 
 
-def _copied(own: Function, tensor: DTensor, memo: dict[int, object]) -> object:
-    """`copy.deepcopy(tensor)`."""
+def _copy_tensor(own: Function, tensor: DTensor, memo: dict[int, object]) -> object:
+    """Replace `copy.deepcopy(tensor)`: clone a tensor that starts inside its storage."""
     if id(tensor) in memo or not is_guarded(tensor.device_mesh) or not tensor.storage_offset():
         return own(tensor, memo)
     made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -123,16 +123,16 @@ def _copied(own: Function, tensor: DTensor, memo: dict[int, object]) -> object:
 
 
 @plainly
-def _on_plain(own: Function, tensor: DTensor, *args: object, **options: object) -> object:
-    """The result of a method that torch has for plain tensors alone."""
+def _call_on_gathered(own: Function, tensor: DTensor, *args: object, **options: object) -> object:
+    """Call a method that torch has only for unsharded tensors, on the gathered tensor."""
     if not is_guarded(tensor.device_mesh):
         return own(tensor, *args, **options)
     refuse_outdated(own.__name__, tensor)
-    return own(complete(tensor), *args, **options)
+    return own(gather_and_wait(tensor), *args, **options)
 
 
-def _formatted(own: Callable[..., str], tensor: DTensor, format_spec: str) -> str:
-    """`f"{tensor:.3f}"` of a number, which torch knows of plain tensors; nothing is gathered that was not asked for."""
+def _format_scalar(own: Callable[..., str], tensor: DTensor, format_spec: str) -> str:
+    """Replace `f"{tensor:.3f}"`: format a scalar DTensor, which torch supports only for unsharded tensors."""
     is_number = tensor.ndim == 0 and is_guarded(tensor.device_mesh)
     if is_number and (format_spec or is_everywhere(tensor)):
         return format(tensor.item(), format_spec)
@@ -141,7 +141,7 @@ def _formatted(own: Callable[..., str], tensor: DTensor, format_spec: str) -> st
 
 def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
     """Refuse `tensor.data_ptr()`, for which a kernel asks that no operator was made of."""
-    asking = sys._getframe(level_of_user({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
+    asking = sys._getframe(find_user_stacklevel({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
     asked_in = asking.f_globals.get("__name__")
     # `copy.deepcopy` reads nothing there.
     if not is_guarded(tensor.device_mesh) or asked_in == "torch._tensor":
@@ -159,15 +159,15 @@ def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: obj
 
 
 @plainly
-def _orthogonal(own: Callable[..., torch.Tensor], gradient: torch.Tensor, *options: object) -> object:
-    """The update that Muon makes of a gradient, which each process computes as one device does."""
+def _compute_muon_update(own: Callable[..., torch.Tensor], gradient: torch.Tensor, *options: object) -> object:
+    """Return Muon's update from the gathered gradient, computed by each process."""
     if not isinstance(gradient, DTensor) or not is_guarded(gradient.device_mesh):
         return own(gradient, *options)
     return like(own(full_tensor(gradient), *options), gradient)
 
 
-def _of_pieces(own: Function, pieces: object, known: Args, *form: object) -> object:
-    """The tensor of which a compiled graph has the pieces; torch takes the strided shards of a view for an order."""
+def _rebuild_tensor(own: Function, pieces: object, known: Args, *form: object) -> object:
+    """Return the DTensor of a compiled graph's pieces. Strided shards of a view are marked as such."""
     try:
         return own(pieces, known, *form)
     except ValueError:
@@ -181,7 +181,7 @@ _SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
 
 
 @plainly
-def _counted(
+def _count_flops(
     own: Function,
     mode: object,
     func: OpOverload,
@@ -189,7 +189,7 @@ def _counted(
     args: Args = (),
     kwargs: Kwargs | None = None,
 ) -> object:
-    """The result of an operator under `FlopCounterMode`, which counts what one device computes of it."""
+    """Run an operator under `FlopCounterMode`, which counts the operations of one device."""
     if asked.is_open:
         return func(*args, **(kwargs or {}))
     leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
@@ -206,31 +206,31 @@ def _counted(
             why="each device computes its shards, and what is replicated is computed by several",
             fix="for the operations of the whole batch, count them with the plain model",
         )
-        warnings.warn(warning, stacklevel=level_of_user({"torch", "functools"}))
+        warnings.warn(warning, stacklevel=find_user_stacklevel({"torch", "functools"}))
     return NotImplemented  # DTensor computes it by operators on shards, which the mode sees
 
 
-def _hooked(own: Function, tensor: DTensor, hook: Function) -> object:
-    """Register a hook whose gradient may be no shard."""
+def _register_hook(own: Function, tensor: DTensor, hook: Function) -> object:
+    """Register a hook that must not return a shard as the gradient."""
 
     @functools.wraps(hook)
-    def checked(gradient: torch.Tensor) -> object:
+    def check_result(gradient: torch.Tensor) -> object:
         result = hook(gradient)
         refuse_shard("a gradient from a hook", result)
         return result
 
-    return own(tensor, checked if is_guarded(tensor.device_mesh) else hook)
+    return own(tensor, check_result if is_guarded(tensor.device_mesh) else hook)
 
 
-def _unpacked(own: Function, hook: object, places: object, values: Any) -> object:
+def _check_hook_results(own: Function, hook: object, places: object, values: Any) -> object:
     """Refuse shards among the gradients that a module's backward hook returns."""
     for each in tree_leaves(values):
         refuse_shard("a gradient from a backward hook", each)
     return own(hook, places, values)
 
 
-def _method(name: str, instead: Function, of: object = DTensor) -> Attribute:
-    """The patch that has a function called in the place of a method, with what torch does first."""
+def _patch_method(name: str, instead: Function, of: object = DTensor) -> Attribute:
+    """Return the patch that calls a function in place of a method, with torch's own method first."""
 
     def make(own: Function) -> object:
         return functools.wraps(own)(lambda *args, **kwargs: instead(own, *args, **kwargs))
@@ -238,8 +238,8 @@ def _method(name: str, instead: Function, of: object = DTensor) -> Attribute:
     return Attribute(of, name, make)
 
 
-def _static(instead: Function) -> Callable[[Any], object]:
-    """Make a static method that calls a function with torch's own method first."""
+def _patch_static(instead: Function) -> Callable[[Any], object]:
+    """Return a maker of a static method that calls a function with torch's own method first."""
     return lambda own: staticmethod(functools.wraps(own.__func__)(functools.partial(instead, own.__func__)))
 
 
@@ -292,24 +292,24 @@ _CHANGES = (
             lambda tensor: hide(own.__get__(tensor)), functools.partial(_assign_data, own.__set__)
         ),
     ),
-    _method("swap_tensors", _swap, torch.utils),
-    _method("__setitem__", _assign_part),
-    Attribute(DTensor, "__tensor_unflatten__", lambda own: staticmethod(functools.partial(_of_pieces, own))),
-    _method("__deepcopy__", _copied),
-    _method("data_ptr", _refuse_address),
-    _method("__dlpack__", _refuse_address),
-    _method("full_tensor", conversions.full_tensor),
-    _method("redistribute", conversions.redistribute),
-    _method("to_local", conversions.to_local),
-    Attribute(DTensor, "from_local", _static(conversions.from_local)),
+    _patch_method("swap_tensors", _swap_tensors, torch.utils),
+    _patch_method("__setitem__", _assign_item),
+    Attribute(DTensor, "__tensor_unflatten__", lambda own: staticmethod(functools.partial(_rebuild_tensor, own))),
+    _patch_method("__deepcopy__", _copy_tensor),
+    _patch_method("data_ptr", _refuse_address),
+    _patch_method("__dlpack__", _refuse_address),
+    _patch_method("full_tensor", conversions.full_tensor),
+    _patch_method("redistribute", conversions.redistribute),
+    _patch_method("to_local", conversions.to_local),
+    Attribute(DTensor, "from_local", _patch_static(conversions.from_local)),
     _Distributing(),
-    _method("register_hook", _hooked),
-    _method("_unpack_none", _unpacked, BackwardHook),
-    _method("numpy", _on_plain),
-    _method("tolist", _on_plain),
-    _method("__format__", _formatted),
-    _method("prod", lambda own, *args, **kwargs: product(own, args, kwargs)),  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
-    _method("__torch_dispatch__", _counted, FlopCounting),
-    _method("_zeropower_via_newtonschulz", _orthogonal, _of_muon),
+    _patch_method("register_hook", _register_hook),
+    _patch_method("_unpack_none", _check_hook_results, BackwardHook),
+    _patch_method("numpy", _call_on_gathered),
+    _patch_method("tolist", _call_on_gathered),
+    _patch_method("__format__", _format_scalar),
+    _patch_method("prod", lambda own, *args, **kwargs: compute_product(own, args, kwargs)),  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    _patch_method("__torch_dispatch__", _count_flops, FlopCounting),
+    _patch_method("_zeropower_via_newtonschulz", _compute_muon_update, _of_muon),
     _PlainTensorsReplicated(),
 )

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
-from layoutmap.core.checksums import checksum
+from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import Gather, check_alike
-from layoutmap.engines.torch.dtensor_ops.gathered import changes_in_place, on_gathered
-from layoutmap.engines.torch.dtensor_ops.masks import sharded_mask
+from layoutmap.engines.torch.dtensor_ops.gathered import is_in_place, compute_gathered
+from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed_in, reduced
 from layoutmap.engines.torch.trees import tree_map
@@ -40,10 +40,10 @@ def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
     Raises:
         ScopeError: A process draws other numbers than another, or none; in all of them.
     """
-    state = _state(mesh.device_type)
+    state = _hash_generators(mesh.device_type)
     yield
     said, _ = check_alike(
-        f"from state {state:08x}" if _state(mesh.device_type) != state else "no numbers", gather
+        f"from state {state:08x}" if _hash_generators(mesh.device_type) != state else "no numbers", gather
     )
     if said:
         raise ScopeError(
@@ -54,46 +54,46 @@ def same_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
         )
 
 
-def _state(kind: str) -> int:
-    """A checksum of what the next random numbers of this process follow from, on its devices too."""
+def _hash_generators(kind: str) -> int:
+    """Return a checksum of the generator states of this process and of its devices."""
     states = [torch.get_rng_state()]
     if kind != "cpu":  # masks are drawn by the generator of the device
         states.append(torch.get_device_module(kind).get_rng_state())
-    return checksum(*(state.numpy() for state in states))
+    return compute_checksum(*(state.numpy() for state in states))
 
 
-def _in_memory_as(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without values, of a DTensor's shape, strides and type: the order of draws follows the strides."""
+def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an unsharded tensor with a DTensor's shape, strides, and dtype. Draws follow the strides."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
-    x, p, train = _given(*args, **kwargs)
+def _compute_dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
+    x, p, train = _read_arguments(*args, **kwargs)
     if not train or p == 0:
         return x  # as torch: nothing is drawn
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
-    mask = like(plain(_in_memory_as(x).fill_(1), p, True), x)
-    return x.mul_(mask) if changes_in_place(function) else x * mask
+    mask = like(plain(_allocate_like(x).fill_(1), p, True), x)
+    return x.mul_(mask) if is_in_place(function) else x * mask
 
 
-def _given(input: object, p: float, train: bool) -> tuple[Any, float, bool]:
-    """The arguments of a dropout."""
+def _read_arguments(input: object, p: float, train: bool) -> tuple[Any, float, bool]:
+    """Return the arguments of a dropout."""
     return input, p, train
 
 
-def _dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """A dropout of which each device draws its part."""
-    x, p, train = _given(*args, **kwargs)
+def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute a dropout of which each device draws its own shard."""
+    x, p, train = _read_arguments(*args, **kwargs)
     of_channels = "feature" in function.__name__
     if not train or not 0 < p <= 1 or not x.numel() or (of_channels and x.ndim < 2):  # or it is an error
         return RANDOM[function](function, args, kwargs)
-    in_place = changes_in_place(function)
+    in_place = is_in_place(function)
     axes = 2 if of_channels else x.ndim
     shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]  # one number for a channel
     placements = [
         each if getattr(each, "dim", axes) < axes else Replicate() for each in attainable_placements(x)
     ]
-    draw = functools.partial(sharded_mask, shape, x.dtype, x.device, p, x.device_mesh, placements)
+    draw = functools.partial(draw_sharded_mask, shape, x.dtype, x.device, p, x.device_mesh, placements)
     if "alpha" not in function.__name__ or p == 1:
         mask = draw(over=1 - p)
         return x.mul_(mask) if in_place else x * mask
@@ -107,33 +107,33 @@ def _dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -> object
 _SELU = 1.7580993408473766
 
 
-def _when_training(place: int) -> Function:
-    """A function that draws only if its argument at a place says so."""
+def _make_training_handler(place: int) -> Function:
+    """Return the handler of a function that draws only if argument number `place` is true."""
 
-    def drawn(function: Function, args: Args, kwargs: Kwargs) -> object:
+    def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
         training = args[place] if len(args) > place else next(iter(kwargs.values()))
-        return global_init(function, args, kwargs) if training else function(*args, **kwargs)
+        return draw_gathered(function, args, kwargs) if training else function(*args, **kwargs)
 
-    return drawn
+    return compute
 
 
-def _filled(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """A method that fills a tensor with random numbers."""
+def _fill_tensor(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Fill a DTensor with the random numbers that an unsharded tensor would get."""
     x, *rest = args
-    values = function(_in_memory_as(x), *map(full_tensor, rest), **tree_map(full_tensor, kwargs))
+    values = function(_allocate_like(x), *map(full_tensor, rest), **tree_map(full_tensor, kwargs))
     return x.copy_(like(values, x))
 
 
-def _alike(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """A function that makes a random tensor of the shape of another."""
+def _draw_like(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Return a random DTensor in the shape and placements of another."""
     x, *rest = args
-    return like(function(_in_memory_as(x), *rest, **kwargs), x)
+    return like(function(_allocate_like(x), *rest, **kwargs), x)
 
 
-def global_init(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """A function that draws for the values that it is given; placed as the first of them where it has its shape."""
+def draw_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute a random function on gathered tensors, and place its result like the first DTensor."""
     first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
-    result = on_gathered(function, args, kwargs)
+    result = compute_gathered(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
     return placed_in(result, attainable_placements(first))
@@ -147,9 +147,9 @@ _ALPHA_DROPOUTS = (
     *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
 )
 RANDOM: dict[object, Function] = {
-    **dict.fromkeys(_DROPOUTS, _dropout),
-    **{getattr(torch.Tensor, name): _filled for name in _METHODS},
-    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _alike),
+    **dict.fromkeys(_DROPOUTS, _compute_dropout),
+    **{getattr(torch.Tensor, name): _fill_tensor for name in _METHODS},
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _draw_like),
     **dict.fromkeys(
         (
             torch.bernoulli,
@@ -163,9 +163,9 @@ RANDOM: dict[object, Function] = {
             F.fractional_max_pool2d,
             F.fractional_max_pool3d,
         ),
-        global_init,
+        draw_gathered,
     ),
-    **dict.fromkeys(_ALPHA_DROPOUTS, _when_training(2)),
-    **dict.fromkeys((torch.rrelu, torch.rrelu_), _when_training(3)),
+    **dict.fromkeys(_ALPHA_DROPOUTS, _make_training_handler(2)),
+    **dict.fromkeys((torch.rrelu, torch.rrelu_), _make_training_handler(3)),
 }
-RANDOM_BY_SHARDS = dict.fromkeys((*_DROPOUTS, *_ALPHA_DROPOUTS), _dropout_by_shards)
+RANDOM_BY_SHARDS = dict.fromkeys((*_DROPOUTS, *_ALPHA_DROPOUTS), _compute_dropout_by_shards)

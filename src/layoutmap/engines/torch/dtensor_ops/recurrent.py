@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard, mesh_in
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard, find_mesh
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def _run(function: Function, args: Args, kwargs: Kwargs) -> object:
     if kwargs or not isinstance(args[3], bool):  # a packed sequence
-        return on_gathered(function, args, kwargs)
+        return compute_gathered(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     if train and dropout:  # all of it is drawn, as one device draws
-        return on_gathered(function, args, kwargs)
-    mesh = mesh_in(tree_leaves((x, states, weights)))
+        return compute_gathered(function, args, kwargs)
+    mesh = find_mesh(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
-    kept = kept_axes([x], mesh, [axis])
+    kept = find_kept_axes([x], mesh, [axis])
     of_states = dict.fromkeys(kept, 1)  # their first axis is that of the layers, whatever batch_first says
     several = is_sequence(states)
-    shards = [local_shard(each, mesh, of_states, kept) for each in (states if several else (states,))]
+    shards = [take_local_shard(each, mesh, of_states, kept) for each in (states if several else (states,))]
     output, *last = function(
-        local_shard(x, mesh, kept, kept),
+        take_local_shard(x, mesh, kept, kept),
         tuple(shards) if several else shards[0],
-        [local_shard(each, mesh, {}, kept) for each in weights],
+        [take_local_shard(each, mesh, {}, kept) for each in weights],
         *(has_biases, num_layers, dropout, train, bidirectional, batch_first),
     )
-    return (join(output, mesh, kept), *(join(each, mesh, of_states) for each in last))
+    return (join_shards(output, mesh, kept), *(join_shards(each, mesh, of_states) for each in last))
 
 
 RECURRENT = dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run)

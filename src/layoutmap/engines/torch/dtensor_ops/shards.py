@@ -19,12 +19,12 @@ from layoutmap.engines.torch.specs import axis_of
 from layoutmap.engines.torch.trees import is_sequence
 
 
-def mesh_in(tensors: Iterable[object]) -> DeviceMesh:
-    """The mesh of the first DTensor."""
+def find_mesh(tensors: Iterable[object]) -> DeviceMesh:
+    """Return the mesh of the first DTensor."""
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
 
-def kept_axes(
+def find_kept_axes(
     tensors: Sequence[torch.Tensor],
     mesh: DeviceMesh,
     free: Container[int],
@@ -32,7 +32,7 @@ def kept_axes(
     broadcast: bool = False,
     taken: Container[int] = (),
 ) -> dict[int, int]:
-    """The axis that stays sharded over each mesh dim, by the dim's number, where one does.
+    """Return the axis that stays sharded over each mesh dim, by the number of the dim.
 
     Args:
         tensors: The tensors that have these axes, DTensors or plain.
@@ -55,8 +55,8 @@ def kept_axes(
     return kept
 
 
-def shard_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Placement, ...]:
-    """The placements that shard some axes, by the number of the mesh dim."""
+def make_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Placement, ...]:
+    """Return the placements that shard an axis over each mesh dim, by the number of the dim."""
     placements = replicated(mesh)
     for dim, axis in axes.items():
         if axis is not None:
@@ -64,10 +64,10 @@ def shard_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[
     return tuple(placements)
 
 
-def local_shard(
+def take_local_shard(
     tensor: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None], apart: Iterable[int]
 ) -> torch.Tensor:
-    """The shard of this device, after the tensor was redistributed to a layout.
+    """Return this device's shard of a tensor after redistributing it.
 
     Args:
         tensor: A DTensor, or a plain tensor that is the same in all processes.
@@ -76,7 +76,7 @@ def local_shard(
         apart: The mesh dims over which devices compute different things. A tensor that is replicated over one has a
             part of its gradient on each.
     """
-    placements = shard_placements(mesh, axes)
+    placements = make_placements(mesh, axes)
     if not isinstance(tensor, DTensor):
         tensor = everywhere(tensor, mesh)
     if tensor.placements != placements:
@@ -88,15 +88,15 @@ def local_shard(
     return shard_of(tensor, gradient)
 
 
-def join(
+def join_shards(
     local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None]
 ) -> DTensor:  # why: decisions/0057
-    """The DTensor of all devices' shards, which are of equal size; see `local_shard`."""
-    return from_shards(local, mesh, shard_placements(mesh, axes))
+    """Return the DTensor of all devices' shards, which have equal sizes. See `take_local_shard`."""
+    return from_shards(local, mesh, make_placements(mesh, axes))
 
 
-def apart(free: Callable[[int], Container[int]]) -> Function:
-    """How to compute a function that treats positions of its first tensor apart, along some axes.
+def make_shard_handler(free: Callable[[int], Container[int]]) -> Function:
+    """Return the handler of a function that treats positions along some axes of its first tensor separately.
 
     Args:
         free: These axes, given the tensor's rank. They may stay sharded, and so are the result's then.
@@ -105,14 +105,14 @@ def apart(free: Callable[[int], Container[int]]) -> Function:
     def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
         values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         first = 0 if args else "input"
-        mesh = mesh_in(values.values())
-        kept = kept_axes([values[first]], mesh, free(values[first].ndim))
+        mesh = find_mesh(values.values())
+        kept = find_kept_axes([values[first]], mesh, free(values[first].ndim))
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                values[name] = local_shard(value, mesh, kept if name == first else {}, kept)
+                values[name] = take_local_shard(value, mesh, kept if name == first else {}, kept)
         local = function(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs})
         if is_sequence(local):
-            return type(local)(join(each, mesh, kept) for each in local)
-        return join(local, mesh, kept)
+            return type(local)(join_shards(each, mesh, kept) for each in local)
+        return join_shards(local, mesh, kept)
 
     return compute

@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.torch.dtensor_ops.gathered import on_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import attainable_placements, everywhere, on_mesh, placed_in, reduced
 from layoutmap.engines.torch.specs import axis_of
@@ -31,20 +31,20 @@ def keep_gradient(changed: torch.Tensor) -> None:
         base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]
 
 
-def assign(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """`x[index] = value`."""
+def assign_item(function: Function, args: Args, kwargs: Kwargs) -> object:
+    """Compute `x[index] = value`."""
     target, index, value = args
-    if isinstance(target, DTensor) and _is_replicated_where_indexed(target, index):
+    if isinstance(target, DTensor) and _is_sharding_kept(target, index):
         on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         with suppress(NotImplementedError):
             function(target, index, everywhere(value, target.device_mesh) if on_mesh else value)
             keep_gradient(target)
             return None
-    return on_gathered(function, args, kwargs)
+    return compute_gathered(function, args, kwargs)
 
 
-def _is_replicated_where_indexed(target: DTensor, index: object) -> bool:
-    """Whether an index of slices and numbers takes all of each sharded axis."""
+def _is_sharding_kept(target: DTensor, index: object) -> bool:
+    """Return whether an index of slices and numbers takes all of each sharded axis."""
     parts: list[object] = [*index] if isinstance(index, tuple) else [index]
     if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):
         return False

@@ -11,16 +11,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.lookups import is_sharded
-from layoutmap.engines.torch.dtensor_ops.shards import join, kept_axes, local_shard
+from layoutmap.engines.torch.dtensor_ops.lookups import is_axis_sharded
+from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import largest_of_devices, sum_of_devices
 
 
-def log_softmax_of_shards(
+def compute_log_softmax(
     x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]
 ) -> torch.Tensor:
-    """The logarithm of softmax along an axis of which each device has a shard, in 32 bits or more.
+    """Return log_softmax along a sharded axis, in float32 or a wider dtype.
 
     Args:
         x: The shard.
@@ -28,46 +28,46 @@ def log_softmax_of_shards(
         mesh: The mesh.
         along: The mesh dims over which the axis is sharded.
     """
-    x = _below_the_largest(x, axis, mesh, along)
+    x = _subtract_maximum(x, axis, mesh, along)
     return x - sum_of_devices(x.exp().sum(axis, keepdim=True), mesh, along).log()
 
 
-def _softmax_of_shards(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
-    x = _below_the_largest(x, axis, mesh, along).exp()
+def _compute_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
+    x = _subtract_maximum(x, axis, mesh, along).exp()
     return x / sum_of_devices(x.sum(axis, keepdim=True), mesh, along)
 
 
-def _below_the_largest(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
+def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels
     # It cancels, so needs no gradient.
     return x - largest_of_devices(x.detach().amax(axis, keepdim=True), mesh, along)
 
 
-def _by(of_shards: Callable[..., torch.Tensor], place: int) -> Function:
-    """Return the handler of a function whose element type is argument number `place`."""
+def _make_handler(of_shards: Callable[..., torch.Tensor], place: int) -> Function:
+    """Return the handler of a softmax function with its dtype in argument number `place`."""
 
     def compute(function: Function, args: Args, kwargs: Kwargs) -> object:
         x = args[0] if args else kwargs["input"]
         axis = args[1] if len(args) > 1 else kwargs.get("dim")
         rank = x.ndim
-        if axis is None or not -rank <= axis < rank or not is_sharded(x, axis):
+        if axis is None or not -rank <= axis < rank or not is_axis_sharded(x, axis):
             return function(*args, **kwargs)
         axis, mesh = axis % rank, x.device_mesh
-        kept = kept_axes([x], mesh, set(range(rank)) - {axis})
-        along = kept_axes([x], mesh, {axis}, taken=kept)
+        kept = find_kept_axes([x], mesh, set(range(rank)) - {axis})
+        along = find_kept_axes([x], mesh, {axis}, taken=kept)
         if not along or not x.is_floating_point():  # it does not divide evenly, or torch refuses it
             return function(*args, **kwargs)
-        local = local_shard(x, mesh, {**kept, **along}, {**kept, **along})
+        local = take_local_shard(x, mesh, {**kept, **along}, {**kept, **along})
         dtype = args[place] if len(args) > place else kwargs.get("dtype")
         local = local.to(dtype or local.dtype)
-        return join(of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along})
+        return join_shards(of_shards(local, axis, mesh, along).to(local.dtype), mesh, {**kept, **along})
 
     return compute
 
 
 SOFTMAX: dict[object, Function] = {
-    F.softmax: _by(_softmax_of_shards, 3),
-    F.log_softmax: _by(log_softmax_of_shards, 3),
-    **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _by(_softmax_of_shards, 2)),
-    **dict.fromkeys((torch.log_softmax, torch.Tensor.log_softmax), _by(log_softmax_of_shards, 2)),
+    F.softmax: _make_handler(_compute_softmax, 3),
+    F.log_softmax: _make_handler(compute_log_softmax, 3),
+    **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _make_handler(_compute_softmax, 2)),
+    **dict.fromkeys((torch.log_softmax, torch.Tensor.log_softmax), _make_handler(compute_log_softmax, 2)),
 }

@@ -1,4 +1,4 @@
-"""When sums over the mesh are made: at once, where DTensor would leave them to whoever uses them.
+"""Reduce partial sums over the mesh at once, where DTensor would leave them pending.
 
 A product of what is sharded along the axis that it sums over, and a gradient that comes back through what is sharded,
 is a sum that is still to be made. DTensor makes it when it must, and then shards the result along the first axis, where
@@ -24,8 +24,8 @@ _PRODUCTS = (  # pyright: ignore[reportUnknownVariableType]
 )
 
 
-def batch_divides(value: object) -> bool:
-    """Whether the first axis of a tensor can be sharded evenly over each dim of its mesh."""
+def is_batch_divisible(value: object) -> bool:
+    """Return whether the first axis of a tensor divides evenly over each mesh dim."""
     if not isinstance(value, DTensor) or not value.ndim:
         return True
     return all(value.shape[0] % size == 0 for size in value.device_mesh.shape)
@@ -38,12 +38,12 @@ class SummingUp(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
-        given, named = tree_map(with_summed_gradient, (args, kwargs))
+        given, named = tree_map(reduce_gradient, (args, kwargs))
         return reduced(func(*given, **named))
 
 
-def with_summed_gradient(value: object) -> object:
-    """The same value, whose gradient is summed up when it comes back."""
+def reduce_gradient(value: object) -> object:
+    """Return the same value with a gradient that is reduced in the backward pass."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
     return with_gradient(value, reduced)

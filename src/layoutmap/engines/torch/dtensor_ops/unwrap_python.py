@@ -1,4 +1,4 @@
-"""Python functions of torch, unwrapped: called so that a function mode sees what they call, and not just their name."""
+"""Unwrap torch's Python functions, so that a function mode sees the operators that they call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
 _QUESTION = "has_torch_function"
 
 
-def can_be_unwrapped(function: Function) -> bool:
-    """Whether a function is Python that first asks whether there is a mode to be called in its place."""
+def can_unwrap(function: Function) -> bool:
+    """Return whether a function of torch is Python code that first checks for overrides."""
     return (
         isinstance(function, types.FunctionType)
         and function.__globals__.get("__name__") in _MODULES
@@ -21,15 +21,15 @@ def can_be_unwrapped(function: Function) -> bool:
     )
 
 
-def unwrapped(function: Function, **replaced: Function) -> Function:
-    """Such a function, without the question.
+def unwrap_function(function: Function, **replaced: Function) -> Function:
+    """Return the function without its check for overrides.
 
     Args:
         function: The function.
         **replaced: What it is to find under some names of its module.
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_QUESTION)]
-    scope = {**function.__globals__, **dict.fromkeys(questions, _no), **replaced}
+    scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replaced}
     if "overrides" in function.__code__.co_names:  # `torch.nn.init` asks `torch.overrides`
         scope["torch"] = _TORCH
     made = types.FunctionType(
@@ -39,7 +39,7 @@ def unwrapped(function: Function, **replaced: Function) -> Function:
     return made
 
 
-def _no(*args: object) -> bool:
+def _return_false(*args: object) -> bool:
     return False
 
 
@@ -53,7 +53,7 @@ class _Unasked:
         found = getattr(self._module, name)
         if found is torch.overrides:
             return _Unasked(found)
-        return _no if name.startswith(_QUESTION) else found
+        return _return_false if name.startswith(_QUESTION) else found
 
 
 _TORCH = _Unasked(torch)

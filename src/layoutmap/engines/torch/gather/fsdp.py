@@ -29,7 +29,7 @@ from layoutmap.engines.torch.specs import (
 
 
 def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
-    """Whether what the devices along a mesh dim hold, put one behind the other, is the tensor, not sharded over it.
+    """Return whether joining the shards along a mesh dim gives the tensor unsharded over that dim.
 
     It is so where this dim is the last of those that shard its axis: the last of the mesh, or by a strided shard.
     """
@@ -75,11 +75,11 @@ class Gather:
         dist.all_gather_single(self._rows.view(-1), flat, mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
 
     def gathered(self) -> list[DTensor]:
-        """The tensors; gradients pass, summed up over the mesh dim and sharded again. To be called once."""
+        """Return the gathered tensors. Gradients are reduce-scattered over the mesh dim. Call this once."""
         return list(_GatherOver.apply(self, *self.tensors))
 
     def rows(self) -> torch.Tensor:
-        """The gathered weight, one row for each device; it is not kept."""
+        """Return the gathered elements, one row per device, and drop them here."""
         rows, self._rows = self._rows, torch.empty(0)
         return rows
 
@@ -90,7 +90,7 @@ class _GatherOver(AutogradFunction):
         ctx.set_materialize_grads(False)  # of a DTensor that is not used, torch makes plain zeros
         ctx.gather = gather
         columns = torch.split(gather.rows(), [place.local_size for place in gather.places], dim=1)
-        return tuple(place.gathered_of(part) for place, part in zip(gather.places, columns, strict=True))
+        return tuple(place.assemble_tensor(part) for place, part in zip(gather.places, columns, strict=True))
 
     @staticmethod
     @plainly
@@ -99,7 +99,7 @@ class _GatherOver(AutogradFunction):
 
 
 class _ScatterOver(AutogradFunction):
-    """Gradients of gathered tensors, summed up over the mesh dim and sharded again."""
+    """Reduce-scatter of the gradients of gathered tensors over the mesh dim."""
 
     @staticmethod
     def forward(ctx: Ctx, gather: Gather, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
@@ -107,7 +107,7 @@ class _ScatterOver(AutogradFunction):
         ctx.set_materialize_grads(False)
         ctx.gather, ctx.dtypes = gather, [None if each is None else each.dtype for each in gradients]
         given = [
-            (place, as_sum(gradient, place.spec, mesh_dim))
+            (place, make_partial_sum(gradient, place.spec, mesh_dim))
             for place, gradient in zip(places, gradients, strict=True)
             if gradient is not None
         ]
@@ -115,7 +115,7 @@ class _ScatterOver(AutogradFunction):
         for dtype in dict.fromkeys(gradient.dtype for _, gradient in given):  # in one order in all processes
             some = [(place, gradient) for place, gradient in given if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
-            flat = torch.cat([place.taken_apart(gradient) for place, gradient in some], dim=1).reshape(-1)
+            flat = torch.cat([place.split_gradient(gradient) for place, gradient in some], dim=1).reshape(-1)
             flat = flat.to(gather.reduce_dtype)  # sums of bfloat16 lose digits: a policy may say float32
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
             dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # for the whole block  # pyright: ignore[reportUnknownMemberType]
@@ -140,13 +140,13 @@ class _ScatterOver(AutogradFunction):
 
 
 class Cast(AutogradFunction):
-    """A DTensor in another element type; its gradient comes back in its own, before it is summed up."""
+    """DTensor in another dtype. Its gradient is cast back before it is reduced."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
         """See above."""
         ctx.dtype = tensor.dtype
-        return _converted(tensor, dtype)
+        return _cast_local(tensor, dtype)
 
     @staticmethod
     @plainly
@@ -155,7 +155,7 @@ class Cast(AutogradFunction):
         return Cast.apply(upstream[0], ctx.dtype), None
 
 
-def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
+def _cast_local(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     spec = spec_of(tensor)
     return dtensor(local_of(tensor).to(dtype), placed_as(spec, spec.placements, dtype))
 
@@ -170,27 +170,27 @@ class _Placements:
         self.local_shape = tuple(local_of(tensor).shape)
         self.local_size, self.device = local_of(tensor).numel(), local_of(tensor).device
 
-    def gathered_of(self, pieces: torch.Tensor) -> DTensor:
-        """The tensor, from one row of numbers for each device along the mesh dim."""
+    def assemble_tensor(self, pieces: torch.Tensor) -> DTensor:
+        """Return the gathered tensor, from one row of elements per device along the mesh dim."""
         apart = pieces.reshape(self.number, *self.local_shape)
         joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
         return dtensor(local, placed_over(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
-    def taken_apart(self, gradient: DTensor) -> torch.Tensor:
-        """One row of numbers for each device along the mesh dim."""
+    def split_gradient(self, gradient: DTensor) -> torch.Tensor:
+        """Return the elements of a gathered gradient, one row per device along the mesh dim."""
         before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
         apart = local_of(gradient).reshape([*before, self.number, *after])
         return apart.movedim(self.axis, 0).reshape(self.number, -1)
 
     def sharded(self, numbers: torch.Tensor) -> DTensor:
-        """The gradient in the tensor's own layout, from the numbers of this device."""
+        """Return the gradient in the tensor's own placements, from this device's elements."""
         numbers = numbers.to(self.device, meta_of(self.spec).dtype)
         return dtensor(numbers.reshape(self.local_shape), self.spec)
 
 
-def as_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
-    """A gradient as numbers that are still to be summed up over a mesh dim, laid out else as the tensor is.
+def make_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
+    """Return a gradient as a partial sum over a mesh dim, with the tensor's placements on the other dims.
 
     One that has been summed up, as that of a batch which does not divide, is shared out evenly.
     """
@@ -204,8 +204,8 @@ def as_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
     return dtensor(part, placed_over(spec, mesh_dim, Partial(), part.dtype))
 
 
-def changed_too_early(name: str, shape: tuple[int, ...]) -> str:
-    """The error for a parameter that was changed between the two passes."""
+def describe_early_change(name: str, shape: tuple[int, ...]) -> str:
+    """Return the error message for a parameter that changed between the forward and the backward pass."""
     return format_message(
         f"{name} was changed in place before the backward pass",
         {"shape": shape},

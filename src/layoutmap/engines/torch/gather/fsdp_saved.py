@@ -23,8 +23,8 @@ from layoutmap.engines.torch.storages import storage_key
 
 # why: decisions/0017
 @contextmanager
-def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
-    """While open, autograd keeps notes of some tensors and of views of them, and not the tensors.
+def save_references(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
+    """Make autograd save references to gathered tensors and their views, not the tensors, while open.
 
     Where something else decides already what autograd keeps, as activation checkpoints do, that is left alone.
 
@@ -35,7 +35,7 @@ def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]
     Yields:
         Whether it does.
     """
-    weights = _watched(tensors, again)
+    weights = _watch_tensors(tensors, again)
     if weights is None:
         yield False
         return
@@ -45,7 +45,8 @@ def regathered(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]
 
 
 @plainly
-def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> _Weights | None:
+def _watch_tensors(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> _Weights | None:
+    """Return the record of gathered tensors, or None if autograd saves nothing or other hooks decide."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     if not nodes or not torch.is_grad_enabled() or saver() is not None:  # other hooks decide what is kept
         return None
@@ -56,8 +57,8 @@ def _watched(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTens
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """A view of one of the weights, and of what each rank holds; without a spec, of what this process holds."""
+class _WeightView:
+    """View of a gathered weight. Without a spec, it is a view of the local tensor."""
 
     number: int
     spec: DTensorSpec | None
@@ -66,34 +67,34 @@ class _View:
 
 class _Weights:
     def __init__(self, tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> None:
-        self._numbers = {storage_key(_piece(tensor)): number for number, tensor in enumerate(tensors)}
+        self._numbers = {storage_key(_get_first_piece(tensor)): number for number, tensor in enumerate(tensors)}
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._again = again
         self._made: Sequence[DTensor] | None = None
 
     def close(self) -> None:
-        """The memory of the weights may be another's from now on."""
+        """Forget the storages of the weights, because other tensors may reuse them from now on."""
         self._numbers.clear()
 
     def let_go(self, *_: object) -> None:
-        """The backward pass has what it needed of them, unless it is to be differentiated itself."""
+        """Drop the regathered weights after their use, unless the backward pass itself is differentiated."""
         if not torch.is_grad_enabled():
             self._made = None
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        if not self._numbers or not (isinstance(tensor, DTensor) or is_of_graph(tensor)):
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightView:
+        if not self._numbers or not (isinstance(tensor, DTensor) or can_be_local_weight(tensor)):
             return cut_from_graph(tensor)
-        piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
+        piece = _get_first_piece(tensor) if isinstance(tensor, DTensor) else tensor
         number = self._numbers.get(storage_key(piece))
         if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
             return cut_from_graph(tensor)
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
-        return _View(number, spec_of(tensor) if isinstance(tensor, DTensor) else None, geometry)
+        return _WeightView(number, spec_of(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
-    def unpack(self, packed: torch.Tensor | _View) -> torch.Tensor:
-        return plainly(self._view)(packed) if isinstance(packed, _View) else packed
+    def unpack(self, packed: torch.Tensor | _WeightView) -> torch.Tensor:
+        return plainly(self._view)(packed) if isinstance(packed, _WeightView) else packed
 
-    def _view(self, view: _View) -> torch.Tensor:
+    def _view(self, view: _WeightView) -> torch.Tensor:
         with torch.no_grad():
             if self._made is None:
                 self._made = self._again()
@@ -119,10 +120,10 @@ def cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def is_of_graph(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be what this process holds of a weight, as compiled graphs save it."""
+def can_be_local_weight(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be the local tensor of a weight, as compiled graphs save it."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not simulation.is_simulated()
 
 
-def _piece(tensor: torch.Tensor) -> torch.Tensor:
+def _get_first_piece(tensor: torch.Tensor) -> torch.Tensor:
     return simulation.plain(local_of(tensor))

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import Needed
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx, backward_pass, is_checkpoint, saver
-from layoutmap.engines.torch.gather.fsdp import as_sum, changed_too_early
-from layoutmap.engines.torch.gather.fsdp_saved import cut_from_graph, is_of_graph
+from layoutmap.engines.torch.gather.fsdp import make_partial_sum, describe_early_change
+from layoutmap.engines.torch.gather.fsdp_saved import cut_from_graph, can_be_local_weight
 from layoutmap.engines.torch.gather.fully_sharded import FullySharded
 from layoutmap.engines.torch.modes import plainly
 from layoutmap.engines.torch.modules import has_foreign_hooks
@@ -35,8 +35,8 @@ with Needed("torch"):
 
 
 @dataclass(slots=True)
-class _Order:
-    """In what order the units of a model are called, as it was learned in the last call."""
+class _CallOrder:
+    """Order in which the units of a model are called, as the last call showed it."""
 
     outermost: Unit | None = None
     last: Unit | None = None
@@ -45,7 +45,7 @@ class _Order:
 
 
 class Unit(torch.nn.Module):  # why: decisions/0017
-    """Parameters that are gathered together.
+    """Parameters that one call of `fully_shard` gathers together.
 
     Args:
         parameters: DTensors of one element type, sharded over the mesh dim, each of which `can_gather`, by name.
@@ -70,12 +70,12 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         offload: Any = options.get("offload_policy")
         # The base class of policies has no such attribute: it off-loads nothing.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
-            _off_load(each, is_pinned=offload.pin_memory)
+            _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
         self._sharded = [(each, local_of(each)) for _, each in parameters]
         self._mesh_dim = mesh_dim
         self._is_kept = is_kept
-        self.order = _Order()
+        self.order = _CallOrder()
         self._storages: frozenset[int] = frozenset()
         self._watched: set[int] = set()
         self._below = list(below or ())
@@ -95,7 +95,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
 
         axes: dict[int, Shard] = {}
         for number, each in enumerate(parameters):
-            placeholder = _placeholder(each, mesh, self._mesh_dim)
+            placeholder = _make_placeholder(each, mesh, self._mesh_dim)
             axes[id(placeholder)] = Shard(axis_of(each.placements[self._mesh_dim]))
             self.register_parameter(f"weight {number}", placeholder)
         given: dict[str, Any] = {**options, "reshard_after_forward": not self._is_kept}
@@ -112,7 +112,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         made.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
     def is_up_to_date(self, held: Sequence[torch.Tensor | None]) -> bool:
-        """Whether this can be used: modules hold what was given, and nobody else sees gradients, or keeps tensors."""
+        """Return whether modules still use these parameters, and no other hooks see gradients or saved tensors."""
         around = saver()
         if not (around is None or isinstance(around, _Call) or is_checkpoint(around)):
             return False
@@ -123,7 +123,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
 
     @contextmanager
     def gathered(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[DTensor]]:
-        """While open, its parameters are gathered.
+        """Gather the parameters while the context is open.
 
         Args:
             inputs: The tensors that the module is called with whose weights they are.
@@ -137,9 +137,9 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             if torch.is_grad_enabled() and not is_checkpoint(around):
                 call = _Call(self, [version_of(each) for each, _ in self._sharded], self._storages, around)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-                    yield self._reachable()
+                    yield self._link_to_sharded()
             else:
-                yield self._reachable()
+                yield self._link_to_sharded()
         finally:
             self._leave()
 
@@ -147,14 +147,14 @@ class Unit(torch.nn.Module):  # why: decisions/0017
     def _enter(self, inputs: Sequence[torch.Tensor]) -> None:
         if backward_pass() >= 0:  # a checkpoint computes once more
             if not self.state.is_in_backward:
-                self.state.before_backward()
+                self.state.gather_for_backward()
         else:
             if not self.state.is_called and self.state.has_failed:
-                self.state.start_anew()
+                self.state.reset_after_failure()
             if self.state.is_gathered:
                 self.state.free()  # it was kept, and the parameters may have changed
-            self._learn()
-        self.state.before_forward()
+            self._learn_order()
+        self.state.gather_for_forward()
         if not self._storages:
             # They stay: torch resizes them.
             self._storages = frozenset(storage_key(local_of(each)) for each in self.state.gathered)
@@ -162,25 +162,25 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             for number, each in enumerate(self.state.gathered):
                 if each.requires_grad and number not in self._watched:
                     self._watched.add(number)
-                    each.register_hook(plainly(partial(self._came, number)))  # pyright: ignore[reportUnknownMemberType]
+                    each.register_hook(plainly(partial(self._prepare_gradient, number)))  # pyright: ignore[reportUnknownMemberType]
             for each in inputs if self._sharded else ():
                 if each.grad_fn is not None:
-                    each.register_hook(self._done)  # pyright: ignore[reportUnknownMemberType]
+                    each.register_hook(self._finish_backward)  # pyright: ignore[reportUnknownMemberType]
 
     @plainly
-    def _reachable(self) -> list[DTensor]:
-        """The gathered parameters; a graph with them leads on to the sharded ones, to see who asks for these."""
+    def _link_to_sharded(self) -> list[DTensor]:
+        """Return the gathered parameters, linked to the sharded ones in the graph so that misuse is refused."""
         gathered = self.state.gathered
         trained = [number for number, each in enumerate(gathered) if each.requires_grad]
         if trained and torch.is_grad_enabled():
             first = gathered[trained[0]]
             node = torch.autograd.graph.get_gradient_edge(first).node
             sharded = [self._sharded[number][0] for number in trained]
-            gathered[trained[0]] = _Reachable.apply(node, first, *sharded)
+            gathered[trained[0]] = _GradientGuard.apply(node, first, *sharded)
         return gathered
 
-    def _learn(self) -> None:
-        """Have the parameters of this unit gathered ahead, when the unit before it is called the next time."""
+    def _learn_order(self) -> None:
+        """Prefetch this unit's parameters whenever the unit before it is called."""
         before, self.order.last = self.order.last, self
         if before is not None and self.order.following.get(before) is not self:
             self.order.following[before] = self
@@ -192,7 +192,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
 
     @plainly
     def _leave(self) -> None:
-        self.state.after_forward()
+        self.state.finish_forward()
         if self._is_kept and not torch.is_grad_enabled():
             self.state.free()
         if backward_pass() < 0 and not self.state.is_called:
@@ -213,21 +213,21 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         first = self.order.outermost
         if first is not None and first is not self and first.state.is_gathered:
             first.begin_backward()
-        self.state.before_backward()
+        self.state.gather_for_backward()
 
     def check_versions(self, versions: Sequence[int]) -> None:
         """Raise if a parameter was changed in place since the forward pass used it."""
         for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
             if version_of(each) != version:
-                raise RuntimeError(changed_too_early(name, tuple(each.shape)))
+                raise RuntimeError(describe_early_change(name, tuple(each.shape)))
 
-    def _came(self, number: int, gradient: DTensor) -> object:
-        """The gradients that are to be summed up, for each process."""
+    def _prepare_gradient(self, number: int, gradient: DTensor) -> object:
+        """Return the gradient of a gathered parameter as a partial sum, which `fully_shard` reduces."""
         self.begin_backward()
         spec = spec_of(self.state.gathered[number])
         # Autograd keeps a tensor that nobody else has and whose strides are the parameter's. Else it copies, into a
         # DTensor that is replicated: what the processes have would be summed up there, and by `fully_shard` once more.
-        part = local_of(as_sum(gradient, spec, self._mesh_dim)).contiguous()
+        part = local_of(make_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
         return dtensor(part, placed_over(spec, self._mesh_dim, Partial(), part.dtype))
 
     def _lay_out_gradients(self) -> None:
@@ -238,14 +238,14 @@ class Unit(torch.nn.Module):  # why: decisions/0017
                 sharded.grad = gradient.redistribute(sharded.device_mesh, sharded.placements)
 
     @plainly
-    def _done(self, _: object) -> None:
-        """The backward pass has come to what the unit was called with, and so is done with it."""
+    def _finish_backward(self, _: object) -> None:
+        """End the unit's backward pass when the gradient of its input exists."""
         if self.state.is_in_backward:
-            self.state.after_backward()
+            self.state.reduce_gradients()
 
 
-class _Reachable(AutogradFunction):
-    """The same gathered parameter; refuses gradients of sharded ones, which `fully_shard` computes by itself."""
+class _GradientGuard(AutogradFunction):
+    """Identity of a gathered parameter. Its backward refuses gradients of the sharded parameters."""
 
     @staticmethod
     def forward(ctx: Ctx, node: object, gathered: DTensor, *sharded: DTensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ class _Call:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
         call = None
-        if isinstance(tensor, DTensor) or is_of_graph(tensor):
+        if isinstance(tensor, DTensor) or can_be_local_weight(tensor):
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             call = self.calls.get(storage_key(local))
         return cut_from_graph(tensor) if call is None else _Kept(tensor, call)
@@ -317,8 +317,8 @@ _SECOND_DERIVATIVE = format_message(
 )
 
 
-def _off_load(parameter: torch.Tensor, *, is_pinned: bool) -> None:
-    """Have a parameter, which stays the same object, hold its shard in the memory of the CPU."""
+def _move_to_cpu(parameter: torch.Tensor, *, is_pinned: bool) -> None:
+    """Move a parameter's shard to CPU memory. The parameter stays the same object."""
     local = local_of(parameter).cpu()
     local = local.pin_memory() if is_pinned else local
     made = torch.nn.Parameter(dtensor(local, spec_of(parameter)), requires_grad=parameter.requires_grad)
@@ -327,8 +327,8 @@ def _off_load(parameter: torch.Tensor, *, is_pinned: bool) -> None:
     torch.utils.swap_tensors(parameter, made)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _placeholder(parameter: DTensor, mesh: DeviceMesh, mesh_dim: int) -> torch.nn.Parameter:
-    """A parameter without values that is laid out as one that is gathered."""
+def _make_placeholder(parameter: DTensor, mesh: DeviceMesh, mesh_dim: int) -> torch.nn.Parameter:
+    """Return a parameter without values, with the gathered parameter's shape and placements."""
     axis, size = axis_of(parameter.placements[mesh_dim]), mesh.size(mesh_dim)
     shape = [n * size if i == axis else n for i, n in enumerate(local_of(parameter).shape)]
     placements = [Replicate() if i == mesh_dim else each for i, each in enumerate(parameter.placements)]

@@ -22,8 +22,8 @@ _OF_GROUP = (
 )
 
 
-def fully_sharded_dims(root: torch.nn.Module) -> tuple[str, ...]:
-    """Return the mesh dims over which `fully_shard` shards the weights of a module and of those below it."""
+def find_fully_sharded_dims(root: torch.nn.Module) -> tuple[str, ...]:
+    """Return the mesh dims over which `fully_shard` shards the weights of a module and its submodules."""
     if not any(isinstance(module, FSDPModule) for module in root.modules()):
         return ()
     from torch.distributed.fsdp import fully_shard  # late, as in `fully_shard`: it loads slowly
@@ -80,7 +80,7 @@ class FullySharded:
 
     @property
     def gathered(self) -> list[DTensor]:
-        """The gathered parameters; there are some from the first call on."""
+        """Return the gathered parameters, or an empty list before the first call."""
         return [each.unsharded_param for each in self._group.fsdp_params] if self._group else []
 
     @property
@@ -104,8 +104,8 @@ class FullySharded:
         """Whether a backward pass has begun that did not end."""
         return self._state._state_ctx.post_backward_final_callback_queued
 
-    def start_anew(self) -> None:
-        """Drop what a pass has left that failed, for all modules."""
+    def reset_after_failure(self) -> None:
+        """Drop the state that a failed pass left in all modules."""
         states = self._state._state_ctx.all_states
         states[0]._reset_iter_state()  # torch has it for the root alone
         for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
@@ -113,16 +113,16 @@ class FullySharded:
             if hasattr(each, "_unsharded_param"):
                 each.unsharded_param.grad = None
 
-    def before_forward(self) -> None:
-        """Gather the parameters."""
+    def gather_for_forward(self) -> None:
+        """Gather the parameters for the forward pass."""
         self._state._pre_forward(self._module, (), {})  # no arguments, which it would convert, and hook
 
-    def after_forward(self) -> None:
-        """Free what was gathered, if it is not kept for the backward pass."""
+    def finish_forward(self) -> None:
+        """Free the gathered parameters, unless the backward pass reuses them."""
         self._state._post_forward(self._module, (), None)  # no result, on whose gradient it would set a hook
 
     def free(self) -> None:
-        """Free what was gathered, also what is on its way."""
+        """Free the gathered parameters, after a gather in progress has ended."""
         if self._group is not None and (
             self._group.is_unsharded or self._group._all_gather_result is not None
         ):
@@ -130,17 +130,17 @@ class FullySharded:
             self._group._to_sharded()
 
     def forget_order(self) -> None:
-        """Forget in what order modules were called: no backward pass follows, which would."""
+        """Forget the order of module calls, if no backward pass follows that would forget it."""
         for state in self._state._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 group._post_forward_indices.clear()
         self._state._comm_ctx.post_forward_order.clear()
 
-    def before_backward(self) -> None:
-        """Gather the parameters; to be called in a backward pass, at whose end gradients are reduced at the latest."""
+    def gather_for_backward(self) -> None:
+        """Gather the parameters in a backward pass. Its end reduces the gradients at the latest."""
         self._state._pre_backward(None)
 
-    def after_backward(self) -> None:
-        """Reduce the gradients and free what was gathered."""
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients and free the gathered parameters."""
         if self._group is not None:
             self._group.post_backward()

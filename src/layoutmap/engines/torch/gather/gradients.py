@@ -28,7 +28,7 @@ _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one co
 
 
 class Gradients:  # why: decisions/0017
-    """From now on, gives the gradient of each parameter that is a `DTensor` the parameter's layout.
+    """Hooks that redistribute the gradient of each DTensor parameter to the parameter's placements.
 
     A pass adds to gradients that exist already, as always. Gradients that `torch.autograd.grad` returns are left as
     they are, unless the program has hooks on the parameter.
@@ -46,7 +46,7 @@ class Gradients:  # why: decisions/0017
     ) -> None:
         self._refer_to = refer_to
         # Autograd holds each pass until it ends or fails, so a pass that fails keeps no parameter alive.
-        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+        self._passes: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             if isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -61,7 +61,7 @@ class Gradients:  # why: decisions/0017
         parameter_of = self._refer_to(parameter)
 
         @plainly
-        def before(gradient: torch.Tensor) -> torch.Tensor | None:
+        def redistribute_or_defer(gradient: torch.Tensor) -> torch.Tensor | None:
             parameter = parameter_of()
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 return None
@@ -72,38 +72,38 @@ class Gradients:  # why: decisions/0017
                 return gradient if is_placed else redistributed(gradient, parameter.placements)
             if parameter.grad is not None and _is_partial(gradient):
                 # Kept apart from the gradient that exists: DTensor would all-reduce this one in order to add it.
-                self._current_pass().set_aside(parameter)
+                self._get_current_pass().set_aside(parameter)
             return None
 
         @plainly
-        def after(parameter: DTensor) -> None:
+        def defer_reduction(parameter: DTensor) -> None:
             if has_foreign_hooks(parameter):  # a hook before this one may have returned a partial sum
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
                     parameter.grad = redistributed(gradient, parameter.placements)
-            elif _differs(parameter):
-                self._current_pass().wait_for(parameter)
+            elif _has_other_placements(parameter):
+                self._get_current_pass().wait_for(parameter)
 
-        return add_first_hooks(parameter, before, after)
+        return add_first_hooks(parameter, redistribute_or_defer, defer_reduction)
 
-    def _current_pass(self) -> _Pass:
+    def _get_current_pass(self) -> _BackwardPass:
         number = backward_pass()
         current = self._passes.get(number)
         if current is None:
-            current = self._passes[number] = _Pass()
+            current = self._passes[number] = _BackwardPass()
             at_end_of_backward(current.finish)
         return current
 
 
-class _Pass:
-    """The gradients that one backward pass is still to reduce; a pass that fails puts back those that it set aside."""
+class _BackwardPass:
+    """Gradients that one backward pass still has to reduce. A failed pass restores those it set aside."""
 
     def __init__(self) -> None:
         self._earlier: dict[int, tuple[DTensor, torch.Tensor]] = {}
         self._waiting: dict[int, DTensor] = {}
 
     def set_aside(self, parameter: DTensor) -> None:
-        """Keep the gradient that exists apart from the one that comes."""
+        """Set the existing gradient aside, apart from the new one."""
         assert parameter.grad is not None
         self._earlier[id(parameter)] = parameter, parameter.grad
         parameter.grad = None
@@ -115,14 +115,14 @@ class _Pass:
     @plainly
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what has come, and add what was set aside."""
+        """Reduce the new gradients, and add those that were set aside."""
         waiting = list(self._waiting.values())
         for parameter in waiting:
-            _redistribute(parameter)
+            _redistribute_gradient(parameter)
         for mesh in {parameter.device_mesh for parameter in waiting}:
             with simulation.on_mesh(mesh):
                 for dim in range(mesh.ndim):
-                    _sum_up([each for each in waiting if each.device_mesh == mesh], dim)
+                    _reduce_over_dim([each for each in waiting if each.device_mesh == mesh], dim)
         self._waiting.clear()
         while self._earlier:
             _, (parameter, earlier) = self._earlier.popitem()
@@ -141,13 +141,13 @@ def _is_partial(gradient: torch.Tensor) -> bool:
     return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
 
-def _differs(parameter: DTensor) -> bool:
+def _has_other_placements(parameter: DTensor) -> bool:
     gradient = parameter.grad
     return isinstance(gradient, DTensor) and gradient.placements != parameter.placements
 
 
-def _redistribute(parameter: DTensor) -> None:
-    """Redistribute a gradient whose placements differ from its parameter's by more than partial sums to replicate."""
+def _redistribute_gradient(parameter: DTensor) -> None:
+    """Redistribute a gradient to its parameter's placements, except for partial sums to be replicated."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return
@@ -159,19 +159,20 @@ def _redistribute(parameter: DTensor) -> None:
         parameter.grad = redistributed(gradient, closer)
 
 
-def _sum_up(parameters: list[DTensor], dim: int) -> None:
-    """All-reduce, in few tensors, the gradients of parameters that are partial over a mesh dim."""
+def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
+    """Reduce the gradients that are partial over a mesh dim, with few all-reduces."""
     alike: dict[tuple[Any, torch.dtype], list[DTensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
             alike.setdefault((gradient.placements[dim], gradient.dtype), []).append(parameter)
     for (partial, _), waiting in alike.items():
-        for some in _batches(waiting):
+        for some in _split_into_batches(waiting):
             _sum_up_at_once(some, dim, partial.reduce_op)
 
 
-def _batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
+def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
+    """Yield parameters in batches with at most `_MAX_BYTES` of gradients each."""
     some: list[DTensor] = []
     size = 0
     for parameter in parameters:
