@@ -56,7 +56,7 @@ def count_collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
     import jax
 
     from layoutmap.adapters.keras.training import place_batch
-    from layoutmap.adapters.keras.wraps import session_of
+    from layoutmap.adapters.keras.wraps import get_session
 
     model.make_train_function()  # places the variables that only training creates
     model.optimizer.build(model.trainable_variables)
@@ -69,7 +69,7 @@ def count_collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
             model.metrics_variables,
         )
     ]
-    data = place_batch(batch, session_of(model))
+    data = place_batch(batch, get_session(model))
     text = jax.jit(model.train_step).lower(tuple(state), data).compile().as_text()
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -108,7 +108,7 @@ def count_temporary_bytes() -> int:
     from layoutmap.engines.jax.engine import engine
 
     most = 0
-    for program in engine().programs():
+    for program in engine().list_programs():
         for lowered in program.lower():
             most = max(most, lowered.compile().memory_analysis().temp_size_in_bytes)
     return most

@@ -118,8 +118,8 @@ def measure_parts() -> None:
     from keras.src.backend.jax.trainer import _distribute_data
 
     import layoutmap as lm
-    from layoutmap.adapters.keras.backends.jax_steps import placed
-    from layoutmap.adapters.keras.wraps import session_of
+    from layoutmap.adapters.keras.backends.jax_steps import place_on_mesh
+    from layoutmap.adapters.keras.wraps import get_session
 
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
 
@@ -151,12 +151,15 @@ def measure_parts() -> None:
             return _distribute_data(arrays)
 
     print("placing 10 arrays of 64 x 64     ms for each, the best of 200")
-    for name, place in (("layoutmap", lambda: placed(arrays, session_of(own))), ("Keras", place_by_keras)):
+    for name, place in (
+        ("layoutmap", lambda: place_on_mesh(arrays, get_session(own))),
+        ("Keras", place_by_keras),
+    ):
         seconds = min(time_call(lambda p=place: jax.block_until_ready(p()))[0] for _ in range(200))
         print(f"{name:<32} {100 * seconds:.3f}")
 
     print("\ncollectives of a step             all-gather  all-reduce")
-    batch = placed(arrays[:2], session_of(own))
+    batch = place_on_mesh(arrays[:2], get_session(own))
     for name, model, pinned in (
         ("layoutmap", own, False),
         ("ModelParallel, fit in its scope", keras_model, True),

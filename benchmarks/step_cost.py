@@ -259,8 +259,8 @@ def compare_with_xla(target, pairs, about):
     import hlo_proto  # reads the compiled module without the library's code
 
     import layoutmap as lm
-    from layoutmap.cost.jax.counting import flops_of
-    from layoutmap.cost.jax.partitioned import read
+    from layoutmap.cost.jax.counting import count_flops
+    from layoutmap.cost.jax.partitioned import parse_step
 
     quotients, refused, exact = {"estimate": [], "compiled": []}, {}, 0
     for name, maker, layout_map, options in pairs:
@@ -272,13 +272,15 @@ def compare_with_xla(target, pairs, about):
             refused[error.what[:60]] = refused.get(error.what[:60], 0) + 1
             continue
         whole = sum(hlo_proto.sent_by_text(compiled.text, layout_map.mesh.size).values())
-        flops = sum(flops_of(read(compiled.text, layout_map.mesh)).values())
+        flops = sum(count_flops(parse_step(compiled.text, layout_map.mesh)).values())
         exact += counts[0].argument_bytes == compiled.argument_bytes
         for rows, cost in zip(quotients.values(), counts, strict=True):
             sent = cost.sent_bytes
             if target == "cpu" and rows is quotients["estimate"]:
                 # XLA for CPU has no reduce-scatter, and its all-reduce sends twice the bytes.
-                sent += sum(c.sent_bytes(cost.mesh) for c in cost.collectives if c.kind == "reduce_scatter")
+                sent += sum(
+                    c.count_sent_bytes(cost.mesh) for c in cost.collectives if c.kind == "reduce_scatter"
+                )
             row = divide(sent, whole), cost.peak_bytes / compiled.peak_bytes
             rows.append((*row, divide(sum(cost.flops.values()), flops), name))
         last = "; ".join(" ".join(f"{each:.3f}" for each in rows[-1][:3]) for rows in quotients.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layoutmap.cost.jax.targets import is_at_hand
+from layoutmap.cost.jax.targets import has_gpu_compiler
 from layoutmap.testing.subjects import QUICK_XLA
 
 EVERYTHING = bool(os.environ.get("LAYOUTMAP_TEST_ALL"))
@@ -20,7 +20,7 @@ def compiled_for_gpus(*values: Any) -> Any:
     """A case for `parametrize` that needs XLA's compiler for GPUs."""
     reason = 'needs pip install "layoutmap[xla-gpu]", hundreds of MB, as make test-all does'
     return pytest.param(
-        *values, marks=[pytest.mark.xla_gpu, pytest.mark.skipif(not is_at_hand("h100"), reason=reason)]
+        *values, marks=[pytest.mark.xla_gpu, pytest.mark.skipif(not has_gpu_compiler("h100"), reason=reason)]
     )
 
 

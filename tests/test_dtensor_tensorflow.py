@@ -165,7 +165,7 @@ def test_gradients_pass_through_relayout(start):
         gradient = tape.gradient(loss, watched)
 
     assert_same_bits(values.numpy() * 6, engine().to_numpy(gradient))
-    assert start == engine().layout_of(gradient)
+    assert start == engine().get_layout(gradient)
 
 
 def test_gradients_pass_through_relayout_in_a_compiled_function():

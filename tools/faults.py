@@ -77,9 +77,9 @@ FAULTS = (
     Fault(
         "all equal initializers draw from one seed",
         "engines/jax/engine.py",
-        "array = ready(program(seeds[key]))",
+        "array = wait_on_cpu(program(seeds[key]))",
         "first = self.__dict__.setdefault('_first', {}).setdefault(id(program), seeds[key])\n"
-        "                        array = ready(program(first))",
+        "                        array = wait_on_cpu(program(first))",
     ),
     Fault(
         "gradients of grouped convolutions are left to XLA",
@@ -119,8 +119,8 @@ FAULTS = (
     Fault(
         "a batch that does not divide loses its last rows",
         "adapters/keras/backends/jax_steps.py",
-        "leaf = session.engine.canonical(np.array(leaf))",
-        "leaf = session.engine.canonical(np.array(leaf)[: max(len(leaf) // 4 * 4, 1)] if leaf.ndim else leaf)",
+        "leaf = session.engine.canonicalize(np.array(leaf))",
+        "leaf = session.engine.canonicalize(np.array(leaf)[: max(len(leaf) // 4 * 4, 1)] if leaf.ndim else leaf)",
     ),
     Fault(
         "slots are counted twice in the memory of a plan",

@@ -1,4 +1,4 @@
-"""Run the tests of every process from one queue, and say what failed, what was skipped and what took longest.
+"""Run the tests of all processes from one queue, and report failures, skips, and the slowest tests.
 
 python tools/run_tests.py [--all] [process ...] [-- arguments for pytest ...]
 
@@ -50,11 +50,11 @@ class Worker:
 
     @property
     def process(self) -> str:
-        return _process(self.part)
+        return _get_process(self.part)
 
 
-def _process(part: str) -> str:
-    """The test process that a part of the tests runs in."""
+def _get_process(part: str) -> str:
+    """Return the test process of a part of the tests."""
     return part.partition(".")[0]
 
 
@@ -84,11 +84,13 @@ class Queue:
         self.ended: list[Worker] = []
 
     def run(self) -> None:
-        """Run everything. Whatever ends this, an interrupt too, ends every worker and what it started."""
+        """Run all parts. Every worker and its child processes end with this call, even on an interrupt."""
         started = told = time.monotonic()
         try:
             while True:
-                while len(self.running) < min(os.cpu_count() or 1, len(ORDER)) and (part := self._next()):
+                while len(self.running) < min(os.cpu_count() or 1, len(ORDER)) and (
+                    part := self._choose_part()
+                ):
                     self._start(part)
                 if not self.running:
                     return
@@ -105,27 +107,27 @@ class Queue:
             if sys.stdout.isatty():
                 print()
 
-    def counts(self, part: str) -> tuple[int, int | None]:
-        """How many tests of a part were begun, and how many there are; `None` until pytest has collected them."""
+    def count_tests(self, part: str) -> tuple[int, int | None]:
+        """Return how many tests of a part began, and how many it has, or None until they are collected."""
         begun = len(list((self.claims / part).iterdir())) if (self.claims / part).exists() else 0
-        known = self._known(part)
+        known = self._read_collection(part)
         return begun, known["selected"] if known else None
 
-    def deselected(self) -> list[str]:
-        """The ids of the tests that no part has."""
+    def list_deselected(self) -> list[str]:
+        """Return the ids of the tests that no part runs."""
         left_out: dict[str, list[str]] = {}
         for part in self.wanted:
-            if known := self._known(part):
-                others = left_out.get(_process(part), known["deselected"])
-                left_out[_process(part)] = [each for each in known["deselected"] if each in {*others}]
+            if known := self._read_collection(part):
+                others = left_out.get(_get_process(part), known["deselected"])
+                left_out[_get_process(part)] = [each for each in known["deselected"] if each in {*others}]
         return [each for ids in left_out.values() for each in ids]
 
-    def _known(self, part: str) -> dict | None:
+    def _read_collection(self, part: str) -> dict | None:
         told = self.claims / f"{part}.json"
         return json.loads(told.read_text(encoding="utf-8")) if told.exists() else None
 
-    def _next(self) -> str | None:
-        """A part that nobody has begun, or the one that has most left to do; not one that a worker has left.
+    def _choose_part(self) -> str | None:
+        """Return a part that no worker has begun, or else the running part with the most tests left.
 
         Who leaves tests behind was told to stop at a failure, or died.
         """
@@ -136,7 +138,7 @@ class Queue:
                 return part
         left: Counter[str] = Counter()
         for part in begun - ended:
-            done, total = self.counts(part)
+            done, total = self.count_tests(part)
             left[part] = 1 if total is None else total - done
         part, number = next(iter(left.most_common(1)), ("", 0))
         return part if number > 0 else None
@@ -147,7 +149,7 @@ class Queue:
         (self.claims / part).mkdir(exist_ok=True)
         environment = {
             **self.environment,
-            "LAYOUTMAP_TEST_PROCESS": _process(part),
+            "LAYOUTMAP_TEST_PROCESS": _get_process(part),
             shared_queue.FOLDER: str(self.claims / part),
             shared_queue.BACKWARDS: "1" if number % 2 else "",
             **({"LAYOUTMAP_TEST_QUICK": "1"} if part == LONG else {}),
@@ -183,7 +185,7 @@ class Queue:
     def _print_progress(self, seconds: float) -> None:
         parts: list[str] = []
         for part in self.wanted:
-            begun, total = self.counts(part)
+            begun, total = self.count_tests(part)
             parts.append(f"{part} {begun}/{total if total is not None else '?'}")
         line = f"[{seconds:4.0f} s] {'   '.join(parts)}"
         print(
@@ -203,7 +205,7 @@ def _end(workers: list[Worker]) -> None:
 
 
 def _print_failures(worker: Worker) -> None:
-    """Print what pytest said of failures, or all that it said if it did not come to its end."""
+    """Print pytest's output from the first failure on, or its whole output if pytest did not finish."""
     if worker.pytest.returncode in (0, NOTHING_RAN):
         return
     said = worker.log.read_text(encoding="utf-8", errors="replace")
@@ -212,7 +214,7 @@ def _print_failures(worker: Worker) -> None:
 
 
 def read_cases(worker: Worker) -> Iterator[Case]:
-    """What pytest's JUnit file says of each test that a worker ran."""
+    """Yield the outcome of each test in a worker's JUnit file."""
     if not worker.results.exists():
         return
     for case in ET.parse(worker.results).getroot().iter("testcase"):
@@ -248,7 +250,7 @@ def main(arguments: list[str]) -> int:
             print("\ninterrupted: every worker was ended", file=sys.stderr)
             return 130
         cases = [case for worker in queue.ended for case in read_cases(worker)]
-        deselected = queue.deselected()
+        deselected = queue.list_deselected()
 
     print("\n== summary ==")
     broken: list[str] = []
@@ -266,7 +268,7 @@ def main(arguments: list[str]) -> int:
         print(
             f"{process:<11} {', '.join(f'{n} {word}' for word, n in sorted(counts.items())) or 'ran nothing'}"
         )
-    _print_left_out(cases, deselected, for_pytest)
+    _print_skipped(cases, deselected, for_pytest)
     print(f"the {SLOWEST} slowest:")
     for case in sorted(cases, key=lambda case: -case.seconds)[:SLOWEST]:
         print(f"  {case.seconds:5.1f} s  {case.process}: {case.name}")
@@ -288,8 +290,8 @@ def main(arguments: list[str]) -> int:
     return 0 if well else 1
 
 
-def _print_left_out(cases: list[Case], deselected: list[str], for_pytest: list[str]) -> None:
-    """Print what was skipped, with the reason, and what only `make test-all` runs."""
+def _print_skipped(cases: list[Case], deselected: list[str], for_pytest: list[str]) -> None:
+    """Print the skipped tests with reasons, and the tests that only `make test-all` runs."""
     skips = Counter((c.process, c.name.partition("::")[0], c.reason) for c in cases if c.outcome == "skipped")
     print(f"skipped: {skips.total() or 'nothing'}")
     for (process, where, reason), number in skips.items():
@@ -304,12 +306,12 @@ def _print_left_out(cases: list[Case], deselected: list[str], for_pytest: list[s
             print(f"  {number} of {where}: {', '.join(sorted(laws))}")
     # In a whole run, what no process tried in any case.
     if deselected and not for_pytest and {each.process for each in cases} == set(ORDER):
-        untried = sorted({_law(each) for each in deselected} - {_law(each.name) for each in cases})
+        untried = sorted({_get_law(each) for each in deselected} - {_get_law(each.name) for each in cases})
         print(f"laws that only make test-all tries: {len(untried)}", *untried, sep="\n  ")
 
 
-def _law(test: str) -> str:
-    """The name of a test without its case, from pytest's id or from a JUnit file."""
+def _get_law(test: str) -> str:
+    """Return a test's name without its case, from pytest's id or from a JUnit file."""
     return re.sub(r"\.py::|::|/", ".", test.partition("[")[0])
 
 

@@ -1,4 +1,4 @@
-"""What the site needs beyond mkdocs: files outside of docs/ that pages link to, notebooks, and what GitHub forgives."""
+"""Prepare the site besides mkdocs: linked files outside of docs/, notebooks, and GitHub's Markdown."""
 
 # why: decisions/0089
 from __future__ import annotations
@@ -22,7 +22,11 @@ NO_RUN = re.compile(r"(^ *```+\w+) no-run:.*$", re.MULTILINE)
 def on_files(files: Files, config: Any) -> Files:
     """Add the files of the repository that pages link to, and a page for each notebook."""
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
-        page = File.generated(config, as_page(notebook.src_uri), content=markdown_of(notebook.content_string))
+        page = File.generated(
+            config,
+            replace_notebook_suffix(notebook.src_uri),
+            content=convert_notebook(notebook.content_string),
+        )
         files.append(page)
     linked = {
         match[2]
@@ -37,24 +41,24 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links out of docs/ to the copies in the site; and let search find what users do before what we decided."""
+    """Point links out of docs/ to copies in the site, and rank decisions last in its search."""
     if page.file.src_uri.startswith("decisions/"):
         page.meta["search"] = {"boost": 0.1}
     up = "../" * page.file.src_uri.count("/")
 
-    def inside(match: re.Match[str]) -> str:
+    def replace_link(match: re.Match[str]) -> str:
         return f"]({up}files/{match[2]}.txt" if (ROOT / match[2]).is_file() else match[0]
 
-    return as_page(NO_RUN.sub(r"\1", OUTSIDE.sub(inside, markdown)))
+    return replace_notebook_suffix(NO_RUN.sub(r"\1", OUTSIDE.sub(replace_link, markdown)))
 
 
-def as_page(text: str) -> str:
-    """A path of a notebook, or links to notebooks, as those of pages."""
+def replace_notebook_suffix(text: str) -> str:
+    """Return a path or a text with notebooks linked as pages."""
     return re.sub(r"\.ipynb(?=$|\))", ".md", text)
 
 
-def markdown_of(notebook: str) -> str:
-    """A notebook as Markdown: its text, its code, and what each cell shows, as a table where there is one."""
+def convert_notebook(notebook: str) -> str:
+    """Return a notebook as Markdown: text, code, and the output of each cell."""
     parts: list[str] = []
     for cell in json.loads(notebook)["cells"]:
         source = "".join(cell["source"])

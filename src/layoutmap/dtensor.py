@@ -17,7 +17,7 @@ from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.engines import Engine, engine_of_array, get_engine
+from layoutmap.engines import Engine, find_engine, get_engine
 from layoutmap.scope.devices import default_engine_name
 
 __all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
@@ -70,7 +70,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
             why="each device holds one component",
             fix=f"pass {len(places)} components, in the order of the mesh's devices",
         )
-    components = [target.canonical(_to_numpy(tensor)) for tensor in tensors]
+    components = [target.canonicalize(_to_numpy(tensor)) for tensor in tensors]
     first = components[0]
     for i, component in enumerate(components):
         if component.shape != first.shape or component.dtype != first.dtype:
@@ -122,7 +122,7 @@ def unpack(tensor: Any) -> list[NumpyArray]:
         `tf.experimental.dtensor.unpack`, https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/unpack
     """
     layout = fetch_layout(tensor)
-    target = engine_of_array(tensor)
+    target = find_engine(tensor)
     shards = {get_slice_ends(index): values for index, values in target.to_shards(tensor)}
     shape = tuple(tensor.shape)
     return [
@@ -175,7 +175,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/copy_to_mesh
     """
     target = _choose_engine(tensor, engine)
-    present = target.layout_of(tensor) if isinstance(tensor, target.array_types) else None
+    present = target.get_layout(tensor) if isinstance(tensor, target.array_types) else None
     if present is not None:
         raise LayoutError(
             "copy_to_mesh: the tensor is on a mesh already",
@@ -274,7 +274,7 @@ def fetch_layout(tensor: Any) -> Layout:
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/fetch_layout
     """
     array = tensor if _is_engine_array(tensor) else _read_variable(tensor)
-    layout = engine_of_array(array).layout_of(array) if _is_engine_array(array) else None
+    layout = find_engine(array).get_layout(array) if _is_engine_array(array) else None
     if layout is None:
         raise LayoutError(
             f"the {type(tensor).__module__}.{type(tensor).__qualname__} has no layout",
@@ -287,7 +287,7 @@ def fetch_layout(tensor: Any) -> Layout:
 def _is_engine_array(value: Any) -> bool:
     """Return whether an engine knows this array."""
     try:
-        engine_of_array(value)
+        find_engine(value)
     except EngineError:
         return False
     return True
@@ -303,12 +303,12 @@ def _choose_engine(tensor: Any, engine: str | None) -> Engine:
     """Return the engine of an array, or the requested one for other values."""
     if engine is not None:
         return get_engine(engine)
-    return engine_of_array(tensor) if _is_engine_array(tensor) else get_engine(default_engine_name())
+    return find_engine(tensor) if _is_engine_array(tensor) else get_engine(default_engine_name())
 
 
 def _to_numpy(tensor: Any) -> NumpyArray:
     """Return a component as a numpy array."""
     if not _is_engine_array(tensor):
         return np.asarray(tensor)
-    shards = list(engine_of_array(tensor).to_shards(tensor))
+    shards = list(find_engine(tensor).to_shards(tensor))
     return assemble_blocks(shards, tuple(tensor.shape), shards[0][1].dtype)

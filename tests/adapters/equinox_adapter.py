@@ -26,7 +26,7 @@ class Variable:
 
     @property
     def layout(self):
-        return get_engine("jax").layout_of(self.array)
+        return get_engine("jax").get_layout(self.array)
 
     def read(self):
         if isinstance(self.array, (jax.core.Tracer, jax.ShapeDtypeStruct)):
@@ -72,7 +72,7 @@ class Session:
 
     def build(self, make):
         self._is_traced = True
-        with random_states.put_back():
+        with random_states.keep_states():
             shapes = eqx.filter_eval_shape(make)
         self._is_traced = False
         assignments = self._assigned(shapes)
@@ -127,7 +127,7 @@ class EquinoxAdapter(Building):
         return Session(context)
 
     def undisturbed(self):
-        return random_states.put_back()
+        return random_states.keep_states()
 
     def set_seed(self, seed):
         random_states.seed_both(seed)

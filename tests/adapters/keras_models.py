@@ -162,7 +162,7 @@ elif ON_TORCH:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from layoutmap.engines.torch.modes import dispatch_modes
+    from layoutmap.engines.torch.modes import list_dispatch_modes
 
     def num_arrays():
         """How many tensors are alive, but for those in which torch keeps the ranks of a mesh once it has made it."""
@@ -183,7 +183,7 @@ elif ON_TORCH:
 
     def is_traced(value):
         """Whether it is made while a tape records, or has no values."""
-        return value.is_meta or any("interception" in type(mode).__module__ for mode in dispatch_modes())
+        return value.is_meta or any("interception" in type(mode).__module__ for mode in list_dispatch_modes())
 
 else:
     import tensorflow as tf

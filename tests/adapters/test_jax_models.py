@@ -144,7 +144,7 @@ class Stack(nnx.Module):
 def num_programs(length):
     engine()._programs.clear()
     layout_map({r".*kernel": (None, "model")}).build(lambda: Stack(length), library="jax")
-    return len(engine().programs())
+    return len(engine().list_programs())
 
 
 def test_equal_layers_compile_once():
@@ -213,7 +213,7 @@ def test_apply_keeps_the_module_and_replaces_the_tree():
     assert module is on.apply(module)
     assert (lm.UNSHARDED, "model") == lm.dtensor.fetch_layout(module.kernel[...]).sharding_specs
     laid_out = on.apply(tree)
-    assert engine().layout_of(tree.weight) is None
+    assert engine().get_layout(tree.weight) is None
     assert ("model", lm.UNSHARDED) == lm.dtensor.fetch_layout(laid_out.weight).sharding_specs
     assert np.array_equal(tree.weight, laid_out.weight)
 

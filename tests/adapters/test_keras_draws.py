@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.keras.initializers import initializer_of, why_global
-from layoutmap.adapters.keras.protocol import backend_name, backend_of
+from layoutmap.adapters.keras.initializers import find_global_reason, make_initializer
+from layoutmap.adapters.keras.protocol import get_backend, get_backend_name
 
 PROCESSES = ("jax", "tensorflow", "torch")
 I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it
@@ -43,21 +43,21 @@ pytestmark = [
 )
 def test_the_plan_names_what_the_engine_initializes_globally(initializer):
     """A dry run says of an initializer what the engine finds out when it traces it."""
-    port = backend_of(backend_name())
-    made = initializer_of(initializer, SHAPE, "float32")
+    port = get_backend(get_backend_name())
+    made = make_initializer(initializer, SHAPE, "float32")
 
-    assert must_be_global(port.engine_name, made) == bool(why_global(initializer, port.global_init))
+    assert must_be_global(port.engine_name, made) == bool(find_global_reason(initializer, port.global_init))
 
 
 def must_be_global(engine_name, made):
     """Whether an engine that traces an initializer finds that it cannot be computed in shards."""
     if made.blocks is not None or made.program is None:
         return made.blocks is None
-    where = "deferred_init.tape" if engine_name == "torch" else "programs"
+    where = {"torch": "deferred_init.tape", "tensorflow": "pieces", "jax": "programs"}[engine_name]
     programs = importlib.import_module(f"layoutmap.engines.{engine_name}.{where}")
     trace = programs.PieceProgram if engine_name == "tensorflow" else programs.trace
     traced = trace(made.program.function, made.program.seed)
-    return bool(programs.why_global(traced) if engine_name == "jax" else traced.why_global)
+    return bool(programs.find_global_reason(traced) if engine_name == "jax" else traced.why_global)
 
 
 def test_draws_that_differ_in_a_digit_are_not_one_program():
@@ -66,10 +66,12 @@ def test_draws_that_differ_in_a_digit_are_not_one_program():
         keras.ops.convert_to_tensor(np.float32(0.1)),
         keras.ops.convert_to_tensor(np.nextafter(np.float32(0.1), 1)),
     ]
-    draws = [initializer_of(I.RandomNormal(stddev=stddev, seed=1), SHAPE, "float32") for stddev in close]
+    draws = [make_initializer(I.RandomNormal(stddev=stddev, seed=1), SHAPE, "float32") for stddev in close]
     arrays = [np.arange(4096, dtype="float32"), np.arange(4096, dtype="float32")]
     arrays[1][2000] = 0
-    draws += [initializer_of(I.Constant(keras.ops.convert_to_tensor(a)), (4096,), "float32") for a in arrays]
+    draws += [
+        make_initializer(I.Constant(keras.ops.convert_to_tensor(a)), (4096,), "float32") for a in arrays
+    ]
 
     assert len(draws) == len({draw.program.key for draw in draws if draw.program})
 

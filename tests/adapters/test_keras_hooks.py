@@ -17,7 +17,7 @@ from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import private
-from layoutmap.adapters.keras.protocol import backend_name, backend_of
+from layoutmap.adapters.keras.protocol import get_backend, get_backend_name
 from layoutmap.engines.tested import warn_if_untested
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -114,7 +114,7 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
         "keras.src.saving.saving_lib.get_attr_skipset",
         *(
             f"{owner.__module__}.{owner.__qualname__}.{name}"
-            for owner, name in backend_of(backend_name()).quiet
+            for owner, name in get_backend(get_backend_name()).silenced_methods
         ),
     }
     assert 1000 < len(before)
@@ -124,7 +124,7 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
 
 
 def probed():
-    return [*private.NAMES, *backend_of(backend_name()).private_names()]
+    return [*private.NAMES, *get_backend(get_backend_name()).list_private_names()]
 
 
 def name_of(value):
@@ -223,7 +223,7 @@ def without_file(module):
 
 def test_the_list_says_all_that_is_probed():
     """Every name that is probed or imported is in the list at the top of `private`, or of a file of the backend."""
-    folder = Path(sys.modules[type(backend_of(backend_name())).__module__].__file__).parent
+    folder = Path(sys.modules[type(get_backend(get_backend_name())).__module__].__file__).parent
     lists = [
         private.__doc__,
         *(ast.get_docstring(ast.parse(p.read_text("utf-8"))) for p in folder.glob("*.py")),

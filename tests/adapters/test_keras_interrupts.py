@@ -10,7 +10,7 @@ from keras.src.backend.common.variables import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 import layoutmap as lm
-from layoutmap.adapters.current import current
+from layoutmap.adapters.current import get_current_session
 from layoutmap.adapters.keras import hooks, private
 
 PROCESSES = ("jax",)
@@ -72,7 +72,7 @@ def sweep(function, step=1):
     while interrupter.interrupted(function, at):
         if (
             classes() != PLAIN
-            or current() is not None
+            or get_current_session() is not None
             or list(hooks._PATCHES._users)
             or private.in_stateless_scope()
         ):

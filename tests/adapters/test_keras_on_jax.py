@@ -9,8 +9,8 @@ from keras_models import assert_held, batch
 from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
-from layoutmap.adapters.keras.backends.jax_steps import placed
-from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.adapters.keras.backends.jax_steps import place_on_mesh
+from layoutmap.adapters.keras.wraps import get_session
 
 L = keras.layers
 pytestmark = [OF_MAPS, OF_ARRAYS]
@@ -214,7 +214,7 @@ def test_a_batch_is_copied():
     x = np.ones((8, 16), np.float32)
     with make_map().scope(batch_dim="batch"):
         model = mlp()
-    placed_batch, nothing = placed((x, None), session_of(model))
+    placed_batch, nothing = place_on_mesh((x, None), get_session(model))
     x[:] = 0
 
     assert nothing is None

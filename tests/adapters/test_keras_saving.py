@@ -16,8 +16,8 @@ from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import session
-from layoutmap.adapters.keras.paths import attributes, find_variables
-from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.adapters.keras.paths import find_variables, list_attributes
+from layoutmap.adapters.keras.wraps import get_session
 
 PROCESSES = ("jax", "tensorflow", "torch")
 L = keras.layers
@@ -193,8 +193,8 @@ def test_loading_looks_through_a_model_as_often_whatever_its_layers(tmp_path, mo
 def test_what_a_scope_keeps_of_a_layer_is_not_searched():
     """A look for variables does not go through the engine, with all that it remembers of other models."""
     layer = built().layers[0]
-    assert session_of(layer) is not None
-    assert [] == [name for name, value in attributes(layer) if value is session_of(layer)]
+    assert get_session(layer) is not None
+    assert [] == [name for name, value in list_attributes(layer) if value is get_session(layer)]
 
 
 def with_lora(layer):

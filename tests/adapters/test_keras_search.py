@@ -7,8 +7,8 @@ import keras
 import pytest
 
 import layoutmap as lm
-from layoutmap.cost.search.experts import experts, fitting_preset
-from layoutmap.cost.search.options import grids, specs_in
+from layoutmap.cost.search.experts import choose_preset, make_expert_maps
+from layoutmap.cost.search.options import get_specs, list_grids
 from layoutmap.cost.search.space import Model, Space
 from layoutmap.plan.planner import make_table
 from layoutmap.rules import zoo
@@ -25,18 +25,18 @@ def test_written_rules_give_the_layouts_that_were_chosen(name):
     known = zoo.find_model(name)
     plan = lm.plan(lambda: known.make(dtype="bfloat16"), lm.LayoutMap("data=64"), library="keras")
     model, chance = Model(tuple(a.variable for a in plan.assignments)), random.Random(0)
-    for grid in grids(64, 64, 8):
-        preset = fitting_preset(model, grid)
+    for grid in list_grids(64, 64, 8):
+        preset = choose_preset(model, grid)
         assert known.preset == preset
-        also = [(expert.layouts, expert.blocks) for expert in experts(model, grid, preset)]
+        also = [(expert.layouts, expert.blocks) for expert in make_expert_maps(model, grid, preset)]
         for tied in (True, False):
             space = Space(model, grid, tied=tied, also=also)
             for _ in itertools.repeat(None, 3):
                 point = tuple(map(chance.randrange, space.sizes))
-                layouts, _ = space.layouts_of(point)
-                made = space.map_of(point)
+                layouts, _ = space.get_layouts(point)
+                made = space.make_layout_map(point)
                 table = make_table(model.variables, made)
-                got = {group: {specs_in(table[path].layout) for path in group.paths} for group in layouts}
+                got = {group: {get_specs(table[path].layout) for path in group.paths} for group in layouts}
                 assert {group: {specs} for group, specs in layouts.items()} == got
                 assert [] == [p for p in table.problems if p.severity != "note"]
                 if tied:

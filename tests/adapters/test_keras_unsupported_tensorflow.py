@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import error_interpolation
 
 import layoutmap as lm
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_errors
 from layoutmap.testing import models
 
 PROCESSES = ("tensorflow",)
@@ -348,7 +348,7 @@ def test_a_long_message_of_the_compiler_is_read_at_once():
     """TensorFlow's own looks for tags from each character on: minutes for 200 kB. What is found is the same."""
     plain = error_interpolation.parse_message
     message = "of {{node a/b}}, {{function_node f_1}} and {{node c}} {{ }} { x }}"
-    with explained("it"):
+    with explain_errors("it"):
         quick = error_interpolation.parse_message
         long = quick(message + 10**6 * "not {a} {{tag}} ")
     assert plain(message) == quick(message)

@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import layoutmap as lm
-from layoutmap.adapters.current import current
+from layoutmap.adapters.current import get_current_session
 from layoutmap.engines.torch.deferred_init import interception
 
 PROCESSES = ("torch",)
@@ -40,7 +40,7 @@ def state():
         [list(hooks) for hooks in HOOKS],
         list(_get_current_function_mode_stack()),
         list(_get_current_dispatch_mode_stack()),
-        current(),
+        get_current_session(),
         interception._list_recording_tapes(),
     )
 

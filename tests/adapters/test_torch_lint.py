@@ -18,7 +18,7 @@ from transformers_models import FULL, WITH_A_PLAN, WITHOUT
 
 import layoutmap as lm
 from layoutmap.adapters.torch.paths import find_tensors
-from layoutmap.adapters.torch.roles import head_sizes, use_of
+from layoutmap.adapters.torch.roles import describe_use, find_head_sizes
 
 LAYERS = {
     "Linear": (lambda: torch.nn.Linear(4, 5), (3, 4)),
@@ -35,7 +35,7 @@ def test_axes_do_what_their_roles_say(name):
     make, shape = LAYERS[name]
     layer, inputs = make(), torch.from_numpy(random(shape))
     tensors = dict(zip(("weight", "bias"), find_tensors(layer), strict=True))
-    roles = {key: use_of(each, {}).roles for key, each in tensors.items()}
+    roles = {key: describe_use(each, {}).roles for key, each in tensors.items()}
 
     def output(**weights):
         for key, value in weights.items():
@@ -50,8 +50,8 @@ def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
     """By the names that transformers has for it; an MLP has none."""
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(WITH_A_PLAN["llama"][1]())
-    sizes = head_sizes(model)
-    found = {f.path: use_of(f, sizes) for f in find_tensors(model)}
+    sizes = find_head_sizes(model)
+    found = {f.path: describe_use(f, sizes) for f in find_tensors(model)}
 
     assert model.config.head_dim == found["layers.0.self_attn.q_proj.weight"].head_size
     assert found["layers.0.mlp.up_proj.weight"].head_size is None

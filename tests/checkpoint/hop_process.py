@@ -84,8 +84,8 @@ def hop(command):
     for path, array in arrays.items():
         if any(shard.tobytes() != values[path][index].tobytes() for index, shard in engine.to_shards(array)):
             wrong.append(f"{path}: values")
-        if engine.layout_of(array) != layouts[path]:
-            wrong.append(f"{path}: layout {engine.layout_of(array)}")
+        if engine.get_layout(array) != layouts[path]:
+            wrong.append(f"{path}: layout {engine.get_layout(array)}")
     save(arrays, command["write"], values, layouts)
     return wrong
 

@@ -19,7 +19,7 @@ from cases import few
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.adapters.jax.checkpoints import restored, stored
+from layoutmap.adapters.jax.checkpoints import list_stored, restore_values
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines import get_engine
 
@@ -149,7 +149,7 @@ def test_a_pytree_comes_back_with_all_that_is_in_it(tmp_path: Path) -> None:
             assert (path, places(old)) == (path, places(new))
         else:
             assert old is new
-    layout_of = get_engine("jax").layout_of
+    layout_of = get_engine("jax").get_layout
     assert layout_of(tree["keys"]) == layout_of(loaded["keys"])
     assert jax.random.uniform(tree["rbg"]) == jax.random.uniform(loaded["rbg"])
 
@@ -210,7 +210,7 @@ def test_the_state_of_an_optimizer_comes_back(tmp_path: Path, name: str) -> None
     assert jax.tree.structure(fresh) == jax.tree.structure(loaded)
     assert all_bits(state) == all_bits(loaded)
     assert places(fresh) == places(loaded)
-    layout_of = get_engine("jax").layout_of
+    layout_of = get_engine("jax").get_layout
     assert [*map(layout_of, jax.tree.leaves(fresh))] == [*map(layout_of, jax.tree.leaves(loaded))]
 
 
@@ -220,7 +220,7 @@ def test_each_slot_is_described_as_what_it_is(name: str) -> None:
     params = plain_params()
     state = OPTIMIZERS[name]().init(params)
     leaves = jax.tree.leaves(state)
-    slots = [each for each in stored(params, state) if each.variable.path.startswith("optimizer.")]
+    slots = [each for each in list_stored(params, state) if each.variable.path.startswith("optimizer.")]
     keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     data = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, keys, strict=True)]
     assert [(leaf.shape, leaf.dtype.name) for leaf in data] == [
@@ -230,7 +230,7 @@ def test_each_slot_is_described_as_what_it_is(name: str) -> None:
         each.variable.path: np.full(each.variable.shape, n, each.variable.dtype)
         for n, each in enumerate(slots)
     }
-    _, new = restored(params, state, numbered.items())
+    _, new = restore_values(params, state, numbered.items())
     found = [
         np.asarray(jax.random.key_data(n) if k else n)
         for n, k in zip(jax.tree.leaves(new), keys, strict=True)

@@ -181,7 +181,7 @@ def test_slots_that_do_not_exist_yet_are_made_in_the_layouts_of_their_parameters
     assert slots(model, optimizer) == slots(other, fresh)
     assert values(model) == values(other)
     assert 0.5 == fresh.param_groups[0]["lr"]
-    layout_of = get_engine("torch").layout_of
+    layout_of = get_engine("torch").get_layout
     for parameter, state in fresh.state.items():
         assert layout_of(parameter) == layout_of(state["exp_avg"]) == layout_of(state["exp_avg_sq"])
         assert layout_of(state["step"]) is None
@@ -538,11 +538,11 @@ def test_a_random_state_that_cannot_be_set_changes_nothing(tmp_path: Path, name:
     )
     write_manifest(step, found)
     train(model, optimizer, range(1, 2))
-    data, drawn = Loader(5), repr(random_states.states())
+    data, drawn = Loader(5), repr(random_states.read_states())
     said = unchanged_by(lambda: lm.load(model, tmp_path, optimizer=optimizer, data=data), model, optimizer)
 
     assert f"{tmp_path}/step-0: the random states cannot take up what was saved" == said
-    assert (5, drawn) == (data.row, repr(random_states.states()))
+    assert (5, drawn) == (data.row, repr(random_states.read_states()))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from costs import GIB, MIB
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.cost.cost import OVERLAP, PEAK, duration
+from layoutmap.cost.cost import OVERLAP, PEAK, format_duration
 from layoutmap.cost.machines import machine_named
 from layoutmap.cost.table import Collective
 
@@ -35,7 +35,7 @@ def test_what_a_step_waits_for_adds_up_to_its_time(flops, traffic):
     """Whatever takes longest."""
     cost = replace(COST, step=replace(COST.step, flops={"bfloat16": flops}, traffic_bytes=traffic))
 
-    assert cost.step_seconds == pytest.approx(sum(wait.seconds for wait in cost.waits))
+    assert cost.step_seconds == pytest.approx(sum(wait.seconds for wait in cost.time_parts))
 
 
 def test_a_type_without_a_figure_counts_as_the_slowest_and_that_is_said():
@@ -111,7 +111,7 @@ def test_a_collective_of_no_known_cause_is_shown_with_a_question_mark():
 
     (row,) = cost.rows
     cells = ("all-to-all", "1", "data, model", "NVLink among 8, InfiniBand beyond", "8.0 MiB")
-    assert (*cells, size_sent(cost), duration(row.seconds), "?", "") == row.cells
+    assert (*cells, size_sent(cost), format_duration(row.seconds), "?", "") == row.cells
     assert cost.step_seconds == cost.device_seconds + row.seconds
 
 

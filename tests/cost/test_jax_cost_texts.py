@@ -3,24 +3,24 @@
 import pytest
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.cost.jax.counting import collectives_of
-from layoutmap.cost.jax.lowered import _settled
-from layoutmap.cost.jax.partitioned import read
-from layoutmap.cost.jax.rewrites import rewrite, separate
+from layoutmap.cost.jax.counting import count_collectives
+from layoutmap.cost.jax.lowered import _settle_negative_counts
+from layoutmap.cost.jax.partitioned import parse_step
+from layoutmap.cost.jax.rewrites import rewrite_block, split_all_reduces
 from layoutmap.cost.table import Collective
 
 MESH = Mesh(None, "data=2,model=4")
 OVER_DATA, OVER_MODEL = "replica_groups={{0,4},{1,5},{2,6},{3,7}}", "replica_groups={{0,1,2,3},{4,5,6,7}}"
 
 
-def found(lines, change=rewrite):
+def found(lines, change=rewrite_block):
     """Kind, dims and bytes of the collectives of a module of these lines, of which the last one is returned."""
     *lines, last = (f"  %{line.strip()}" for line in lines.strip().splitlines())
-    block = read(
+    block = parse_step(
         "\n".join(["ENTRY %main (x: f32[8]) -> f32[8] {", *lines, last.replace("%", "ROOT %", 1), "}"]), MESH
     )
     change(block)
-    return sorted((each.kind, each.dims, each.tensor_bytes) for each in collectives_of(block, ["x"], 0))
+    return sorted((each.kind, each.dims, each.tensor_bytes) for each in count_collectives(block, ["x"], 0))
 
 
 def test_an_all_reduce_of_an_all_reduce_is_one():
@@ -67,7 +67,9 @@ def test_collectives_that_the_compiler_combines_are_counted_one_by_one():
         both = (f32[256], f32[32]) all-gather-done(%pair)
     """
     gathers = [("all_gather", ("model",), 128), ("all_gather", ("model",), 1024)]
-    assert [*gathers, ("all_reduce", ("data",), 32), ("all_reduce", ("data",), 256)] == found(lines, separate)
+    assert [*gathers, ("all_reduce", ("data",), 32), ("all_reduce", ("data",), 256)] == found(
+        lines, split_all_reduces
+    )
 
 
 def test_causes_that_differ_between_two_and_three_blocks_leave_the_sums_right():
@@ -79,7 +81,7 @@ def test_causes_that_differ_between_two_and_three_blocks_leave_the_sums_right():
         Collective("all_gather", ("data",), 1, 32, "c"): 4,
         Collective("all_reduce", ("data",), 1, 64, "d"): 0,
     }
-    settled = {(each.cause, number) for each, number in _settled(gathers | others)}
+    settled = {(each.cause, number) for each, number in _settle_negative_counts(gathers | others)}
     assert {("a", 8), ("c", 4)} == settled
 
 
@@ -88,11 +90,11 @@ def test_a_group_of_a_part_of_a_dim_is_that_part():
         x = f32[64] parameter(0)
         sum = f32[64] all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
     """
-    block = read(
+    block = parse_step(
         f"ENTRY %main (x: f32[64]) -> f32[64] {{\n  %{lines.strip()}\n}}".replace(
             "        sum", "  ROOT %sum"
         ),
         MESH,
     )
-    (each,) = collectives_of(block, ["x"], 0)
-    assert (("model",), 2, 256) == (each.dims, each.group, each.sent_bytes(MESH))
+    (each,) = count_collectives(block, ["x"], 0)
+    assert (("model",), 2, 256) == (each.dims, each.group, each.count_sent_bytes(MESH))

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.jax import hlo
 from layoutmap.cost.jax.compiled import compile_modules
-from layoutmap.cost.jax.counting import collectives_of
-from layoutmap.cost.jax.partitioned import read
+from layoutmap.cost.jax.counting import count_collectives
+from layoutmap.cost.jax.partitioned import parse_step
 from layoutmap.engines.jax import shardy
 
 MESH = Mesh(None, "a=2,b=4")
@@ -90,7 +90,7 @@ def lowered(function):
 
 
 def compiled(program, target):
-    return compile_modules([shardy.bytes_of(program.compiler_ir("stablehlo"))], 8, target)[0]
+    return compile_modules([shardy.serialize_module(program.compiler_ir("stablehlo"))], 8, target)[0]
 
 
 def sums(found):
@@ -103,11 +103,11 @@ def sums(found):
 
 def read_all(text):
     """What the library's two readers of texts say, and the second reader."""
-    block = read(text, MESH)
-    graph = collectives_of(block, [""] * len(block.arguments), 0)
+    block = parse_step(text, MESH)
+    graph = count_collectives(block, [""] * len(block.arguments), 0)
     return (
-        sums((each.kind, each.sent_bytes * number) for each, number in hlo.collectives(text).items()),
-        sums((each.kind, each.sent_bytes(MESH) * number) for each, number in graph.items()),
+        sums((each.kind, each.sent_bytes * number) for each, number in hlo.parse_collectives(text).items()),
+        sums((each.kind, each.count_sent_bytes(MESH) * number) for each, number in graph.items()),
         hlo_proto.sent_by_text(text, 8),
     )
 

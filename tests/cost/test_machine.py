@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
-from layoutmap.cost.machine import Group
-from layoutmap.cost.machines import devices_of_text, known_devices, machine_for, machine_named
+from layoutmap.cost.machine import DeviceGroup
+from layoutmap.cost.machines import find_machine, load_devices, machine_named, parse_devices
 
 MINE = textwrap.dedent("""\
     version: 1
@@ -26,7 +26,7 @@ MINE = textwrap.dedent("""\
 
 def test_each_device_has_figures_and_a_source_for_them():
     """And each multiplies bfloat16 and float32 at a known rate."""
-    for device in known_devices().values():
+    for device in load_devices().values():
         assert device.sources
         assert {"bfloat16", "float32"} <= set(device.flops)
         assert device.slow.bandwidth < device.fast.bandwidth < device.memory_bandwidth
@@ -49,7 +49,9 @@ def test_the_order_of_devices_says_which_dim_runs_over_which_network(mesh, netwo
     """The last dim runs fastest, so its devices are neighbours."""
     mesh, machine = Mesh(None, mesh), machine_named("h100:64")
 
-    assert networks == {dim: machine.network_text(machine.group(mesh, [dim])) for dim in mesh.dim_names}
+    assert networks == {
+        dim: machine.describe_network(machine.find_group(mesh, [dim])) for dim in mesh.dim_names
+    }
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data())
@@ -75,28 +77,28 @@ GB = 10**9
     ("machine", "kind", "group", "seconds"),
     [
         # In a node: (n - 1) / n of it through each device's NVLink; an all-reduce does that twice.
-        (H100, "all_gather", Group(8, 1), 7 / 8 * GB / 450e9),
-        (H100, "reduce_scatter", Group(8, 1), 7 / 8 * GB / 450e9),
-        (H100, "all_reduce", Group(8, 1), 2 * 7 / 8 * GB / 450e9),
+        (H100, "all_gather", DeviceGroup(8, 1), 7 / 8 * GB / 450e9),
+        (H100, "reduce_scatter", DeviceGroup(8, 1), 7 / 8 * GB / 450e9),
+        (H100, "all_reduce", DeviceGroup(8, 1), 2 * 7 / 8 * GB / 450e9),
         # Between nodes: the network cards of all devices of a node send at the same time.
-        (H100, "all_gather", Group(64, 8), 7 / 8 * GB / 400e9),
-        (H100, "all_gather", Group(8, 8), 7 / 8 * GB / 50e9),
-        (H100, "all_to_all", Group(8, 1), 7 / 8 * GB / 450e9),
-        (H100, "all_to_all", Group(16, 2), 8 / 16 * GB / 50e9),
-        (H100, "permute", Group(8, 1), GB / 450e9),
-        (H100, "permute", Group(8, 8), GB / 50e9),
-        (H100, "all_reduce", Group(1, 1), 0.0),
+        (H100, "all_gather", DeviceGroup(64, 8), 7 / 8 * GB / 400e9),
+        (H100, "all_gather", DeviceGroup(8, 8), 7 / 8 * GB / 50e9),
+        (H100, "all_to_all", DeviceGroup(8, 1), 7 / 8 * GB / 450e9),
+        (H100, "all_to_all", DeviceGroup(16, 2), 8 / 16 * GB / 50e9),
+        (H100, "permute", DeviceGroup(8, 1), GB / 450e9),
+        (H100, "permute", DeviceGroup(8, 8), GB / 50e9),
+        (H100, "all_reduce", DeviceGroup(1, 1), 0.0),
         # A ring sends both ways, a line of less than 16 one way; an all-to-all a quarter of an all-gather of all.
-        (V5E, "all_gather", Group(16, 1), 15 / 16 * GB / 90e9),
-        (V5E, "all_gather", Group(8, 1), 7 / 8 * GB / 45e9),
-        (V5E, "all_to_all", Group(16, 1), 15 / 16 * 16 * GB / 90e9 / 4),
-        (V5E, "permute", Group(16, 1), GB / 45e9),
-        (V5E, "permute", Group(8, 1), GB / 45e9),
+        (V5E, "all_gather", DeviceGroup(16, 1), 15 / 16 * GB / 90e9),
+        (V5E, "all_gather", DeviceGroup(8, 1), 7 / 8 * GB / 45e9),
+        (V5E, "all_to_all", DeviceGroup(16, 1), 15 / 16 * 16 * GB / 90e9 / 4),
+        (V5E, "permute", DeviceGroup(16, 1), GB / 45e9),
+        (V5E, "permute", DeviceGroup(8, 1), GB / 45e9),
     ],
 )
 def test_the_time_of_a_collective_is_that_of_the_formula(machine, kind, group, seconds):
     """Those of "How to Scale Your Model", for a tensor of 1 GB on a device."""
-    assert seconds == pytest.approx(machine.seconds(kind, GB, group), rel=1e-12)
+    assert seconds == pytest.approx(machine.estimate_seconds(kind, GB, group), rel=1e-12)
 
 
 def test_a_file_of_ones_own_describes_a_device(tmp_path):
@@ -117,10 +119,10 @@ def test_a_machine_without_a_number_has_the_devices_of_the_mesh():
     """And one with another number is refused, with both numbers and the fix."""
     mesh = Mesh(None, "data=4,model=8")
 
-    assert 32 == machine_for("h100", mesh).num_devices
+    assert 32 == find_machine("h100", mesh).num_devices
     for number in (16, 64):
         with pytest.raises(LayoutMapError) as caught:
-            machine_for(f"h100:{number}", mesh)
+            find_machine(f"h100:{number}", mesh)
         assert textwrap.dedent(f"""\
             on='h100:{number}': the machine has {number} devices, and the mesh 32
               mesh  data=4, model=8
@@ -174,6 +176,6 @@ def test_a_file_that_says_something_else_is_refused(old, new, message):
     """With its place, why, and a fix."""
     assert old in MINE
     with pytest.raises(LayoutMapError) as caught:
-        devices_of_text(MINE.replace(old, new), "mine")
+        parse_devices(MINE.replace(old, new), "mine")
     assert message == caught.value.what
     assert caught.value.fix

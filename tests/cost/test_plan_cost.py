@@ -11,8 +11,8 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
-from layoutmap.cost.counters import step_counter
-from layoutmap.cost.jax.memory import upper_bound
+from layoutmap.cost.counters import load_step_counter
+from layoutmap.cost.jax.memory import estimate_upper_bound
 from layoutmap.cost.machines import machine_named
 
 RULES = {"up.kernel": ("data", "model"), "down.kernel": ("model", "data")}
@@ -82,7 +82,7 @@ def test_what_is_held_at_the_peak_is_all_of_it(blocks):
     step = plan.cost.step
 
     held = sum(each.num_bytes for each in step.held)
-    assert step.least_peak_bytes - step.argument_bytes == upper_bound(held, step.collectives)
+    assert step.least_peak_bytes - step.argument_bytes == estimate_upper_bound(held, step.collectives)
     assert {"activations", "gradients"} <= {each.kind for each in step.held}
     assert plan.verdict.needed_bytes >= sum(cause.num_bytes for cause in plan.verdict.because)
 
@@ -235,7 +235,7 @@ def test_a_plan_with_errors_has_no_cost():
 def test_a_step_on_tensorflow_is_refused_with_advice():
     """The same rules can be planned on JAX."""
     with pytest.raises(LayoutMapError) as caught:
-        step_counter("tensorflow")
+        load_step_counter("tensorflow")
     assert "the cost of a step cannot be counted on tensorflow" == caught.value.what
     assert "plan the same rules with the model on JAX" in caught.value.fix
 

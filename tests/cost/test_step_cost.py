@@ -29,7 +29,7 @@ from step_models import (
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
-from layoutmap.cost.jax.equal_blocks import plain_attributes
+from layoutmap.cost.jax.equal_blocks import describe_attributes
 
 KERNEL = WIDTH * INNER * 4
 
@@ -74,7 +74,7 @@ def test_a_reduction_sends_what_a_ring_sends(block):
     """Each device sends twice the tensor less its own part for an all-reduce on a ring."""
     cost = block.count(lm.LayoutMap(MESH))
     assert 2 * 2 * KERNEL * 3 // 4 == sum(
-        each.sent_bytes(MESH) for each in cost.collectives if each.tensor_bytes > 8
+        each.count_sent_bytes(MESH) for each in cost.collectives if each.tensor_bytes > 8
     )
 
 
@@ -324,7 +324,7 @@ def test_functions_of_any_kind_are_settings():
     """A function may refer to itself, or to a name that has no value yet."""
 
     def of(*functions):
-        return [plain_attributes(types.SimpleNamespace(call=function)) for function in functions]
+        return [describe_attributes(types.SimpleNamespace(call=function)) for function in functions]
 
     def refers(is_complete):
         def function():

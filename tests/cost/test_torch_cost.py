@@ -75,7 +75,7 @@ def test_a_process_with_a_process_group_is_refused():
         lm.plan(make, layout_map, inputs=Given(), on="h100", library="torch")
 
     assert "plan in a process that has opened no scope" in caught.value.fix
-    assert simulation.has_begun()
+    assert simulation.has_process_group()
 
 
 def test_an_optimizer_that_torch_does_not_have_is_refused():

@@ -22,7 +22,7 @@ from jax._src.internal_test_util.test_harnesses import all_harnesses
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import layoutmap as lm
-from layoutmap.engines.jax.devices import named_sharding
+from layoutmap.engines.jax.devices import make_named_sharding
 
 MESHES = ({"batch": 2, "model": 4}, {"batch": 4, "model": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 2}, {"a": 4})
 
@@ -159,7 +159,7 @@ def verdicts(harness, number, corrected, tell):
 
 def sharding(sizes, specs, corrected):
     if corrected:
-        return named_sharding(lm.Layout(specs, lm.create_mesh(list(sizes.items()))))
+        return make_named_sharding(lm.Layout(specs, lm.create_mesh(list(sizes.items()))))
     devices = np.array(jax.devices()[: math.prod(sizes.values())])
     return NamedSharding(Mesh(devices.reshape(*sizes.values()), tuple(sizes)), PartitionSpec(*specs))
 

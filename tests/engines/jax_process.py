@@ -9,7 +9,7 @@ import numpy as np
 from several_processes import SHAPE, Framework, work
 
 import layoutmap as lm
-from layoutmap.engines.jax.devices import named_sharding
+from layoutmap.engines.jax.devices import make_named_sharding
 from layoutmap.engines.jax.engine import engine
 
 
@@ -30,8 +30,10 @@ def check_corrections():
         return (jax.lax.reduce_window(y, -np.inf, jax.lax.max, (1, 3, 3, 1), (1,) * 4, "SAME") ** 2).sum()
 
     mesh = lm.create_mesh("batch=2,model=4")
-    rows, everywhere = (named_sharding(lm.Layout([dim, None, None, None], mesh)) for dim in ("batch", None))
-    lines = named_sharding(lm.Layout(["batch", "model", None, None], mesh))
+    rows, everywhere = (
+        make_named_sharding(lm.Layout([dim, None, None, None], mesh)) for dim in ("batch", None)
+    )
+    lines = make_named_sharding(lm.Layout(["batch", "model", None, None], mesh))
     kernel, x = np.float32(kernel), np.float32(x)
     expected = jax.jit(jax.grad(loss, (0, 1)))(kernel, x)
     for sharding in (rows, lines):

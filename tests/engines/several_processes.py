@@ -155,7 +155,7 @@ def work(
     told = {
         "devices": engine.devices(),
         "local_device_ids": mesh.local_device_ids,
-        "layouts_equal": {name: engine.layout_of(array) == layouts[name] for name, array in arrays.items()},
+        "layouts_equal": {name: engine.get_layout(array) == layouts[name] for name, array in arrays.items()},
         "shards": shards,
         "expected": list(expected),
         "other_values": refusal(

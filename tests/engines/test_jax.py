@@ -16,7 +16,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.jax.engine import engine
-from layoutmap.engines.jax.programs import ShardedProgram, trace, why_global
+from layoutmap.engines.jax.programs import ShardedProgram, find_global_reason, trace
 from layoutmap.testing.engine_contract import EngineContract, assert_same_bits
 
 
@@ -82,7 +82,7 @@ def counted(shape, traced):
 
 def reason(draw):
     """Why an initializer's program cannot be computed in shards."""
-    return why_global(trace(draw.program.function, draw.program.seed))
+    return find_global_reason(trace(draw.program.function, draw.program.seed))
 
 
 def key_of(seed):
@@ -243,7 +243,7 @@ def test_a_tracer_is_relaid_out():
     array = engine().relayout(np.ones((8, 8), np.float32), layout)
     result = jax.jit(lambda a: engine().relayout(a * 2, layout_on("x=2,y=4", "y", None)))(array)
 
-    assert ("y", "unsharded") == engine().layout_of(result).sharding_specs
+    assert ("y", "unsharded") == engine().get_layout(result).sharding_specs
 
 
 def test_independent_relayouts_do_not_wait_for_each_other():
@@ -277,7 +277,7 @@ def test_arrays_that_jax_laid_out_have_a_layout():
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     native = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("b", "a")))
     array = jax.device_put(np.arange(16.0, dtype=np.float32).reshape(8, 2), native)
-    layout = engine().layout_of(array)
+    layout = engine().get_layout(array)
     moved = engine().relayout(array, Layout([None, "b"], layout.mesh))
 
     assert Layout([("b", "a"), None], Mesh(engine().devices(), "a=4,b=2")) == layout

@@ -17,9 +17,9 @@ from layoutmap.core.errors import EngineError
 from layoutmap.cost.jax import compiled, compiler
 from layoutmap.cost.jax.compiled import compile_modules
 from layoutmap.cost.jax.compiler_process import NO_DEVICES
-from layoutmap.cost.jax.hlo import Compiled, collectives
+from layoutmap.cost.jax.hlo import CompiledCollective, parse_collectives
 from layoutmap.cost.jax.targets import TARGETS
-from layoutmap.cost.machines import known_devices
+from layoutmap.cost.machines import load_devices
 from layoutmap.cost.verified import TooLargeError
 
 MODULE = b"module @step { func.func public @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> } }"
@@ -70,24 +70,24 @@ ENTRY %main.4_spmd (p: bf16[128,256]) -> f32[32,1024] {
 def test_collectives_in_fusions_of_tpus_are_found():
     """One in parts counts once for each turn, loops may count by two, and an all-reduce may be a reduce-scatter."""
     assert {
-        Compiled("all_gather", 8, 1024 * 256 * 2): 3,
-        Compiled("permute", 2, 128 * 256 * 2): 3,
-        Compiled("reduce_scatter", 8, 256 * 1024 * 4): 1,
-        Compiled("all_reduce", 4, 256 * 512 * 4): 1,
-        Compiled("all_reduce", 4, 4): 1,
-    } == dict(collectives(TPU))
+        CompiledCollective("all_gather", 8, 1024 * 256 * 2): 3,
+        CompiledCollective("permute", 2, 128 * 256 * 2): 3,
+        CompiledCollective("reduce_scatter", 8, 256 * 1024 * 4): 1,
+        CompiledCollective("all_reduce", 4, 256 * 512 * 4): 1,
+        CompiledCollective("all_reduce", 4, 4): 1,
+    } == dict(parse_collectives(TPU))
 
 
 def test_each_machine_has_a_compiler():
     """`verify=True` compiles for the devices that have a name."""
-    assert set() == set(known_devices()) - set(TARGETS)
+    assert set() == set(load_devices()) - set(TARGETS)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 8, 12, 17, 60, 8960])
 def test_slices_of_tpus_have_as_many_as_the_mesh(number):
     """Whatever the number is, the sides of the slice make it."""
     for name in ("v5e", "v5p"):
-        *sides, size = 1, 1, 1, *TARGETS[name].sides(number)
+        *sides, size = 1, 1, 1, *TARGETS[name].choose_sides(number)
         for side in sides:
             size *= side
         assert number == size
@@ -196,7 +196,7 @@ def test_what_is_printed_before_code_is_made_is_what_xla_says_of_the_whole(targe
           return %y, %z : tensor<64x32xf32>, tensor<32x16xf32>
         } }"""
     printed = compile_modules([module], 8, target)[0]
-    environment = compiler.environment(TARGETS[target], 8)
+    environment = compiler.make_environment(TARGETS[target], 8)
     plain = environment | {"XLA_FLAGS": environment["XLA_FLAGS"].partition(" --xla_dump")[0]}
     monkeypatch.setattr(compiled, "environment", lambda *args: plain)
     whole = compile_modules([module], 8, target)[0]
@@ -237,11 +237,11 @@ def test_the_compiler_ends_with_the_process_that_started_it():
 )
 def test_what_a_compiler_says_in_its_end(code, said, what):
     """A crash, a step that is too large, and a refusal are told apart."""
-    assert what in str(compiled._failed("v5e", TARGETS["v5e"], code, said))
+    assert what in str(compiled._make_compile_error("v5e", TARGETS["v5e"], code, said))
 
 
 def test_a_step_that_is_too_large_has_what_it_needs():
     """XLA for TPUs says it in GiB."""
-    error = compiled._failed("v5e", TARGETS["v5e"], 1, f"JaxRuntimeError: {NO_MEMORY}")
+    error = compiled._make_compile_error("v5e", TARGETS["v5e"], 1, f"JaxRuntimeError: {NO_MEMORY}")
     assert isinstance(error, TooLargeError)
     assert 20.5 * 2**30 == error.peak_bytes

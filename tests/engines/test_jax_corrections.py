@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 import layoutmap as lm
 from layoutmap.core.errors import EngineError
 from layoutmap.cost.jax.compiled import compile_modules
-from layoutmap.cost.jax.targets import target_named
-from layoutmap.engines.jax.devices import named_sharding
+from layoutmap.cost.jax.targets import find_target
+from layoutmap.engines.jax.devices import make_named_sharding
 
 PROCESSES = ("jax",)
 MESHES = ("batch=2,model=4", "batch=4,model=2", "a=2,b=2,c=2", "batch=1,model=8", "model=4")
@@ -161,7 +161,7 @@ ROWS, KERNEL = np.ones((8, 8, 8, 8), np.float32), np.ones((3, 3, 1, 8), np.float
 def test_where_rules_go_by_shard_map():
     """Inside of shard_map each device convolves its own rows, by JAX's own rule."""
     mesh = lm.create_mesh("batch=2,model=4")
-    native = named_sharding(lm.Layout.replicated(mesh, 0)).mesh
+    native = make_named_sharding(lm.Layout.replicated(mesh, 0)).mesh
     specs = PartitionSpec(), PartitionSpec("batch")
 
     def local(kernel, x):
@@ -267,7 +267,7 @@ def test_what_is_not_sharded_is_not_gathered():
     """Where no window goes over a sharded axis a step exchanges no more than without any of this."""
     mesh = lm.create_mesh("batch=2,model=4")
     layouts = lm.Layout([None, None, None, "model"], mesh), lm.Layout.batch_sharded(mesh, "batch", 4)
-    shardings = tuple(map(named_sharding, layouts))
+    shardings = tuple(map(make_named_sharding, layouts))
     kernel = np.ones((3, 3, 8, 16), np.float32)
 
     def step(kernel, x):
@@ -289,12 +289,12 @@ def test_what_is_not_sharded_is_not_gathered():
 def test_each_compiler_adds_up_over_the_batch_alone(target):
     """The gradient of a depthwise kernel is summed over the dim of the batch, also by the compiler for GPUs."""
     try:
-        target_named(target)
+        find_target(target)
     except EngineError as error:  # the extra xla-gpu
         pytest.skip(str(error).splitlines()[0])
     mesh = lm.create_mesh("batch=2,model=4")
     shardings = tuple(
-        map(named_sharding, (lm.Layout.replicated(mesh, 4), lm.Layout.batch_sharded(mesh, "batch", 4)))
+        map(make_named_sharding, (lm.Layout.replicated(mesh, 4), lm.Layout.batch_sharded(mesh, "batch", 4)))
     )
     step = jax.jit(gradient_of, in_shardings=shardings, out_shardings=shardings[0])
     [compiled] = compile_modules([step.lower(KERNEL, ROWS).as_text().encode()], 8, target)

@@ -312,8 +312,8 @@ func.func @main(%a: tensor<8x8xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"x"},
 
 def test_what_cannot_be_kept_apart_is_refused():
     """A product whose own layout is fixed is refused by name: a barrier behind it changes nothing."""
-    with shardy.context():
-        module = shardy.parsed(FIXED)
+    with shardy.make_context():
+        module = shardy.parse_module(FIXED)
         with pytest.raises(EngineError) as refused:
             keep_apart(module, "step")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from layoutmap.engines.launchers import Launcher, launcher
+from layoutmap.engines.launchers import Launcher, detect_launcher
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -26,4 +26,4 @@ def test_the_launcher_is_known_by_its_variables(variables, expected, monkeypatch
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    assert expected == launcher()
+    assert expected == detect_launcher()

@@ -17,7 +17,7 @@ from layoutmap.core.initializers import Initializer, Program
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.engines.tensorflow import programs
+from layoutmap.engines.tensorflow import pieces
 from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import EngineContract, assert_same_bits
 
@@ -45,7 +45,7 @@ def random_draw(shape, dtype, seed):
 
 def reason(draw):
     """Why an initializer's program cannot be computed in pieces."""
-    return programs.PieceProgram(draw.program.function, draw.program.seed).why_global
+    return pieces.PieceProgram(draw.program.function, draw.program.seed).why_global
 
 
 class TestTensorFlowEngine(EngineContract):
@@ -114,7 +114,7 @@ def test_a_draw_in_pieces_has_the_bits_of_one_draw(source, dtype, monkeypatch):
         draw = drawn_by(("scaled", source, shape, dtype), function, seed=len(shape))
         expected = draw.global_value().numpy()
         for piece_bytes in (16 << 20, 1, 100):
-            monkeypatch.setattr(programs, "_PIECE_BYTES", piece_bytes)
+            monkeypatch.setattr(pieces, "_PIECE_BYTES", piece_bytes)
             made = created(draw, layout_on(dims, *specs), shape, dtype)
 
             assert "" == reason(draw) or shape == (2,)
@@ -136,7 +136,7 @@ def test_any_run_of_a_draw_has_the_bits_of_one_draw(data):
         return source((size,), seed, dtype=dtype) * tf.cast(0.3, dtype) + tf.cast(0.1, dtype)
 
     index = (slice(start, start + count),)
-    (block,) = programs.PieceProgram(function, key).blocks(key, [index]).values()
+    (block,) = pieces.PieceProgram(function, key).compute_blocks(key, [index]).values()
 
     assert_same_bits(function(key).numpy()[index], block)
 
@@ -162,14 +162,14 @@ def test_a_counter_runs_over_into_its_upper_half():
 def test_no_piece_is_larger_than_was_asked_for(specs, monkeypatch):
     """While a variable is drawn in pieces, no run of it is larger than the size of a piece."""
     asked = []
-    elements = programs._Run.elements
+    elements = pieces._Evaluation.compute_elements
 
     def recorded(run, start, count):
         asked.append(count)
         return elements(run, start, count)
 
-    monkeypatch.setattr(programs._Run, "elements", recorded)
-    monkeypatch.setattr(programs, "_PIECE_BYTES", 4 * 3 * 50)
+    monkeypatch.setattr(pieces._Evaluation, "compute_elements", recorded)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 4 * 3 * 50)
     draw = random_draw((64, 50), "float32", seed=3)
     made = created(draw, layout_on("x=2,y=2", *specs), (64, 50))
 
@@ -316,7 +316,7 @@ def test_a_mesh_dim_of_size_1_in_a_tuple_shards_nothing():
     tensor = engine().relayout(np.arange(8, dtype=np.float32).reshape(4, 2), layout)
 
     assert ["y", "unsharded"] == dtensor.fetch_layout(tensor).sharding_specs
-    assert layout == engine().layout_of(tensor)
+    assert layout == engine().get_layout(tensor)
 
 
 def test_a_mesh_may_name_devices_by_either_name():
@@ -355,7 +355,7 @@ def test_tensors_that_tensorflow_laid_out_have_a_layout():
     tensor = dtensor.relayout(tf.ones((4, 4)), dtensor.Layout(["b", "unsharded"], own_mesh))
     mesh = Mesh([f"CPU:{i}" for i in (4, 5, 6, 7)], "a=2,b=2")
 
-    assert Layout(["b", None], mesh) == engine().layout_of(tensor)
+    assert Layout(["b", None], mesh) == engine().get_layout(tensor)
     assert_same_bits(np.ones((4, 4), np.float32), engine().to_numpy(tensor))
 
 

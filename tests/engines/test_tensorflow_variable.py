@@ -145,7 +145,7 @@ def test_copies_have_the_same_layout(again):
     held.assign(VALUES * 2)
 
     assert isinstance(made, lm.DVariable)
-    assert X_Y == made.layout == engine().layout_of(made)
+    assert X_Y == made.layout == engine().get_layout(made)
     assert ("kernel:0", False) == (made.name, made.trainable)
     assert_same_bits(VALUES, made.numpy())
 
@@ -175,7 +175,7 @@ def test_a_value_is_given_in_any_form(kind):
 
         assert held is getattr(held, method)(GIVEN[kind]())
         assert_same_bits(expected, held.numpy())
-        assert X_Y == engine().layout_of(held)
+        assert X_Y == engine().get_layout(held)
 
 
 @pytest.mark.parametrize("autograph", [False, True])
@@ -193,7 +193,7 @@ def test_a_value_is_given_in_a_compiled_function(kind, autograph):
     give()
 
     assert_same_bits(VALUES * 6, held.numpy())
-    assert X_Y == engine().layout_of(held)
+    assert X_Y == engine().get_layout(held)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -303,7 +303,7 @@ def test_training_by_hand_is_that_of_one_device():
     assert 4 == plain.steps.numpy() == cut.steps.numpy()
     for one, other in zip(plain.weights() + plain.slots, cut.weights() + cut.slots, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-4, atol=1e-6)
-        assert other.layout == engine().layout_of(other)
+        assert other.layout == engine().get_layout(other)
 
 
 def test_a_module_finds_its_variables():
@@ -326,7 +326,7 @@ def test_a_checkpoint_is_exact(tmp_path):
     assert len(saved.variables) == len(fresh.variables) == 7
     for one, other in zip(saved.variables, fresh.variables, strict=True):
         assert_same_bits(one.numpy(), other.numpy())
-        assert one.layout == engine().layout_of(other)
+        assert one.layout == engine().get_layout(other)
     assert train(saved, 2, in_batches) == train(fresh, 2, in_batches) == train(later, 2, in_batches)
 
 

@@ -92,7 +92,7 @@ class TestOneGPU(test_torch.TestTorchEngine):
     one_device: ClassVar[str | None] = "GPU:0"
 
     def get_device_values(self, array):
-        pieces = simulation.pieces_of(array.to_local())
+        pieces = simulation.get_pieces(array.to_local())
 
         assert {"cuda"} == {piece.device.type for piece in pieces.values()}
         return {f"GPU:{rank}": to_numpy(piece) for rank, piece in pieces.items()}

@@ -787,7 +787,7 @@ def test_a_step_is_shown_as_its_parts_and_what_travels(browser, show):
     widths = browser.execute_script(
         "return [...document.querySelectorAll('#cost .bar .use')].map((part) => parseFloat(part.style.width))"
     )
-    assert len(plan.cost.waits) == len(widths)
+    assert len(plan.cost.time_parts) == len(widths)
     assert 100 == pytest.approx(sum(widths), abs=0.01)
     cells = browser.execute_script(
         "return [...document.querySelectorAll('#cost tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
@@ -795,7 +795,7 @@ def test_a_step_is_shown_as_its_parts_and_what_travels(browser, show):
     shown = []
     for row in plan.cost.rows:
         kind, times, over, network, tensor, sent, takes, cause, phase = row.cells
-        figures = [tensor, sent, takes + " (overlaps)" * row.overlaps]
+        figures = [tensor, sent, takes + " (overlaps)" * row.is_overlapped]
         shown.append([cause + phase, f"{kind} \u00d7 {times}over {over}, {network}", *figures])
     assert shown == cells
     assert "fits: 30.0 GiB of 79.1 GiB per device, at the peak of a step" == text(browser, "#headline")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.current import current, entered
+from layoutmap.adapters.current import active_session, get_current_session
 
 PROCESSES = ("jax",)
 L = keras.layers
@@ -123,13 +123,13 @@ def test_the_older_spelling_warns_and_works():
 
 def test_the_current_scope_is_that_of_the_innermost_block():
     """What is entered is current until it is left, by an exception too."""
-    assert current() is None
-    with entered("outer"):
-        with contextlib.suppress(ZeroDivisionError), entered("inner"):
-            assert "inner" == current()
+    assert get_current_session() is None
+    with active_session("outer"):
+        with contextlib.suppress(ZeroDivisionError), active_session("inner"):
+            assert "inner" == get_current_session()
             raise ZeroDivisionError
-        assert "outer" == current()
-    assert current() is None
+        assert "outer" == get_current_session()
+    assert get_current_session() is None
 
 
 def test_apply_wants_a_model():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.current import current
+from layoutmap.adapters.current import get_current_session
 from layoutmap.engines import get_engine
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -53,7 +53,7 @@ def specs_of(layer):
     """The sharding specs of the layer's kernel, which has values; `None`: it is a plain array."""
     kernel = layer.kernel.value if hasattr(layer, "kernel") else layer.weight
     engine = get_engine("torch" if hasattr(layer, "weight") else _engine_name())
-    layout = engine.layout_of(kernel)
+    layout = engine.get_layout(kernel)
 
     assert np.isfinite(engine.to_numpy(kernel)).all()
     return layout and layout.sharding_specs
@@ -94,7 +94,7 @@ def test_tasks_and_threads_inherit_no_scope(library):
     own = {"own": lm.Layout(X, MESH).sharding_specs}
     assert {name: own.get(name) for name in made} == {name: specs_of(each) for name, each in made.items()}
     assert 6 == len(made)
-    assert current() is None
+    assert get_current_session() is None
 
 
 def gathered(library):
@@ -220,7 +220,7 @@ def test_a_generator_that_is_closed_late_ends_its_own_scope(library):
     assert library == "torch" or x == specs_of(
         inner
     )  # a scope that ends with an exception leaves torch no values
-    assert current() is None
+    assert get_current_session() is None
 
 
 def test_a_generator_that_another_thread_closes(library):
@@ -234,7 +234,7 @@ def test_a_generator_that_another_thread_closes(library):
     def close():
         try:
             generator.close()
-            errors.append(current())
+            errors.append(get_current_session())
         except BaseException as error:
             errors.append(error)
 
@@ -249,7 +249,7 @@ def test_a_generator_that_another_thread_closes(library):
 
     assert [None] == errors
     assert [None, lm.Layout(Y, MESH).sharding_specs] == [specs_of(each) for each in (plain, made)]
-    assert current() is None
+    assert get_current_session() is None
 
 
 def test_an_asynchronous_generator_that_the_loop_closes(library):
@@ -269,4 +269,4 @@ def test_an_asynchronous_generator_that_the_loop_closes(library):
 
     assert specs_of(make(library)) is None
     assert library == "torch" or specs_of(made) == lm.Layout(X, MESH).sharding_specs
-    assert current() is None
+    assert get_current_session() is None

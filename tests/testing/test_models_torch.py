@@ -7,7 +7,7 @@ import torch
 from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 
 from layoutmap.adapters import get_adapter
-from layoutmap.adapters.torch.training import call, loss_of
+from layoutmap.adapters.torch.training import call_model, compute_loss
 from layoutmap.testing import models
 from layoutmap.testing.models.torch.drawing import HOOKS
 from layoutmap.testing.models.torch.kinds import KINDS
@@ -46,7 +46,7 @@ def test_every_kind_of_layout_is_drawn_for_every_kind_of_part():
 def test_outputs_have_the_shapes_that_are_described(seed):
     """So do targets, which a loss would broadcast without a word."""
     case = models.draw(seed, "torch")
-    outputs = call(case.make_model(), case.batch)
+    outputs = call_model(case.make_model(), case.batch)
     loss, outputs = outputs if case.model.returns_loss else (None, outputs)
     found = outputs if isinstance(outputs, tuple) else (outputs,)
 
@@ -64,7 +64,7 @@ def test_modules_return_the_shapes_that_rules_for_activations_are_drawn_for(seed
         made.get_submodule(path).register_forward_hook(
             lambda module, inputs, output, path=path: found.update({path: tuple(output.shape[1:])})
         )
-    call(made, case.batch)
+    call_model(made, case.batch)
 
     assert dict(case.model.layer_outputs) == found
 
@@ -76,7 +76,7 @@ def test_a_plain_model_computes_on_the_device_of_its_weights(first):
     for seed in range(first, first + 100):
         case = models.draw(seed, "torch")
         try:
-            assert "meta" == loss_of(case.make_model().to("meta"), case.batch).device.type
+            assert "meta" == compute_loss(case.make_model().to("meta"), case.batch).device.type
         except RuntimeError as error:  # some outputs are read as numbers, and there are none
             refused.add(str(error))
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 import layoutmap as lm
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import devices_of_text, known_devices, machine_for, machine_named
+from layoutmap.cost.machines import find_machine, load_devices, machine_named, parse_devices
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.products import describe_products
 from layoutmap.testing.schedule import LawResult
 from layoutmap.testing.selftest.speeds import Speeds
 from layoutmap.testing.speeds import KINDS
 
-SWITCHED = [name for name, device in known_devices().items() if not device.fast.ring_from]
+SWITCHED = [name for name, device in load_devices().items() if not device.fast.ring_from]
 
 
 def measured(machine, dims, slower=None):
@@ -27,7 +27,7 @@ def measured(machine, dims, slower=None):
             "mesh": dims,
             "dim": dim.name,
             "bytes": 2**28,
-            "seconds": machine.seconds(kind, 2**28, machine.group(mesh, [dim.name]))
+            "seconds": machine.estimate_seconds(kind, 2**28, machine.find_group(mesh, [dim.name]))
             * (4 if (kind, dim.name) == slower else 1),
         }
         for dim in mesh.mesh_dims
@@ -44,11 +44,11 @@ def measured(machine, dims, slower=None):
 @given(st.sampled_from(SWITCHED), st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4, 8]))
 def test_a_machine_file_has_the_machine_that_was_measured(name, hosts, near):
     """From the seconds of collectives on a machine follow its bandwidths, inside of hosts and between them."""
-    machine = Machine(known_devices()[name], hosts * 8)
+    machine = Machine(load_devices()[name], hosts * 8)
     dims = f"far={hosts},near={near},x={8 // near}"
     speeds = Speeds("jax", 8, measured(machine, dims))
     text = speeds.to_machine_file("a test")
-    written = devices_of_text(text, "mine.yaml")["here"]
+    written = parse_devices(text, "mine.yaml")["here"]
 
     assert machine.device.fast.bandwidth == pytest.approx(written.fast.bandwidth)
     if hosts > 1:
@@ -65,7 +65,7 @@ def test_a_file_with_one_device_needs_no_name(tmp_path):
     text = Speeds("jax", 8, measured(machine_named("h100:8"), "x=2,model=4")).to_machine_file("a test")
     path.write_text(text)
 
-    assert "here:8" == str(machine_for(str(path), Mesh(None, "x=2,model=4")))
+    assert "here:8" == str(find_machine(str(path), Mesh(None, "x=2,model=4")))
     path.write_text(f"{text}  there:{text.partition('here:')[2]}")
     with pytest.raises(lm.LayoutMapError, match="which of its devices is not said") as caught:
         machine_named(str(path))

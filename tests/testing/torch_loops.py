@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from layoutmap.adapters.torch.training import loss_of
+from layoutmap.adapters.torch.training import compute_loss
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
 from layoutmap.testing.laws.trial import ROUNDINGS, TOLERANCE, Trial, take_rows
@@ -39,7 +39,7 @@ def sgd(model, **options):
 
 def loss(model, batch, seed=0):
     torch.manual_seed(seed)
-    return loss_of(model, batch)
+    return compute_loss(model, batch)
 
 
 def steps(model, batch, optimizer, *, count=2, before=lambda: None, after=lambda: None):
@@ -213,7 +213,7 @@ def evaluated(model, batch):
 def checkpointed(model, batch):
     optimizer = sgd(model)
     torch.manual_seed(0)
-    value = checkpoint(lambda: loss_of(model, batch), use_reentrant=False)
+    value = checkpoint(lambda: compute_loss(model, batch), use_reentrant=False)
     value.backward()
     optimizer.step()
     return [value.item()]

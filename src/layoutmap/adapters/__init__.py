@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
-from layoutmap.adapters.missing_backend import missing_backend
+from layoutmap.adapters.missing_backend import make_backend_error
 from layoutmap.adapters.protocol import Adapter, Building, Inspecting, Keeping, Training
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.engines.tested import import_for
@@ -21,11 +21,11 @@ __all__ = [
     "Inspecting",
     "Keeping",
     "Training",
-    "adapter_of_model",
-    "capable",
+    "get_model_adapter",
+    "require_capability",
     "get_adapter",
-    "imported_adapter",
-    "others_refused",
+    "get_imported_adapter",
+    "refuse_other_libraries",
     "refuse",
 ]
 
@@ -77,7 +77,7 @@ _MEANT = {
 
 
 def get_adapter(name: str) -> Building:
-    """The adapter of a model library.
+    """Return the adapter of a model library.
 
     Args:
         name: One of `ADAPTERS`, as `"keras"`, or what it is called, too, as `"flax"`.
@@ -104,13 +104,13 @@ def get_adapter(name: str) -> Building:
     try:
         return import_for(name, ADAPTERS[name]).adapter()
     except ModuleNotFoundError as error:
-        if (missing := missing_backend(error)) is not None:
+        if (missing := make_backend_error(error)) is not None:
             raise missing from error
         raise
 
 
-def capable(adapter: Building, capability: type[Capable], function: str) -> Capable:
-    """Return an adapter as one that knows more than to build models.
+def require_capability(adapter: Building, capability: type[Capable], function: str) -> Capable:
+    """Return the adapter if it implements an optional protocol, such as `Training`, else raise.
 
     Args:
         adapter: The adapter.
@@ -132,8 +132,8 @@ def capable(adapter: Building, capability: type[Capable], function: str) -> Capa
     )
 
 
-def imported_adapter() -> Building:
-    """The adapter of the model library that the program has imported.
+def get_imported_adapter() -> Building:
+    """Return the adapter of the model library that the program has imported.
 
     Raises:
         ScopeError: It has imported none.
@@ -152,8 +152,8 @@ def imported_adapter() -> Building:
 
 
 @contextmanager
-def others_refused(adapter: Building) -> Generator[None]:
-    """While open, models of the other libraries that are imported are refused, where they would pass unseen."""
+def refuse_other_libraries(adapter: Building) -> Generator[None]:
+    """Refuse models of the other imported libraries until the block ends, since they would stay unsharded."""
     with ExitStack() as stack:
         for name in ADAPTERS:
             if name != adapter.name and name in sys.modules and importlib.util.find_spec(name) is not None:
@@ -164,7 +164,7 @@ def others_refused(adapter: Building) -> Generator[None]:
 
 
 def find_adapter(model: Any) -> Building | None:
-    """The adapter of the library that made a model; `None`: no adapter knows the object."""
+    """Return the adapter of the library that made a model, or None for an unknown object."""
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     names = [name for name in ADAPTERS if name in packages]
     if not names and "jax" in sys.modules:
@@ -173,8 +173,8 @@ def find_adapter(model: Any) -> Building | None:
     return next((adapter for adapter in adapters if adapter.owns(model)), None)
 
 
-def adapter_of_model(model: Any) -> Building:
-    """The adapter of the library that made a model.
+def get_model_adapter(model: Any) -> Building:
+    """Return the adapter of the library that made a model.
 
     Raises:
         ScopeError: No adapter knows the object.

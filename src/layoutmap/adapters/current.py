@@ -1,4 +1,4 @@
-"""Which scope is open here: the one piece of ambient state, a `ContextVar`.
+"""Track which scope is open in this thread and task: the only ambient state, a `ContextVar`.
 
 A scope belongs to the code between its `with` and its end, in the thread and the task that opened it. Threads and tasks
 that inherit the variable with a copy of their maker's context do not inherit the scope, and a scope that is closed is
@@ -22,8 +22,8 @@ from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import Closing
 
 
-class entered(Closing):
-    """Make a session the current one of this thread and task for a while; afterwards the one before it is again.
+class active_session(Closing):
+    """Make a session the current one of this thread and task until the block ends.
 
     It may end in any order and anywhere: a generator that holds it can be closed late, by another task or thread.
     """
@@ -32,49 +32,49 @@ class entered(Closing):
         self.session = session  # `None` once it is closed
         self.was_told = False
         self._thread = threading.get_ident()
-        task = _task()
+        task = _get_asyncio_task()
         self._task = None if task is None else weakref.ref(task)
 
-    def is_here(self) -> bool:
-        """Whether this is the thread and the task that entered."""
+    def is_in_opening_task(self) -> bool:
+        """Return whether this thread and task opened the session."""
         task = None if self._task is None else self._task()
-        return self._thread == threading.get_ident() and task is _task()
+        return self._thread == threading.get_ident() and task is _get_asyncio_task()
 
     def open(self) -> None:
-        """Begin."""
-        _current.set(_Link(weakref.ref(self), next(_links(), None)))
+        """Make the session the current one."""
+        _current.set(_SessionLink(weakref.ref(self), next(_iterate_links(), None)))
 
     def close(self) -> None:
-        """End; to close twice is to close once."""
+        """Make the enclosing session current again, unless this one is closed already."""
         self.session = None
         link = _current.get()
         if link is not None and link.entry() is self:
-            _current.set(next(_links(), None))
+            _current.set(next(_iterate_links(), None))
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    """An entry, which its `with` holds and the variable does not, and what was open before it."""
+class _SessionLink:
+    """Weak reference to an open session, with the link of its enclosing session."""
 
-    entry: weakref.ref[entered]
-    outer: _Link | None
-
-
-_current: ContextVar[_Link | None] = ContextVar("layoutmap_scope", default=None)
+    entry: weakref.ref[active_session]
+    outer: _SessionLink | None
 
 
-def current() -> Any:  # why: decisions/0031
-    """The session of the innermost scope that is open in this thread and task, or `None`."""
-    return next(_sessions(), None)
+_current: ContextVar[_SessionLink | None] = ContextVar("layoutmap_scope", default=None)
 
 
-def is_entered(session: Any) -> bool:
-    """Whether a session is open in this thread and task, perhaps around another one."""
-    return any(each is session for each in _sessions())
+def get_current_session() -> Any:  # why: decisions/0031
+    """Return the session of the innermost scope that is open in this thread and task, or None."""
+    return next(_iterate_sessions(), None)
 
 
-def warn_if_elsewhere(library: str, name: str) -> None:  # why: decisions/0031
-    """Warn, once for each scope, if a model is built in a task or thread that was started inside of it."""
+def is_session_active(session: Any) -> bool:
+    """Return whether a session is open in this thread and task, even if another one is nested in it."""
+    return any(each is session for each in _iterate_sessions())
+
+
+def warn_in_inner_task(library: str, name: str) -> None:  # why: decisions/0031
+    """Warn once per scope about a model that is built in a task or thread started inside the scope."""
     link = _current.get()
     entry = link and link.entry()
     if entry is None or entry.session is None or entry.session.library != library or entry.was_told:
@@ -89,25 +89,25 @@ def warn_if_elsewhere(library: str, name: str) -> None:  # why: decisions/0031
     warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({library}))
 
 
-def _sessions() -> Iterator[Any]:
-    for link in _links():
+def _iterate_sessions() -> Iterator[Any]:
+    for link in _iterate_links():
         entry = link.entry()
         if entry is not None:
             yield entry.session
 
 
-def _links() -> Iterator[_Link]:
-    """The scopes that are open in this thread and task, the innermost first."""
+def _iterate_links() -> Iterator[_SessionLink]:
+    """Yield the sessions that are open in this thread and task, innermost first."""
     link = _current.get()
     while link is not None:
         entry = link.entry()
-        if entry is not None and entry.session is not None and entry.is_here():
+        if entry is not None and entry.session is not None and entry.is_in_opening_task():
             yield link
         link = link.outer
 
 
-def _task() -> Any:
-    """The task of asyncio that runs here, or `None`."""
+def _get_asyncio_task() -> Any:
+    """Return the current asyncio task, or None."""
     asyncio: Any = sys.modules.get("asyncio")  # a program that has not imported it has no tasks
     try:
         return asyncio and asyncio.current_task()

@@ -1,4 +1,4 @@
-"""States of what goes on with a run: iterators over data, schedules and the like, of any library."""
+"""Save and restore the state of data iterators, schedules, and similar objects of any library."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 
 
-def state_of(data: object) -> Any:
-    """The state of an iterator over data, of a schedule or the like; of a mapping of them, the states by name."""
+def read_state(data: object) -> Any:
+    """Return the state of a data iterator or schedule, or the states by name for a mapping of them."""
     if isinstance(data, Mapping):
-        return {name: state_of(each) for name, each in cast("Mapping[Any, Any]", data).items()}
+        return {name: read_state(each) for name, each in cast("Mapping[Any, Any]", data).items()}
     for name in ("state_dict", "get_state"):
         if callable(method := getattr(data, name, None)):
             return method()
@@ -25,13 +25,13 @@ def state_of(data: object) -> Any:
     )
 
 
-def undo_of(data: object) -> Callable[[], object]:
-    """Return what gives `data` the state back that it has now, of each part of it that says what its state is."""
+def make_undo(data: object) -> Callable[[], object]:
+    """Return a function that restores the current state of `data`, as far as its parts have a state."""
     if isinstance(data, Mapping):
-        undos = [undo_of(each) for each in cast("Mapping[Any, Any]", data).values()]
+        undos = [make_undo(each) for each in cast("Mapping[Any, Any]", data).values()]
         return lambda: [undo() for undo in undos]
     try:
-        state = copy.deepcopy(state_of(data))
+        state = copy.deepcopy(read_state(data))
     except (
         Exception
     ):  # a user's object raises what it likes; without a state of its own there is nothing to undo
@@ -39,22 +39,22 @@ def undo_of(data: object) -> Callable[[], object]:
 
     def undo() -> None:
         with contextlib.suppress(Exception):  # the error that made this necessary is the one to raise
-            taker(data)(state)
+            find_state_setter(data)(state)
 
     return undo
 
 
 def restore_state(data: object, state: Any) -> None:
-    """Give a state back to what `state_of` was given."""
+    """Restore a state that `read_state` returned."""
     if isinstance(data, Mapping):
         for name, each in cast("Mapping[Any, Any]", data).items():
             restore_state(each, state[name])
     else:
-        taker(data)(state)
+        find_state_setter(data)(state)
 
 
-def taker(data: object) -> Any:
-    """Return the method by which something takes up a state."""
+def find_state_setter(data: object) -> Any:
+    """Return the method that restores an object's state."""
     for name in ("load_state_dict", "set_state"):
         if callable(method := getattr(data, name, None)):
             return method

@@ -17,8 +17,8 @@ from typing import Any
 from layoutmap.engines.agreement import Part
 
 
-def versions(*packages: str) -> Iterator[Part]:
-    """Yield the releases of Python, of this library, and of packages that are imported."""
+def list_versions(*packages: str) -> Iterator[Part]:
+    """Yield the versions of Python, layoutmap, and each given package that is imported."""
     yield "Python", "{}.{}".format(*sys.version_info)
     for name in ("layoutmap", *packages):
         if name in sys.modules:

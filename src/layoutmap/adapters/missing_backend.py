@@ -7,19 +7,19 @@ import sys
 import traceback
 
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines import ENGINES, installed_engines
+from layoutmap.engines import ENGINES, list_installed_engines
 
 _IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}" before Keras is imported'
 
 
-def missing_backend(error: BaseException | None, choose: str = _IN_PYTHON) -> ScopeError | None:
-    """Return the error for an import of Keras that ended because its backend is not installed, else `None`."""
-    if not isinstance(error, ModuleNotFoundError) or not _ended_keras(error):
+def make_backend_error(error: BaseException | None, choose: str = _IN_PYTHON) -> ScopeError | None:
+    """Return the error for a Keras import that failed because its backend is not installed, else None."""
+    if not isinstance(error, ModuleNotFoundError) or not _is_keras_import_failure(error):
         return None
     backend = str(error.name).partition(".")[0]
     if backend not in ENGINES:
         return None
-    there = installed_engines()
+    there = list_installed_engines()
     asked = os.environ.get("KERAS_BACKEND")
     fixes = [*(choose.format(name) for name in there[:1]), f'pip install "layoutmap[{backend}]"']
     return ScopeError(
@@ -32,7 +32,7 @@ def missing_backend(error: BaseException | None, choose: str = _IN_PYTHON) -> Sc
     )
 
 
-def _ended_keras(error: ModuleNotFoundError) -> bool:
+def _is_keras_import_failure(error: ModuleNotFoundError) -> bool:
     if "keras" in sys.modules:  # it is imported, and one of its functions needs something else
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))

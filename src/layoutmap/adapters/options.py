@@ -1,4 +1,4 @@
-"""The options of a scope: one value, made where a user passes them and handed down as it is."""
+"""Define the options of a scope as one frozen value, created where a user passes them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NEUTRAL = tuple(field.name for field in fields(ScopeOptions) if field.name != "o
 
 
 def check_names(given: Mapping[str, Any], library: str, own: Iterable[str] = ()) -> None:
-    """Refuse options of a scope that a model library does not have.
+    """Refuse scope options that a model library does not have.
 
     Args:
         given: Options by name, those that each library has left out.

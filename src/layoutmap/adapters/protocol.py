@@ -1,4 +1,4 @@
-"""The protocols of adapters, and of the scope that an adapter works in.
+"""Define the protocols of adapters, and of the scope that an adapter works in.
 
 An adapter knows one model library: how to build a model without its values, what its variables are called, how each
 gets its value, and how the library trains. It knows no rule, no mesh and no device: those are behind its
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A variable of a model, with its array.
+    """A variable of a model with its array.
 
     Args:
         variable: The variable.
@@ -39,7 +39,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The slots and settings that a checkpoint has for an optimizer.
+    """Optimizer slots and settings that a checkpoint contains.
 
     Args:
         slots: Its slots.
@@ -52,7 +52,7 @@ class Saved:
 
 # A protocol, since adapters lie below `layoutmap.scope`, whose `Scope` implements it; why: decisions/0171
 class ScopeContext(Protocol):
-    """A scope as its adapter sees it: the engine, a policy for layouts, and the checks that need the plan."""
+    """Scope as an adapter uses it: the engine, the layout policy, and the checks that need the plan."""
 
     plan_only: bool
     """Whether this is a dry run: no variable may get a value, and there is no engine."""
@@ -68,7 +68,7 @@ class ScopeContext(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """The engine that holds the arrays; a plan has none."""
+        """Engine of the scope's arrays. A plan has no engine."""
         ...
 
     def assign(
@@ -80,7 +80,7 @@ class ScopeContext(Protocol):
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
-        """Return a layout for each variable, in order; raises with all problems, before anything is materialized.
+        """Return a layout for each variable, in order, or raise all problems before any value is created.
 
         Args:
             variables: The variables, in the order of the model; no two with one `key`.
@@ -93,21 +93,21 @@ class ScopeContext(Protocol):
         ...
 
     def note(self, subject: str, what: str) -> None:
-        """Add a note to the plan, of what was found when the variables were materialized."""
+        """Add a note to the plan about a fact found while variables were materialized."""
         ...
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
-        """Return a layout for a variable that is needed before all are known: its rule's if that fits."""
+        """Return the layout of a variable that is needed before all variables are known."""
         ...
 
     def create(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """Return initial values, each in its layout, by the keys given; all processes of the mesh must ask."""
+        """Return initial values in their layouts, by key. All processes of the mesh must call this."""
         ...
 
     def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
-        """Warn about mesh dims that shard no weight, no layer output and no batch; once, at the first training step.
+        """Warn once, in the first training step, about mesh dims that shard no weight, layer output, or batch.
 
         Args:
             step: The name of the step, for the message.
@@ -116,18 +116,18 @@ class ScopeContext(Protocol):
         ...
 
     def gather(self, values: NumpyArray) -> NumpyArray:
-        """Return the values of each process of the mesh, one row each; they must all ask, with values of one shape."""
+        """Return equally shaped values of all processes, one row each. All processes of the mesh must call this."""
         ...
 
 
 class Session(Protocol):
-    """One scope's work in one model library."""
+    """Work of one scope in one model library."""
 
     library: str
     """The name of the library's adapter."""
 
     def defer(self) -> AbstractContextManager[None]:
-        """While open, variables are made without values; the outermost one materializes them at its end.
+        """Create variables without values in the block. The end of the outermost block materializes them.
 
         Raises:
             ScopeError: The library cannot defer what is made in a block; `build` is the way then.
@@ -135,29 +135,29 @@ class Session(Protocol):
         ...
 
     def build(self, make: Callable[[], Any]) -> Any:
-        """Return the model that a function makes, materialized; it may be another object than the function returns."""
+        """Return the materialized model of a function, which may be another object than the function returns."""
         ...
 
     def take(self, model: Any) -> Any:
-        """Lay out a model that exists, as if it had been built here; returns it, or what takes its place."""
+        """Shard an existing model as if it had been built here, and return it or its replacement."""
         ...
 
     def made(self, model: Any) -> bool:
-        """Return whether a model was made here, and did not exist before."""
+        """Return whether a model was built in this session."""
         ...
 
     def unbuilt(self) -> Sequence[str]:
-        """Return the names of layers that will make weights when they are first called."""
+        """Return the names of layers that create weights in their first call."""
         ...
 
     def complete(self, model: Any, inputs: Any) -> None:
-        """Have a model make what it would make at its first call and training step; computes nothing."""
+        """Create, without computing, the variables that a first call and training step would create."""
         ...
 
 
 @runtime_checkable
 class Building(Protocol):  # why: decisions/0171
-    """Models of one library are planned, built and laid out.
+    """Adapter that can plan, build, and shard the models of one library.
 
     Nine methods are to be written; two have a default, which is for a library whose models cannot be built unseen and
     that has no options of its own. `Training`, `Keeping` and `Inspecting` are more that an adapter may know.
@@ -169,11 +169,11 @@ class Building(Protocol):  # why: decisions/0171
 
     @property
     def engine_name(self) -> str:
-        """The engine whose arrays the library works with now."""
+        """Name of the engine of the library's arrays."""
         ...
 
     def check(self) -> None:
-        """Refuse, by name, what this adapter cannot work with.
+        """Refuse versions, modes, and backends of the library that this adapter does not support.
 
         Raises:
             ScopeError: The library's version, mode or backend is not supported, or a scope cannot be opened here.
@@ -181,7 +181,7 @@ class Building(Protocol):  # why: decisions/0171
         ...
 
     def owns(self, model: Any) -> bool:
-        """Whether a model is of this library."""
+        """Return whether a model belongs to this library."""
         ...
 
     def begin(self, context: ScopeContext) -> Session:
@@ -189,31 +189,31 @@ class Building(Protocol):  # why: decisions/0171
         ...
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Restore the random states that the library draws from afterwards."""
+        """Restore the library's random states when the block ends."""
         ...
 
     def set_seed(self, seed: int) -> None:
-        """Seed everything the library draws from."""
+        """Seed all random generators that the library uses."""
         ...
 
     def complete(self, model: Any, batch: Any) -> None:
-        """Have a model make what it would make at its first call and training step; computes nothing."""
+        """Create, without computing, the variables that a first call and training step would create."""
         ...
 
     def variables(self, model: Any) -> dict[str, Any]:
-        """Return a model's variables by path, in a fixed order: weights, states, and slots of its optimizer."""
+        """Return a model's variables by path, in a fixed order: weights, states, and optimizer slots."""
         ...
 
     def read(self, variable: Any) -> Any:
-        """Return the global value of a variable, as a numpy array."""
+        """Return the global value of a variable as a numpy array."""
         ...
 
     def write(self, variable: Any, value: Any) -> None:
-        """Give a variable a value, of the engine or of numpy; it keeps its layout."""
+        """Assign an engine or numpy array to a variable without changing its layout."""
         ...
 
     def refused(self, library: str) -> AbstractContextManager[None]:
-        """While open, models of this library that are built here are refused, where they would pass unseen.
+        """Refuse models of this library that are built until the block ends, since they would stay unsharded.
 
         Args:
             library: The library that the scope was opened for.
@@ -221,7 +221,7 @@ class Building(Protocol):  # why: decisions/0171
         return nullcontext()
 
     def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
-        """Return the library's own options of a scope, as one value for `ScopeOptions.own`.
+        """Return the scope options that only this library has, as one value for `ScopeOptions.own`.
 
         Args:
             given: Values by name.
@@ -236,10 +236,10 @@ class Building(Protocol):  # why: decisions/0171
 
 @runtime_checkable
 class Training(Building, Protocol):
-    """Models are trained and compared: `check_parity`, and plans with an optimizer."""
+    """Adapter that can train and compare models, for `check_parity` and plans with an optimizer."""
 
     def with_optimizer(self, model: Any, optimizer: Any) -> Any:
-        """Return a model with an optimizer in place of its own, where models of the library carry one.
+        """Set the optimizer of a model, if models of the library contain one, and return the model.
 
         Raises:
             ScopeError: The library has no optimizer of that name.
@@ -247,31 +247,31 @@ class Training(Building, Protocol):
         ...
 
     def on_one_device(self, model: Any, device_type: str) -> Any:
-        """Return a plain model, and have its variables on one device of a type, such as `"GPU"`, where they are not."""
+        """Move an unsharded model's variables to one device of a type, such as `"GPU"`, and return the model."""
         return model
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return what a model returns for a batch, in inference; numpy arrays, nested as the model nests them."""
+        """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
         ...
 
     def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the losses of a batch by name, and gradients for trainable variables by path, as numpy arrays.
+        """Return the losses of a batch by name, and the gradients of trainable variables by path, in numpy.
 
         A gradient that a model's own step passes to no optimizer of the model is `None`.
         """
         ...
 
     def train_step(self, model: Any, batch: Any) -> dict[str, float]:
-        """One optimizer step of a compiled model on a batch; returns the numbers that it logs, the loss before it."""
+        """Run one optimizer step of a compiled model on a batch, and return its logs."""
         ...
 
 
 @runtime_checkable
 class Keeping(Building, Protocol):
-    """Models are saved, loaded and exported."""
+    """Adapter that can save, load, and export models."""
 
     def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> Sequence[Stored]:
-        """Return what a checkpoint keeps of a model: weights, states and random states, and slots of its optimizer.
+        """Return the weights, states, random states, and optimizer slots that a checkpoint contains.
 
         Args:
             model: The model.
@@ -285,7 +285,7 @@ class Keeping(Building, Protocol):
         ...
 
     def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
-        """Return a model and its optimizer with other values; the same objects, unless they cannot be changed.
+        """Assign new values, and return the model and its optimizer, or copies if they are immutable.
 
         Args:
             model: The model.
@@ -296,27 +296,27 @@ class Keeping(Building, Protocol):
         ...
 
     def settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
-        """Return what else there is to keep, as numbers, texts, lists and mappings.
+        """Return all other state of a checkpoint as numbers, texts, lists, and mappings.
 
         `"random"` has the random states of this process by name, `"optimizer"` what an optimizer has beside slots.
         """
         ...
 
     def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
-        """Put back what `settings` returned, here or of another library; `"random"` has those of this process."""
+        """Restore the result of `settings`, which another library may have written."""
         ...
 
     def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
-        """Call a function once, when a model without an optimizer is given one; return whether the library can."""
+        """Call a function once a model gets an optimizer, and return whether the library supports this."""
         return False
 
 
 @runtime_checkable
 class Inspecting(Building, Protocol):
-    """A plan is read off a model that exists: `inspect`."""
+    """Adapter that can describe existing models, for `inspect`."""
 
     def described(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
-        """Return the variables of a model that any program has made, as a plan would have them, and their arrays.
+        """Return the variables and arrays of an existing model as a plan would list them.
 
         Args:
             model: The model; its arrays may be shapes without values.
@@ -325,14 +325,14 @@ class Inspecting(Building, Protocol):
         ...
 
     def context_of(self, model: Any) -> ScopeContext | None:
-        """Return the scope that a model was laid out in; `None`: in none, or the library cannot tell."""
+        """Return the scope that sharded a model, or None without a scope or if the library cannot know it."""
         ...
 
     def gathered_dims(self, model: Any) -> tuple[str, ...]:
-        """Return the mesh dims over which weights are gathered before their layers compute, as far as it is known."""
+        """Return the known mesh dims over which weights are gathered before their layers compute."""
         return ()
 
 
 @runtime_checkable
 class Adapter(Training, Keeping, Inspecting, Protocol):
-    """All that this library can do with models."""
+    """Adapter with all optional capabilities."""

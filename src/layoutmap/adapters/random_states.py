@@ -11,8 +11,8 @@ import numpy as np
 
 
 @contextmanager
-def put_back() -> Generator[None]:
-    """Put the states back afterwards, as if what happens in here had drawn nothing."""
+def keep_states() -> Generator[None]:
+    """Restore the random states of Python and numpy when the block ends."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that programs seed
     try:
         yield
@@ -27,13 +27,13 @@ def seed_both(seed: int) -> None:
     np.random.seed(seed)  # noqa: NPY002
 
 
-def states() -> dict[str, Any]:
-    """Return both states, as numbers, texts and arrays."""
+def read_states() -> dict[str, Any]:
+    """Return the random states of Python and numpy as numbers, texts, and arrays."""
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}  # noqa: NPY002
 
 
-def restore(found: Mapping[str, Any]) -> None:
-    """Put back what `states` returned, or that of it which is there."""
+def restore_states(found: Mapping[str, Any]) -> None:
+    """Restore the states that `read_states` returned, as far as they are present."""
     if "python" in found:
         random.setstate(found["python"])
     if "numpy" in found:

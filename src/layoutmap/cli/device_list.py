@@ -9,7 +9,7 @@ from layoutmap.cli.output import WELL, print_text
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import ENGINES, get_engine
-from layoutmap.engines.launchers import Launcher, launcher
+from layoutmap.engines.launchers import Launcher, detect_launcher
 from layoutmap.scope.devices import devices
 
 _JOIN = {
@@ -21,7 +21,7 @@ _JOIN = {
 
 def list_devices(options: Any) -> int:
     """Print this process's launcher and each engine's devices, and return the exit code."""
-    started_by = launcher()
+    started_by = detect_launcher()
     texts: list[str] = []
     for engine in [options.engine] if options.engine else ENGINES:
         try:

@@ -11,7 +11,7 @@ from layoutmap.cli.output import PROBLEMS, WELL, add_wide_option, get_width, pri
 from layoutmap.cli.plans import read_plan
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
 from layoutmap.core.errors import LayoutMapError, format_count, join_names
-from layoutmap.engines.launchers import launcher
+from layoutmap.engines.launchers import detect_launcher
 from layoutmap.plan.completeness import find_missing_weights
 from layoutmap.plan.problems import group_problems
 from layoutmap.scope.plan import Plan
@@ -34,7 +34,7 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
 
 def get_process_number() -> int:
     """Return this process's number in its torchrun or SLURM job, or 0 without one."""
-    started_by = launcher()
+    started_by = detect_launcher()
     return 0 if started_by is None else started_by.process
 
 
@@ -46,7 +46,7 @@ def inspect_model(options: Any) -> Plan:
     """
     from layoutmap.inspecting.inspect import inspect  # loads numpy, which plans do without
 
-    name, started_by = options.model, launcher()
+    name, started_by = options.model, detect_launcher()
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     if not get_process_number():

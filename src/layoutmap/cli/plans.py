@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters import ADAPTERS, Training, capable, find_adapter, imported_adapter
+from layoutmap.adapters import ADAPTERS, Training, find_adapter, get_imported_adapter, require_capability
 from layoutmap.cli.models import add_preset_options, choose_preset, find_published_model, make_published_model
 from layoutmap.cli.output import add_wide_option, print_text
 from layoutmap.cli.users_code import import_function, parse_function_name, users_code
@@ -267,7 +267,7 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
                 fix="leave --optimizer out",
             )
         try:
-            return capable(adapter, Training, "--optimizer").with_optimizer(model, optimizer)
+            return require_capability(adapter, Training, "--optimizer").with_optimizer(model, optimizer)
         except ScopeError as error:
             raise LayoutMapError(
                 f"--optimizer {optimizer}", why=error.why, fix="use adamw, sgd, ..."
@@ -283,7 +283,7 @@ def find_imported_library() -> str:
         ScopeError: No library is imported, or several are.
     """
     try:
-        return imported_adapter().name
+        return get_imported_adapter().name
     except ScopeError as error:
         raise ScopeError(error.what, why=error.why, fix=f"pass --library {' or '.join(ADAPTERS)}") from error
 

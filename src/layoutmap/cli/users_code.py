@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters.missing_backend import missing_backend
+from layoutmap.adapters.missing_backend import make_backend_error
 from layoutmap.cli.models import refuse_unknown_model
 from layoutmap.core.errors import LayoutMapError
 
@@ -64,7 +64,7 @@ def users_code(name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (LayoutMapError, ModuleNotFoundError) as error:
-        missing = missing_backend(error.__cause__ or error, choose_backend)
+        missing = make_backend_error(error.__cause__ or error, choose_backend)
         if missing is not None:
             raise missing from error
         if isinstance(error, LayoutMapError):

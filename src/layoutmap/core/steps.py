@@ -36,7 +36,7 @@ class Tracer(Protocol):
         """
         ...
 
-    def recomputes(self, path: str) -> bool:
+    def should_recompute(self, path: str) -> bool:
         """Return whether a layer stores only its input for the backward pass, and recomputes the rest.
 
         Args:

@@ -1,4 +1,4 @@
-"""Other ways to train a model whose step does not fit: each is counted, the best first."""
+"""Count other ways to train a model with a step that does not fit, and rank them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from layoutmap.core.paths import make_path_regex, merge_paths
-from layoutmap.cost.cost import Cost, duration
-from layoutmap.cost.search.options import Grid, activation_options
+from layoutmap.cost.cost import Cost, format_duration
+from layoutmap.cost.search.options import Grid, list_activation_options
 from layoutmap.cost.search.space import Blocks
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
@@ -34,7 +34,7 @@ def advise(  # why: decisions/0120
     can_fuse: bool,
     seconds: float,
 ) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
-    """Count other ways to train a model.
+    """Count other ways to train a model, and return them as advice, best first.
 
     Args:
         before: The way that does not fit.
@@ -57,21 +57,21 @@ def advise(  # why: decisions/0120
             "a fused kernel for attention": lambda: [replace(before, fuse_attention=True)] * can_fuse,
             "recomputing activations": lambda: [replace(before, remat="blocks")] * can_recompute,
             "weights sharded over the dim of the batch": lambda: (
-                [before.shard_weights(data, plan)] if data else _over_batch(before)
+                [before.shard_weights(data, plan)] if data else _shard_batch(before)
             ),
-            "other layouts of what blocks return": lambda: _activations(before, blocks),
+            "other layouts of what blocks return": lambda: _vary_activations(before, blocks),
             "twice as many devices": lambda: map(before.doubled, before.mesh.dim_names),
             "half the batch": lambda: [before.halve_batch()],
         }
         for name, ways in alike.items():
             trials.add_best(name, ways, shown)
-        if not trials.fits():
-            trials.add_together(shown)
-    return trials.advice(), tuple(trials.untried)
+        if not trials.can_any_fit():
+            trials.count_combination(shown)
+    return trials.list_advice(), tuple(trials.untried)
 
 
 class _Trials:
-    """Ways that were counted, for as long as there is patience."""
+    """Other ways to train that were counted within a time limit."""
 
     def __init__(self, before: Way, needed: int, count: Count, seconds: float):
         self._before, self._needed, self._count = before, needed, count
@@ -80,19 +80,19 @@ class _Trials:
         self.untried: list[str] = []
 
     def add_best(self, name: str, ways: Ways, shown: Callable[[], object]) -> None:
-        """Count ways that are alike, and keep the best of them."""
+        """Count similar ways and store the best of them."""
         known = [way for way in try_count(lambda: list(ways())) or () if way is not None]
         if known and not self._has_time():
             self.untried.append(name)
             return
-        counted = [(way, self._counted(way, shown)) for way in known]
+        counted = [(way, self._count_way(way, shown)) for way in known]
         found = [(way, cost) for way, cost in counted if cost is not None]
         self._found += [min(found, key=self._rank)] if found else []
 
     def _has_time(self) -> bool:
         return time.process_time() + self._longest <= self._end
 
-    def _counted(self, way: Way, shown: Callable[[], object]) -> Cost | None:
+    def _count_way(self, way: Way, shown: Callable[[], object]) -> Cost | None:
         if not self._has_time():
             return None
         shown()
@@ -101,12 +101,12 @@ class _Trials:
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
 
-    def fits(self) -> bool:
-        """Whether one of them fits."""
+    def can_any_fit(self) -> bool:
+        """Return whether one of the counted ways fits."""
         return any(cost.fits for _, cost in self._found)
 
-    def add_together(self, shown: Callable[[], object]) -> None:
-        """Count at once all that save something with this batch on these devices; then with half of it, and so on."""
+    def count_combination(self, shown: Callable[[], object]) -> None:
+        """Count all changes that save memory together, then halve the batch until the step fits."""
         found, together = sorted(self._found, key=self._rank), self._before
         for way, cost in found:
             is_same = way.mesh == self._before.mesh and way.inputs == self._before.inputs
@@ -115,7 +115,7 @@ class _Trials:
         known, last, way = [self._before, *(way for way, _ in found)], self._needed, together
         while way is not None:
             if way not in known:
-                cost = self._counted(way, shown)
+                cost = self._count_way(way, shown)
                 if cost is None or cost.step.peak_bytes >= last:
                     return
                 self._found, last = [*found, (way, cost)], cost.step.peak_bytes
@@ -123,13 +123,13 @@ class _Trials:
                     return
             way = way.halve_batch()
 
-    def advice(self) -> tuple[Advice, ...]:
-        """The advice that was found, the best first."""
+    def list_advice(self) -> tuple[Advice, ...]:
+        """Return the advice, best first."""
         return tuple(
             Advice(
                 *describe_change(self._before, way),
                 cost.step.peak_bytes,
-                f"{duration(cost.step_seconds)} a step",
+                f"{format_duration(cost.step_seconds)} a step",
             )
             for way, cost in sorted(self._found, key=self._rank)
         )
@@ -140,20 +140,22 @@ class _Trials:
         return (not cost.fits, *others, cost.step_seconds if cost.fits else cost.step.peak_bytes)
 
 
-def _over_batch(before: Way) -> Iterator[Way]:
-    """Ways with the batch sharded, which is not."""
+def _shard_batch(before: Way) -> Iterator[Way]:
+    """Yield ways with the batch sharded over one mesh dim."""
     for dim in before.mesh.mesh_dims:
         if dim.size > 1 and before.batch_size % dim.size == 0:
             yield replace(before, batch_dim=dim.name)
 
 
-def _activations(before: Way, blocks: Sequence[Blocks]) -> Iterator[Way]:
-    """Ways with other rules for what blocks return."""
+def _vary_activations(before: Way, blocks: Sequence[Blocks]) -> Iterator[Way]:
+    """Yield ways with other rules for the outputs of blocks."""
     names = " and ".join(merge_paths(each.paths) for each in blocks)
     others = [dim.name for dim in before.mesh.mesh_dims if dim.size > 1 and dim.name != before.data]
     grids = [Grid(before.mesh, before.data, other) for other in others or [None]]
     shapes = dict.fromkeys(each.shape for each in blocks)
-    for specs in {s: None for shape in shapes for grid in grids for s in activation_options(shape, grid)}:
+    for specs in {
+        s: None for shape in shapes for grid in grids for s in list_activation_options(shape, grid)
+    }:
         rules: dict[str, Any] = {}
         for each in blocks:
             match = before.rules.activations.match(each.paths[0])

@@ -1,4 +1,4 @@
-"""The cost of a training step on a machine: what was counted, and how long it takes at least."""
+"""Compute the time and memory of a counted training step on a machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cached_property
 
 from layoutmap.core.paths import merge_paths, replace_numbers, split_at_numbers
 from layoutmap.core.text_table import format_bytes, format_html_table, format_table
-from layoutmap.cost.machine import Group, Machine
-from layoutmap.cost.table import PARTITIONED, Collective, Held, StepCost
+from layoutmap.cost.machine import DeviceGroup, Machine
+from layoutmap.cost.table import PARTITIONED, Collective, PeakTensors, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.advice import Advice
 
@@ -25,8 +25,8 @@ _MOST_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """A part of a step's time.
+class TimePart:
+    """Part of a step's time.
 
     Args:
         what: What the device does, or waits for.
@@ -43,7 +43,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """Equal collectives of repeated blocks.
+    """Equal collectives of repeated blocks, in one row of the table.
 
     Args:
         first: The first of them.
@@ -61,19 +61,19 @@ class CollectiveRow:
     sent_bytes: int
     seconds: float
     network: str
-    overlaps: bool
+    is_overlapped: bool
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """A text for each of `COLUMNS`."""
+        """Text for each of `COLUMNS`."""
         c = self.first
-        sizes = format_bytes(c.tensor_bytes), format_bytes(self.sent_bytes), duration(self.seconds)
+        sizes = format_bytes(c.tensor_bytes), format_bytes(self.sent_bytes), format_duration(self.seconds)
         kind, over, why = c.kind.replace("_", "-"), ", ".join(c.dims), self.cause or "?"
         return kind, f"{self.calls:,}", over, self.network, *sizes, why, c.phase
 
     @property
     def text(self) -> str:
-        """The collective in a sentence, without its cause."""
+        """The collective in one sentence, without its cause."""
         kind, times, over, network, tensor, sent, seconds, _, phase = self.cells
         often = "once" if times == "1" else f"{times} times"
         often += f" for all of {self.cause}" if "*" in self.cause else ""
@@ -83,7 +83,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True, repr=False)
 class Cost:  # why: decisions/0092
-    """The cost of a training step on a machine; printed, it says what travels, and what the step waits for.
+    """Cost of a training step on a machine. When printed, it shows the collectives and the parts of the time.
 
     Args:
         step: What each device sends, computes and holds.
@@ -119,69 +119,73 @@ class Cost:  # why: decisions/0092
 
     @property
     def compute_seconds(self) -> float:
-        """Matrix products and convolutions, at the device's peak."""
-        return sum(count / self.machine.device.rate(dtype) for dtype, count in self.step.flops.items())
+        """Seconds of matrix products and convolutions, at the device's peak."""
+        return sum(
+            count / self.machine.device.get_flops_rate(dtype) for dtype, count in self.step.flops.items()
+        )
 
     @property
     def memory_seconds(self) -> float:
-        """Reading and writing the device's own memory, at its peak."""
+        """Seconds of access to the device's own memory, at its peak."""
         return self.step.traffic_bytes / self.machine.device.memory_bandwidth
 
     @property
     def device_seconds(self) -> float:
-        """Seconds in which a device is busy without the others: computing and memory overlap."""
+        """Seconds of a device without communication, where computing and memory access overlap."""
         return max(self.compute_seconds, self.memory_seconds)
 
-    def seconds_of(self, collective: Collective) -> float:
-        """How long all calls of a collective take in a step."""
+    def time_collective(self, collective: Collective) -> float:
+        """Return the seconds that all calls of a collective take in a step."""
         group = self._groups[collective.dims, collective.group]
-        return collective.calls * self.machine.seconds(collective.kind, collective.tensor_bytes, group)
+        return collective.calls * self.machine.estimate_seconds(
+            collective.kind, collective.tensor_bytes, group
+        )
 
-    def overlaps(self, collective: Collective) -> bool:
-        """Whether a collective overlaps with computing: that of a weight or of its gradient."""
+    def is_overlapped(self, collective: Collective) -> bool:
+        """Return whether a collective overlaps with computing, because it is for a weight or its gradient."""
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         return collective.kind in kinds and replace_numbers(collective.cause) in self.weights
 
     @property
     def weights_seconds(self) -> float:
-        """Gathering weights and summing gradients."""
-        return sum(self.seconds_of(c) for c in self.step.collectives if self.overlaps(c))
+        """Seconds to gather weights and sum gradients."""
+        return sum(self.time_collective(c) for c in self.step.collectives if self.is_overlapped(c))
 
     @property
     def activations_seconds(self) -> float:
-        """Exchanging activations."""
-        return sum(self.seconds_of(c) for c in self.step.collectives if not self.overlaps(c))
+        """Seconds to exchange activations."""
+        return sum(self.time_collective(c) for c in self.step.collectives if not self.is_overlapped(c))
 
     @property
     def step_seconds(self) -> float:
-        """A step, where the collectives of weights overlap with computing."""
+        """Seconds of a step, where the collectives of weights overlap with computing."""
         return max(self.device_seconds, self.weights_seconds) + self.activations_seconds
 
     @property
     def serial_seconds(self) -> float:
-        """A step, where no collective overlaps with computing."""
+        """Seconds of a step without overlap."""
         return self.device_seconds + self.weights_seconds + self.activations_seconds
 
     @cached_property
-    def waits(self) -> tuple[Wait, ...]:
-        """The parts of a step's time, which add up to `step_seconds`; the longest waits first."""
+    def time_parts(self) -> tuple[TimePart, ...]:
+        """Parts of a step's time, which add up to `step_seconds`. The longest waits come first."""
         computing, memory = self.compute_seconds, self.memory_seconds
-        waits: list[Wait] = []
+        waits: list[TimePart] = []
         for overlaps, kind in ((True, "weights"), (False, "activations")):
             by_dims: dict[tuple[str, ...], float] = {}
             for c in self.step.collectives:
-                if self.overlaps(c) is overlaps:
-                    by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.seconds_of(c)
+                if self.is_overlapped(c) is overlaps:
+                    by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.time_collective(c)
             # What overlaps is taken from all of them alike.
             share = 1.0 - min(1.0, self.device_seconds / (self.weights_seconds or 1.0)) if overlaps else 1.0
             waits += [
-                Wait(f"waiting for {kind} over {', '.join(dims)}", seconds * share, kind, dims)
+                TimePart(f"waiting for {kind} over {', '.join(dims)}", seconds * share, kind, dims)
                 for dims, seconds in by_dims.items()
             ]
         waits.sort(key=lambda wait: -wait.seconds)
         own = [
-            Wait("computing", computing, "computing"),
-            Wait("waiting for its own memory", max(0.0, memory - computing), "memory"),
+            TimePart("computing", computing, "computing"),
+            TimePart("waiting for its own memory", max(0.0, memory - computing), "memory"),
         ]
         return tuple(wait for wait in (*own, *waits) if wait.seconds > 0)
 
@@ -189,7 +193,7 @@ class Cost:  # why: decisions/0092
 
     @property
     def activation_bytes(self) -> int:
-        """The most that a device holds beside the step's arguments: activations, gradients, gathered weights."""
+        """Peak memory besides the step's arguments: activations, gradients, and gathered weights."""
         return max(0, self.step.peak_bytes - self.step.argument_bytes)
 
     @property
@@ -203,12 +207,12 @@ class Cost:  # why: decisions/0092
         return self.machine.device.memory_bytes
 
     @property
-    def held(self) -> tuple[Held, ...]:
-        """Tensors on a device at the peak, beside what the step is given."""
+    def held(self) -> tuple[PeakTensors, ...]:
+        """Tensors on a device at the peak, except the step's arguments."""
         return self.step.held
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Cost:
-        """Return the same cost with other paths of weights; see `weights`."""
+        """Return the cost with the collectives of these variables counted as collectives of weights."""
         return replace(self, weights=paths)
 
     def on_memory(self, num_bytes: int) -> Cost:
@@ -224,28 +228,29 @@ class Cost:  # why: decisions/0092
     # -- where
 
     @cached_property
-    def _groups(self) -> dict[tuple[tuple[str, ...], int], Group]:
+    def _groups(self) -> dict[tuple[tuple[str, ...], int], DeviceGroup]:
         mesh = self.step.mesh
         return {
-            (c.dims, c.group): self.machine.group(mesh, c.dims).part(c.group) for c in self.step.collectives
+            (c.dims, c.group): self.machine.find_group(mesh, c.dims).make_subgroup(c.group)
+            for c in self.step.collectives
         }
 
     @property
     def networks(self) -> dict[str, str]:
-        """The network that each mesh dim runs over, by its name; dims of size 1 run over none."""
+        """Network of each mesh dim by name, without dims of size 1."""
         mesh, machine = self.step.mesh, self.machine
         return {
-            dim.name: machine.network_text(machine.group(mesh, [dim.name]))
+            dim.name: machine.describe_network(machine.find_group(mesh, [dim.name]))
             for dim in mesh.mesh_dims
             if dim.size > 1
         }
 
     @cached_property
     def rows(self) -> tuple[CollectiveRow, ...]:
-        """The collectives with those of repeated blocks in one row, the longest first."""
-        return self._merged(self.step.collectives)
+        """Table rows of the collectives, the slowest first. Those of repeated blocks share a row."""
+        return self._merge_collectives(self.step.collectives)
 
-    def _merged(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
+    def _merge_collectives(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
         groups: dict[object, list[Collective]] = {}
         for c in collectives:
             key = c.kind, c.dims, c.tensor_bytes, split_at_numbers(c.cause), c.phase, c.group
@@ -255,27 +260,30 @@ class Cost:  # why: decisions/0092
                 group[0],
                 merge_paths(list(dict.fromkeys(c.cause for c in group))),
                 sum(c.calls for c in group),
-                sum(c.sent_bytes(self.step.mesh) for c in group),
-                sum(map(self.seconds_of, group)),
-                self.machine.network_text(self._groups[group[0].dims, group[0].group]),
-                self.overlaps(group[0]),
+                sum(c.count_sent_bytes(self.step.mesh) for c in group),
+                sum(map(self.time_collective, group)),
+                self.machine.describe_network(self._groups[group[0].dims, group[0].group]),
+                self.is_overlapped(group[0]),
             )
             for group in groups.values()
         ]
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
     @cached_property
-    def _by_cause(self) -> dict[str, list[Collective]]:
+    def _collectives_by_cause(self) -> dict[str, list[Collective]]:
         found: dict[str, list[Collective]] = {}
         for c in self.step.collectives:
             found.setdefault(c.cause, []).append(c)
         return found
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
-        """The collectives that some variables or layers cause, a text for each row."""
+        """Return a text for each collective that some variables or layers cause."""
         causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers(path)))
         return [
-            row.text for row in self._merged(c for cause in causes for c in self._by_cause.get(cause, ()))
+            row.text
+            for row in self._merge_collectives(
+                c for cause in causes for c in self._collectives_by_cause.get(cause, ())
+            )
         ]
 
     # -- texts
@@ -284,18 +292,18 @@ class Cost:  # why: decisions/0092
     def line(self) -> str:
         """The cost in one line."""
         sizes = f"{format_bytes(self.step.peak_bytes)} of {format_bytes(self.machine.device.memory_bytes)}"
-        seconds = duration(self.step_seconds)
+        seconds = format_duration(self.step_seconds)
         return f"{seconds} a step on {self.machine}; {sizes} per device at the peak ({self.known_by})"
 
     @property
     def known_by(self) -> str:
-        """The source of the figures: XLA's partitioner, or an estimate; and the compiler whose own are beside them."""
+        """Source of the figures: an estimate, XLA's partitioner, or XLA's compiler."""
         beside = f", beside what XLA compiles for {self.verified.target}" if self.verified else ""
         return f"{self.step.known_by}{beside}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """The assumptions of the time and of the count, in sentences."""
+        """Assumptions behind the time and the counts, in sentences."""
         device = self.machine.device
         slowest = min(device.flops, key=lambda dtype: device.flops[dtype])
         unknown = [dtype for dtype in self.step.flops if dtype not in device.flops]
@@ -308,9 +316,9 @@ class Cost:  # why: decisions/0092
 
     @property
     def counts(self) -> tuple[str, str]:
-        """The numbers that each device computes, sends, moves and holds, in two sentences."""
+        """FLOPs, sent bytes, memory traffic, and peak memory of each device, in two sentences."""
         step = self.step
-        flops = ", ".join(f"{count_text(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
+        flops = ", ".join(f"{format_count(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
         sent, moved = format_bytes(step.sent_bytes), format_bytes(step.traffic_bytes)
         given, beside = format_bytes(step.argument_bytes), format_bytes(self.activation_bytes)
         most = "at most " * (step.known_by == PARTITIONED)
@@ -322,21 +330,21 @@ class Cost:  # why: decisions/0092
             f"it holds {given} of weights, state, slots and batch, and at the peak {most}{beside} beside them{short}",
         )
 
-    def _parts(self) -> Iterator[tuple[str, str, str]]:
+    def _format_time_parts(self) -> Iterator[tuple[str, str, str]]:
         total = self.step_seconds
-        for wait in self.waits:
-            yield wait.what, duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
+        for wait in self.time_parts:
+            yield wait.what, format_duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
+        """Return the text that `print` shows. See `Plan.to_text` for `width`."""
         device = self.machine.device
         lines = [
             f"Cost: {self.line}",
-            f"{device.about}; no overlap at all: {duration(self.serial_seconds)}",
+            f"{device.about}; no overlap at all: {format_duration(self.serial_seconds)}",
             "",
         ]
         lines += format_table(
-            ("of the step", "takes", "share"), self._parts(), ("takes", "share"), width=width
+            ("of the step", "takes", "share"), self._format_time_parts(), ("takes", "share"), width=width
         )
         if self.rows:
             cells = [row.cells for row in self.rows[:_MOST_ROWS]]
@@ -345,7 +353,7 @@ class Cost:  # why: decisions/0092
             rest = self.rows[_MOST_ROWS:]
             seconds, sent = sum(row.seconds for row in rest), sum(row.sent_bytes for row in rest)
             lines.append(
-                f"... and {len(rest)} more, which take {duration(seconds)} and send {format_bytes(sent)}"
+                f"... and {len(rest)} more, which take {format_duration(seconds)} and send {format_bytes(sent)}"
             )
         mesh = ", ".join(f"{name} over {network}" for name, network in self.networks.items())
         lines += [
@@ -363,18 +371,20 @@ class Cost:  # why: decisions/0092
         return f"<Cost: {self.line}>"
 
     def to_html(self) -> str:
-        """The cost as two tables, for a notebook."""
-        parts = format_html_table(f"Cost: {self.line}", ("of the step", "takes", "share"), self._parts())
+        """Return the cost as two tables for a notebook."""
+        parts = format_html_table(
+            f"Cost: {self.line}", ("of the step", "takes", "share"), self._format_time_parts()
+        )
         return parts + format_html_table("Collectives", COLUMNS, (row.cells for row in self.rows))
 
     _repr_html_ = to_html
 
 
-def duration(seconds: float) -> str:
-    """A time as people read it.
+def format_duration(seconds: float) -> str:
+    """Return a time as text, such as `31.4 ms`.
 
     Example:
-        >>> duration(0.0314), duration(2.5), duration(0)
+        >>> format_duration(0.0314), format_duration(2.5), format_duration(0)
         ('31.4 ms', '2.50 s', '0 s')
     """
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -383,11 +393,11 @@ def duration(seconds: float) -> str:
     return "0 s" if seconds <= 0 else "< 1 us"
 
 
-def count_text(count: float) -> str:
-    """A large count as people read it, before its unit.
+def format_count(count: float) -> str:
+    """Return a large number as text before its unit, such as `197 T`.
 
     Example:
-        >>> count_text(1.97e14) + "FLOP"
+        >>> format_count(1.97e14) + "FLOP"
         '197 TFLOP'
     """
     for prefix in ("", "K", "M", "G", "T"):

@@ -1,4 +1,4 @@
-"""The counters of training steps, one for each framework on which a step can be counted."""
+"""Load the counter of training steps for a framework."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from layoutmap.core.errors import EngineError
 _STEP_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.torch_step"}
 
 
-def step_counter(name: str) -> Any:
-    """Return the class that counts training steps on a framework; it takes a `TrainingStep` and has a method `count`.
+def load_step_counter(name: str) -> Any:
+    """Return the class that counts a `TrainingStep` of a framework with its method `count`.
 
     Raises:
         EngineError: Steps of that framework cannot be counted.

@@ -1,4 +1,4 @@
-"""The one module of this package that the packages below it use, through `layoutmap.plan.carried_cost`."""
+"""Provide the functions that lower packages use, through `layoutmap.plan.carried_cost`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from typing import Any
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import format_bytes
-from layoutmap.cost.cost import Cost, duration
-from layoutmap.cost.json import cost_fields, read_cost_fields
+from layoutmap.cost.cost import Cost, format_duration
+from layoutmap.cost.json import make_cost_fields, read_cost_fields
 from layoutmap.cost.lint import CHECKS
 from layoutmap.cost.plan_cost import add_cost, request_cost
 from layoutmap.plan.lint.weights import Linted
 from layoutmap.plan.problems import Problem
 
-__all__ = ["add_cost", "figures", "json_fields", "lint", "page_fields", "read_cost", "request_cost"]
+__all__ = [
+    "add_cost",
+    "lint",
+    "list_figures",
+    "make_json_fields",
+    "make_page_fields",
+    "read_cost",
+    "request_cost",
+]
 
 
 def lint(linted: Linted) -> Iterator[Problem]:
@@ -35,36 +43,36 @@ def read_cost(data: dict[str, Any], rows: list[Any], mesh: Mesh) -> Cost:
     return Cost(step, machine, batch_dim=batch_dim, tried=tried, untried=untried)
 
 
-def json_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-    """Return the fields of a plan's file for a cost: a row for each collective, and all else."""
-    return cost_fields(cost.step, cost.machine, cost.batch_dim, cost.tried, cost.untried)
+def make_json_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
+    """Return the cost for a plan's file: one row per collective, and all other fields."""
+    return make_cost_fields(cost.step, cost.machine, cost.batch_dim, cost.tried, cost.untried)
 
 
-def figures(cost: Cost) -> dict[str, str]:
-    """Return the figures of a cost by name, as the difference of two plans compares them."""
+def list_figures(cost: Cost) -> dict[str, str]:
+    """Return a cost's figures as texts by name, for comparing two plans."""
     sent: dict[str, list[float]] = {}
     for c in cost.step.collectives:
-        reason = "weights" if cost.overlaps(c) else "activations"
+        reason = "weights" if cost.is_overlapped(c) else "activations"
         sums = sent.setdefault(f"{c.kind.replace('_', '-')} of {reason} over {', '.join(c.dims)}", [0, 0])
-        sums[0] += c.sent_bytes(cost.step.mesh)
-        sums[1] += cost.seconds_of(c)
+        sums[0] += c.count_sent_bytes(cost.step.mesh)
+        sums[1] += cost.time_collective(c)
     return {
         "machine": str(cost.machine),
-        "time of a step": duration(cost.step_seconds),
-        **{wait.what: duration(wait.seconds) for wait in cost.waits},
+        "time of a step": format_duration(cost.step_seconds),
+        **{wait.what: format_duration(wait.seconds) for wait in cost.time_parts},
         "sent": format_bytes(cost.step.sent_bytes),
         **{
-            what: f"{format_bytes(num_bytes)}, {duration(seconds)}"
+            what: f"{format_bytes(num_bytes)}, {format_duration(seconds)}"
             for what, (num_bytes, seconds) in sent.items()
         },
         "memory at the peak": format_bytes(cost.step.peak_bytes),
     }
 
 
-def page_fields(
+def make_page_fields(
     cost: Cost, resident_bytes: int, find_variable: Callable[[str], int | None]
 ) -> dict[str, object]:
-    """Return a cost as the page of a plan shows it.
+    """Return the cost's fields for the HTML page of a plan.
 
     Args:
         cost: The cost.
@@ -76,10 +84,12 @@ def page_fields(
         "about": cost.machine.device.about,
         # Gradients live for a part of the step, so the page counts them among what comes on top of the rest.
         "beside": max(0, cost.step.peak_bytes - resident_bytes),
-        "parts": [[wait.what, wait.seconds, duration(wait.seconds), wait.kind] for wait in cost.waits],
-        "step": duration(cost.step_seconds),
-        "serial": duration(cost.serial_seconds),
-        "rows": [[*row.cells, row.overlaps, find_variable(row.first.cause)] for row in cost.rows],
+        "parts": [
+            [wait.what, wait.seconds, format_duration(wait.seconds), wait.kind] for wait in cost.time_parts
+        ],
+        "step": format_duration(cost.step_seconds),
+        "serial": format_duration(cost.serial_seconds),
+        "rows": [[*row.cells, row.is_overlapped, find_variable(row.first.cause)] for row in cost.rows],
         "networks": list(cost.networks.items()),
         "counts": cost.counts,
         "assumptions": cost.assumptions,

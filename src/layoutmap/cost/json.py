@@ -1,4 +1,4 @@
-"""The cost of a step in a plan's JSON: what was counted, a collective in each line, and the machine with its figures.
+"""Write and read the cost of a step in a plan's JSON, with the figures of the machine.
 
     "cost": {"flops": {"bfloat16": 25000000}, "traffic_bytes": 9000, "argument_bytes": 800, "peak_bytes": 1200,
              "machine": {"name": "h100", "devices": 64, ...}},
@@ -20,7 +20,15 @@ import msgspec
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Device, Machine, Network
-from layoutmap.cost.table import ESTIMATE, Collective, CollectiveKind, Held, HeldKind, Phase, StepCost
+from layoutmap.cost.table import (
+    ESTIMATE,
+    Collective,
+    CollectiveKind,
+    PeakTensorKind,
+    PeakTensors,
+    Phase,
+    StepCost,
+)
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.json_fields import (
     Count,
@@ -36,10 +44,10 @@ from layoutmap.plan.json_fields import (
 _COUNTS = ("traffic_bytes", "argument_bytes", "peak_bytes")
 
 
-def cost_fields(
+def make_cost_fields(
     step: StepCost, machine: Machine, batch_dim: str | None, tried: Sequence[Advice], untried: Sequence[str]
 ) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-    """Return the written fields of a cost: the collectives, and all else."""
+    """Return the collectives of a cost and its other fields, as a plan's file stores them."""
     written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
     if 0 < step.least_peak_bytes < step.peak_bytes:
         written["least_peak_bytes"] = step.least_peak_bytes
@@ -58,10 +66,10 @@ def cost_fields(
     device = {f.name: getattr(machine.device, f.name) for f in dataclasses.fields(Device)}
     device |= {name: dataclasses.asdict(device[name]) for name in ("fast", "slow")}
     written["machine"] = {"devices": machine.num_devices, **device, "flops": dict(machine.device.flops)}
-    return map(_collective, step.collectives), written
+    return map(_make_collective_row, step.collectives), written
 
 
-def _collective(c: Collective) -> list[Any]:
+def _make_collective_row(c: Collective) -> list[Any]:
     return [c.kind, c.dims, c.calls, c.tensor_bytes, c.cause, c.phase, *[c.group] * bool(c.group)]
 
 
@@ -100,7 +108,7 @@ class _Cost(PlanObject):
     argument_bytes: Number
     peak_bytes: Number
     machine: _Machine
-    held: tuple[tuple[HeldKind, str, tuple[Number, ...], str, Number], ...] = ()
+    held: tuple[tuple[PeakTensorKind, str, tuple[Number, ...], str, Number], ...] = ()
     notes: tuple[str, ...] = ()
     known_by: str = ESTIMATE
     least_peak_bytes: Number = 0
@@ -112,7 +120,7 @@ class _Cost(PlanObject):
 def read_cost_fields(
     data: dict[str, Any], rows: list[Any], mesh: Mesh
 ) -> tuple[StepCost, Machine, str | None, tuple[Advice, ...], tuple[str, ...]]:
-    """Read the arguments of `cost_fields` from a plan's file."""
+    """Read the arguments of `make_cost_fields` from a plan's file."""
     collectives = [convert(row, _Collective, f"collectives[{i}]") for i, row in enumerate(rows)]
     for i, row in enumerate(collectives):
         for dim in row.dims:
@@ -129,7 +137,7 @@ def read_cost_fields(
         found.peak_bytes,
         found.notes,
         found.least_peak_bytes,
-        tuple(Held(*each) for each in found.held),
+        tuple(PeakTensors(*each) for each in found.held),
         found.known_by,
     )
     tried = tuple(Advice(*each) for each in found.tried)

@@ -1,4 +1,4 @@
-"""`search`: the layout map with which a training step takes least, found for a model and a machine.
+"""Search the fastest layout map of a model for a machine.
 
 The file is longer than others for the docstrings of `search` and of what it returns, which are their reference.
 """
@@ -18,19 +18,25 @@ from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, s
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import merge_paths, replace_numbers
 from layoutmap.core.text_table import format_bytes, format_html_table, format_pre, format_table
-from layoutmap.cost.cost import Cost, duration
+from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import machine_for, machine_named
-from layoutmap.cost.plan_cost import compiler_at_hand, target_of
-from layoutmap.cost.search.experts import Expert, expert_of, experts, fitting_preset
-from layoutmap.cost.search.figure_cache import KeptFigures
-from layoutmap.cost.search.finalists import best_compiled, first_that_fits, searched_on
-from layoutmap.cost.search.loop import Evaluate, Figures, Outcome, Tried
-from layoutmap.cost.search.loop import search as find
-from layoutmap.cost.search.options import Grid, grid_of, grids
-from layoutmap.cost.search.result_table import HEAD, RIGHT, recompute_text, rows, verdict
-from layoutmap.cost.search.space import Model, blocks_of
+from layoutmap.cost.machines import find_machine, machine_named
+from layoutmap.cost.plan_cost import choose_compiler, choose_target
+from layoutmap.cost.search.experts import ExpertMap, choose_preset, make_expert_map, make_expert_maps
+from layoutmap.cost.search.figure_cache import FigureCache
+from layoutmap.cost.search.finalists import choose_compiled, choose_fitting, extend_search
+from layoutmap.cost.search.loop import Candidate, Evaluate, Figures, Outcome
+from layoutmap.cost.search.loop import search_maps as find
+from layoutmap.cost.search.options import Grid, list_grids, make_grid
+from layoutmap.cost.search.result_table import (
+    HEAD,
+    RIGHT,
+    compare_with_best_expert,
+    explain_recomputing,
+    make_rows,
+)
+from layoutmap.cost.search.space import Model, find_blocks
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.rules.near_misses import find_nearest
@@ -43,7 +49,7 @@ _BETWEEN_SECONDS = 0.2
 
 
 class SearchResult:
-    """The result of `search`; printed, it shows the rules and how they compare with those of experts.
+    """Result of `search`. When printed, it shows the rules and compares them with expert maps.
 
     Attributes:
         layout_map: The rules: a map as any other, which `to_yaml` writes to a file.
@@ -72,8 +78,8 @@ class SearchResult:
         self.layout_map.update(best)
         self.batch_dim = batch_dim
         self.plan = plan
-        self.verdict = verdict(outcome)
-        self.rows = rows(outcome)
+        self.verdict = compare_with_best_expert(outcome)
+        self.rows = make_rows(outcome)
         self.num_tried = outcome.num_tried
         self.is_complete = outcome.is_complete
         self.compiled = self.cost.verified
@@ -82,7 +88,7 @@ class SearchResult:
 
     @property
     def cost(self) -> Cost:
-        """The cost of a step with the map."""
+        """Cost of a step with the map."""
         assert isinstance(self.plan.cost, Cost)
         return self.plan.cost
 
@@ -95,12 +101,10 @@ class SearchResult:
                 f", {format_bytes(self.compiled.peak_bytes)} compiled" if self.compiled else ", not verified"
             )
             peak += f" counted{compiled} by XLA for {self._target}"
-        return (
-            f"{duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
-        )
+        return f"{format_duration(seconds)} a step on {self.cost.machine}, {peak}; {self.num_tried} maps tried{ended}"
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
+        """Return the text that `print` shows. See `Plan.to_text` for `width`."""
         return "\n".join(
             [
                 self.to_yaml(),
@@ -115,7 +119,7 @@ class SearchResult:
     __str__ = to_text
 
     def to_yaml(self) -> str:
-        """Return the rules as text for a file, with what they need as a comment; `LayoutMap.from_yaml` reads it."""
+        """Return a rules file as text for `LayoutMap.from_yaml`, with requirements in a comment."""
         return "".join(f"# {line}\n" for line in self.recompute.splitlines()) + self.layout_map.to_yaml()
 
     def __repr__(self) -> str:
@@ -147,7 +151,7 @@ def search(
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
-    """Find the layout map with which a training step takes least on a machine, among those that fit its memory.
+    """Find the fastest layout map of a model for a machine, among those that fit its memory.
 
     Each map is counted as `lower_step(..).count` does it; no array is allocated and no device is needed. It begins with
     the maps that an expert would try: data parallel, fully sharded, Megatron's split, both, by the preset that fits the
@@ -209,18 +213,18 @@ def search(
             why="what a step costs depends on the shape of the batch, which is not given",
             fix='pass inputs: anything with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
-    given = _mesh_given(mesh, start)
+    given = _read_mesh(mesh, start)
     if given is None and batch_dim not in (None, "data"):
         raise ScopeError(
             f"search: batch_dim={batch_dim!r} has no effect without mesh=",
             why="then meshes with dims data and model are tried, and the batch is sharded over data",
             fix="leave batch_dim out, or pass a mesh that has it",
         )
-    machine = machine_for(on, given) if given else _machine(on)
-    kept = _kept(start, keep, given)
-    target = target_of(verify, machine)
+    machine = find_machine(on, given) if given else _read_machine(on)
+    kept = _select_kept_rules(start, keep, given)
+    target = choose_target(verify, machine)
     limit = machine.device.memory_bytes if memory is None else memory
-    known = None if cache is None else KeptFigures(cache)
+    known = None if cache is None else FigureCache(cache)
     lowered = lower_step(
         make_model,
         LayoutMap(Mesh(None, {"data": machine.num_devices})),
@@ -233,35 +237,39 @@ def search(
     )
     batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None
     widest = min(machine.device.node_size, _WIDEST)
-    meshes = (_grid(given, batch_dim, start),) if given else grids(machine.num_devices, batch, widest)
+    meshes = (
+        (_make_mesh_grid(given, batch_dim, start),)
+        if given
+        else list_grids(machine.num_devices, batch, widest)
+    )
     if not meshes:
-        raise _no_mesh(machine, batch, widest)
-    evaluate = _Evaluation(lowered, machine, {grid.mesh: grid.data for grid in meshes})
+        raise _make_mesh_error(machine, batch, widest)
+    evaluate = _MapEvaluator(lowered, machine, {grid.mesh: grid.data for grid in meshes})
     evaluate(
         RuleSet(meshes[0].mesh, rest="replicated")
     )  # what layers return is known once a step has been traced
-    model = Model(tuple(lowered.step.variables), blocks_of(lowered.outputs, lowered.step.variables), kept)
+    model = Model(tuple(lowered.step.variables), find_blocks(lowered.outputs, lowered.step.variables), kept)
     again = (
         lowered.with_remat("blocks")
         if remat is None and model.blocks and lowered.step.how_to_recompute
         else None
     )
-    recomputing = again and _Evaluation(again, machine, evaluate.batch_dims)
+    recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
     over = sorted({str(grid.data) for grid in meshes})  # what shards the batch, which no rule says
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
-    def kept_figures(of: Evaluate, more: str = "") -> Evaluate:
-        return known.around(of, fingerprint + more) if known else of
+    def cache_figures(of: Evaluate, more: str = "") -> Evaluate:
+        return known.wrap_evaluate(of, fingerprint + more) if known else of
 
     with _Progress(progress) as shown:
         try:
             outcome = find(
                 model,
-                _maps_of_experts(model, meshes, start, kept),
-                kept_figures(evaluate),
+                _list_expert_maps(model, meshes, start, kept),
+                cache_figures(evaluate),
                 limit=limit,
                 most=tries,
-                recomputing=recomputing and kept_figures(recomputing, " remat"),
+                recomputing=recomputing and cache_figures(recomputing, " remat"),
                 seed=seed,
                 on_tried=shown,
             )
@@ -269,40 +277,42 @@ def search(
             if known is not None:
                 known.write()
 
-    def evaluation(tried: Tried) -> _Evaluation:
+    def choose_evaluator(tried: Candidate) -> _MapEvaluator:
         return recomputing if recomputing and tried.recomputes else evaluate
 
-    compiled, for_gpu = None, compiler_at_hand(verify, machine)
+    compiled, for_gpu = None, choose_compiler(verify, machine)
     if for_gpu and outcome.is_complete:
 
-        def by_compiler(tried: Tried) -> Evaluate:
-            of = evaluation(tried)
+        def evaluate_compiled(tried: Candidate) -> Evaluate:
+            of = choose_evaluator(tried)
             more = f"{' remat' * tried.recomputes} {for_gpu} {version('jaxlib')}"
-            return kept_figures(lambda rules: of.figures(of.counted(rules, for_gpu, progress)), more)
+            return cache_figures(
+                lambda rules: of.compute_figures(of.count_step(rules, for_gpu, progress)), more
+            )
 
         try:
-            found = best_compiled(outcome, lambda tried: by_compiler(tried)(tried.layout_map))
+            found = choose_compiled(outcome, lambda tried: evaluate_compiled(tried)(tried.layout_map))
 
-            def near(first: Tried) -> Outcome:
+            def search_near(first: Candidate) -> Outcome:
                 grid = next(grid for grid in meshes if grid.mesh == first.layout_map.mesh)
-                start = expert_of("start", model, grid, first.layout_map)
+                start = make_expert_map("start", model, grid, first.layout_map)
                 most = min(_COMPILED, tries)
-                return find(model, [start], by_compiler(first), limit=limit, most=most, seed=seed)
+                return find(model, [start], evaluate_compiled(first), limit=limit, most=most, seed=seed)
 
-            outcome = searched_on(outcome, found, near)
+            outcome = extend_search(outcome, found, search_near)
         finally:
             if known is not None:
                 known.write()
     if target and outcome.is_complete:
-        outcome, compiled = first_that_fits(
-            outcome, lambda tried: evaluation(tried).verify(tried, target, progress), limit
+        outcome, compiled = choose_fitting(
+            outcome, lambda tried: choose_evaluator(tried).verify(tried, target, progress), limit
         )
     best = outcome.best
     layers = " and ".join(merge_paths(blocks.paths) for blocks in model.blocks)
-    recompute = recompute_text(outcome, layers, lowered.step.how_to_recompute)
+    recompute = explain_recomputing(outcome, layers, lowered.step.how_to_recompute)
     counted_for = for_gpu if best.compiled_bytes is not None else None
-    plan = evaluation(best).plan(best.layout_map, compiled, counted_for, progress)
-    return SearchResult(outcome, plan, evaluate.batch_dim(best.layout_map), target, recompute)
+    plan = choose_evaluator(best).plan(best.layout_map, compiled, counted_for, progress)
+    return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
 _COMPILED = 8
@@ -312,7 +322,7 @@ _WIDEST = 32
 """The largest mesh dim over which layers are sharded, on machines whose fast network joins more devices."""
 
 
-def _machine(on: object) -> Machine:
+def _read_machine(on: object) -> Machine:
     if not isinstance(on, str | Machine):
         raise ScopeError(
             f"search: on={shorten_repr(on)} names no machine",
@@ -329,7 +339,7 @@ def _machine(on: object) -> Machine:
     return machine
 
 
-def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
+def _read_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     if start is not None and not isinstance(start, RuleSet):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(
             f"search: start={shorten_repr(start)} is not a layout map",
@@ -347,17 +357,17 @@ def _mesh_given(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
     return found if found is not None else start.mesh if start is not None else None
 
 
-def _grid(mesh: Mesh, batch_dim: str | None, start: RuleSet | None) -> Grid:
-    """The grid of a mesh that is given."""
+def _make_mesh_grid(mesh: Mesh, batch_dim: str | None, start: RuleSet | None) -> Grid:
+    """Return the grid of a given mesh."""
     check_dim("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
     outputs = list(start.activations.values()) if start is not None else []
     sharded = [dim for layout in outputs if layout.rank for dim in layout.list_mesh_dims(0)]
     named = [dim for dim in _NAMES_OF_BATCH if dim in mesh]
-    return grid_of(mesh, batch_dim or next(iter([*sharded, *named]), None))
+    return make_grid(mesh, batch_dim or next(iter([*sharded, *named]), None))
 
 
-def _kept(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
-    """The rules of `start` that every map has."""
+def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
+    """Return the rules of `start` that every map keeps."""
     patterns = [keep] if isinstance(keep, str) else list(keep)
     if not patterns:
         return None
@@ -380,19 +390,19 @@ def _kept(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> Rule
     return made
 
 
-def _maps_of_experts(
+def _list_expert_maps(
     model: Model, meshes: Iterable[Grid], start: RuleSet | None, kept: RuleSet | None
-) -> list[Expert]:
-    found: list[Expert] = []
+) -> list[ExpertMap]:
+    found: list[ExpertMap] = []
     for grid in meshes:
-        preset = None if kept is not None or grid.model is None else fitting_preset(model, grid)
-        found += experts(model, grid, preset)
+        preset = None if kept is not None or grid.model is None else choose_preset(model, grid)
+        found += make_expert_maps(model, grid, preset)
         if start is not None:
-            found.append(expert_of("start", model, grid, start))
+            found.append(make_expert_map("start", model, grid, start))
     return found
 
 
-def _no_mesh(machine: Machine, batch: int | None, widest: int) -> PlanError:
+def _make_mesh_error(machine: Machine, batch: int | None, widest: int) -> PlanError:
     return PlanError(
         f"search: a batch of {batch} cannot be sharded evenly on {machine}",
         facts={"devices": machine.num_devices, "largest model dim": widest},
@@ -401,50 +411,50 @@ def _no_mesh(machine: Machine, batch: int | None, widest: int) -> PlanError:
     )
 
 
-class _Evaluation:
-    """The cost of a step with a map, on one machine."""
+class _MapEvaluator:
+    """Evaluator of layout maps by the cost of a step on one machine."""
 
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, str | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
         self._weights = frozenset(map(replace_numbers, paths))  # as a plan's cost has them
 
-    def batch_dim(self, layout_map: RuleSet) -> str | None:
-        """The dim over which batches are sharded with a map."""
+    def find_batch_dim(self, layout_map: RuleSet) -> str | None:
+        """Return the mesh dim that shards batches with a map."""
         assert layout_map.mesh is not None
         return self.batch_dims[layout_map.mesh]
 
-    def verify(self, tried: Tried, target: str, progress: bool | None) -> Verified:
-        """XLA's figures of a step with a map, on such devices."""
-        found, batch_dim = tried.layout_map, self.batch_dim(tried.layout_map)
+    def verify(self, tried: Candidate, target: str, progress: bool | None) -> Verified:
+        """Return the counted figures and XLA's figures of a step with a map."""
+        found, batch_dim = tried.layout_map, self.find_batch_dim(tried.layout_map)
         return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
 
     def plan(
         self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: bool | None
     ) -> Plan:
-        """The plan of a map, with its cost."""
-        plan, batch_dim = self._lowered.plan(layout_map), self.batch_dim(layout_map)
-        counted = self.counted(layout_map, target, progress)
+        """Return the plan of a map, with its cost."""
+        plan, batch_dim = self._lowered.plan(layout_map), self.find_batch_dim(layout_map)
+        counted = self.count_step(layout_map, target, progress)
         return plan.add_cost(Cost(counted, self._machine, batch_dim=batch_dim, verified=verified))
 
-    def counted(
+    def count_step(
         self, layout_map: RuleSet, target: str | None = None, progress: bool | None = None
     ) -> StepCost:
-        """The cost of a step with a map; `target`: as XLA compiles it."""
-        batch_dim = self.batch_dim(layout_map)
+        """Return the cost of a step with a map, as XLA compiles it for `target` if one is given."""
+        batch_dim = self.find_batch_dim(layout_map)
         return self._lowered.count(layout_map, batch_dim=batch_dim, target=target, progress=progress)
 
     def __call__(self, layout_map: RuleSet) -> Figures:
-        return self.figures(self.counted(layout_map))
+        return self.compute_figures(self.count_step(layout_map))
 
-    def figures(self, counted: StepCost) -> Figures:
-        """The figures of a cost that a search compares."""
+    def compute_figures(self, counted: StepCost) -> Figures:
+        """Return the figures of a cost that a search compares."""
         cost = Cost(counted, self._machine, self._weights)
         return Figures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 
 class _Progress:
-    """A line on stderr with the best map so far; it is cleared in the end."""
+    """Progress line on stderr with the best map so far, cleared at the end."""
 
     def __init__(self, enabled: bool | None):
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
@@ -453,13 +463,15 @@ class _Progress:
     def __enter__(self) -> _Progress:
         return self
 
-    def __call__(self, number: int, best: Tried) -> None:
+    def __call__(self, number: int, best: Candidate) -> None:
         now = time.monotonic()
         if not self._enabled or now < self._next:
             return
         self._next = now + _BETWEEN_SECONDS
         figures = best.figures
-        said = f"{duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
+        said = (
+            f"{format_duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
+        )
         lacks = f", lacks {format_bytes(best.missing_bytes)}" if figures and best.missing_bytes else ""
         sys.stderr.write(
             f"\r\x1b[Klayoutmap: {number} maps tried, best {said} on {best.layout_map.mesh}{lacks}"

@@ -1,4 +1,4 @@
-"""The checks of lint that need the cost of a step: what travels without need."""
+"""Check the cost of a step for collectives that a better layout avoids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from layoutmap.core.paths import replace_numbers
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
-from layoutmap.cost.cost import Cost, duration
+from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.table import Collective
 from layoutmap.plan.lint.weights import Linted, format_rule_suffix
 from layoutmap.plan.problems import Problem
@@ -15,89 +15,89 @@ from layoutmap.plan.problems import Problem
 _LEAST_SHARE = 0.01  # of what a step sends: less is no matter
 
 
-def _traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
-    sent = sum(c.sent_bytes(cost.step.mesh) for c in collectives)
-    seconds = sum(map(cost.seconds_of, collectives))
+def _describe_traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
+    sent = sum(c.count_sent_bytes(cost.step.mesh) for c in collectives)
+    seconds = sum(map(cost.time_collective, collectives))
     share = f"{100 * sent / (cost.step.sent_bytes or 1):.0f} %"
     return (
         (
             "in a step",
-            f"{format_bytes(sent)} of the {format_bytes(cost.step.sent_bytes)} sent ({share}), {duration(seconds)}",
+            f"{format_bytes(sent)} of the {format_bytes(cost.step.sent_bytes)} sent ({share}), {format_duration(seconds)}",
         ),
     )
 
 
-def _causes(cost: Cost, found: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-    """The collectives by their cause, where repeated blocks send enough of them."""
+def _group_by_cause(cost: Cost, found: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
+    """Yield collectives by cause, if repeated blocks send enough bytes for it."""
     least = _LEAST_SHARE * cost.step.sent_bytes
     sent: dict[str, int] = {}
     by_cause: dict[str, list[Collective]] = {}
     for c in found:
         group = replace_numbers(c.cause)
-        sent[group] = sent.get(group, 0) + c.sent_bytes(cost.step.mesh)
+        sent[group] = sent.get(group, 0) + c.count_sent_bytes(cost.step.mesh)
         by_cause.setdefault(c.cause, []).append(c)
     for cause, of_cause in by_cause.items():
         if cause and sent[replace_numbers(cause)] >= least:
             yield cause, of_cause
 
 
-def gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
-    """Weights that are gathered over a dim that does not shard the batch, where each could compute with its part."""
+def check_gathered_weights(cost: Cost, linted: Linted) -> Iterator[Problem]:
+    """Yield weights that are gathered over a dim other than the batch dim, without need."""
     batch = linted.batch_dim
     if batch is None:
         return
     found = [
         c
         for c in cost.step.collectives
-        if c.kind == "all_gather" and cost.overlaps(c) and batch not in c.dims
+        if c.kind == "all_gather" and cost.is_overlapped(c) and batch not in c.dims
     ]
-    for cause, of_weight in _causes(cost, found):
+    for cause, of_weight in _group_by_cause(cost, found):
         over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
-        for path in _paths_of(linted, cause):
+        for path in _find_paths(linted, cause):
             a = linted.plan[path]
             yield Problem(
                 "gathered weight",
                 "warning",
                 path,
                 f"{path}: it is gathered over {over} in each step",
-                (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_traffic(cost, of_weight)),
+                (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_describe_traffic(cost, of_weight)),
                 f"the batch is not sharded over {over}, so its devices compute the same with the gathered weight",
                 "lay out what its layer and the one before it output, so that each device computes with its part: "
                 f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
             )
 
 
-def _paths_of(linted: Linted, cause: str) -> list[str]:
-    """The variables that a cause stands for, which may have stars for numbers."""
+def _find_paths(linted: Linted, cause: str) -> list[str]:
+    """Return the variables that match a cause, which may have stars for numbers."""
     plan = linted.plan
     return [cause] if cause in plan else [path for path in plan if replace_numbers(path) == cause]
 
 
-def summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
-    """Activations that are summed over the dim that shards the batch: each device has terms of all rows."""
+def check_summed_activations(cost: Cost, linted: Linted) -> Iterator[Problem]:
+    """Yield activations that are summed over the dim that shards the batch."""
     batch = linted.batch_dim
     if batch is None:
         return
     found = [
         c
         for c in cost.step.collectives
-        if c.kind in ("all_reduce", "reduce_scatter") and not cost.overlaps(c) and batch in c.dims
+        if c.kind in ("all_reduce", "reduce_scatter") and not cost.is_overlapped(c) and batch in c.dims
     ]
-    for path, of_layer in _causes(cost, found):
+    for path, of_layer in _group_by_cause(cost, found):
         yield Problem(
             "summed activation",
             "warning",
             path,
             f"{path}: its activation is summed over {batch}, over which the batch is sharded",
-            _traffic(cost, of_layer),
+            _describe_traffic(cost, of_layer),
             "a weight is sharded along an axis that is summed over, so each device computes a part of every sum, for "
             "the rows of all devices",
             f'keep the rows where they are: layout_map.activations[r"..."] = ({batch!r}, ...)',
         )
 
 
-def costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
-    """Mesh dims over which bytes travel and nothing is computed in parts."""
+def check_costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
+    """Yield mesh dims that cost communication and share no computation."""
     plan = linted.plan
     if linted.batch_dim is None:
         return
@@ -122,10 +122,10 @@ def costly_dims(cost: Cost, linted: Linted) -> Iterator[Problem]:
             "warning",
             dim.name,
             f"{dim.name}: this dim of the mesh costs time, and shares no computing",
-            (("mesh", str(plan.mesh)), *_traffic(cost, over)),
+            (("mesh", str(plan.mesh)), *_describe_traffic(cost, over)),
             f"{saves}, and the batch is not sharded over it: groups of {dim.size} devices compute the same",
             f"shard the batch over {dim.name} as well, lay out activations over it, or leave it out of the mesh",
         )
 
 
-CHECKS = (gathered_weights, summed_activations, costly_dims)
+CHECKS = (check_gathered_weights, check_summed_activations, check_costly_dims)

@@ -1,4 +1,4 @@
-"""Costs of a training step, from shapes: no device and no array.
+"""Count the cost of a training step from shapes, without devices or arrays.
 
 lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
 lowered.count(layout_map)                                      a second or so for each map
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layoutmap.adapters import Training, capable, get_adapter, imported_adapter
+from layoutmap.adapters import Training, get_adapter, get_imported_adapter, require_capability
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import check_dim
 from layoutmap.core.policy import LayoutPolicy
@@ -29,7 +29,7 @@ from layoutmap.scope.scope import make_in
 
 
 class LoweredStep:
-    """A training step without layouts: counted in any, on any mesh.
+    """Training step without layouts, which can be counted in any layouts on any mesh.
 
     Args:
         step: The step.
@@ -60,11 +60,11 @@ class LoweredStep:
         self._fuses = fuse_attention
 
     def with_remat(self, remat: str) -> LoweredStep:
-        """Return the same step with activations of layers computed again in the backward pass; see `lower_step`."""
+        """Return the step with activations recomputed in the backward pass. See `lower_step`."""
         return LoweredStep(self.step, self._batch_dim, remat, self._missing, self._fuses)
 
     def plan(self, layout_map: RuleSet) -> Plan:
-        """Return the plan of the model under other rules; nothing is built for it."""
+        """Return the plan of the model under other rules, without building the model again."""
         complete, missing = self._missing is None, filter(None, [self._missing])
         plan = make_plan(self._variables, layout_map, complete=complete, free_activations=True)
         return plan.add_problems([*missing])
@@ -77,7 +77,7 @@ class LoweredStep:
         target: str | None = None,
         progress: bool | None = None,
     ) -> StepCost:
-        """Count what a step does under rules, in the module that XLA's partitioner makes; it takes a second or so.
+        """Count a step under rules in about a second, from the module that XLA's partitioner makes.
 
         Args:
             layout_map: The rules, those for activations too, on any mesh.
@@ -93,10 +93,12 @@ class LoweredStep:
             ScopeError: The mesh has no such `batch_dim`.
         """
         with Waiting(f"XLA compiles the step for {target}", enabled=progress if target else False) as shown:
-            return self._lowered.count(*self._laid_out(layout_map, batch_dim), target=target, on_wait=shown)
+            return self._lowered.count(
+                *self._assign_layouts(layout_map, batch_dim), target=target, on_wait=shown
+            )
 
     def compile(self, layout_map: RuleSet, *, batch_dim: str | None = None, target: str = "cpu") -> Any:
-        """Have XLA compile the step under rules, for devices that need not be there: seconds to minutes.
+        """Have XLA compile the step under rules for devices that need not exist. This may take minutes.
 
         Args:
             layout_map: See `count`.
@@ -111,7 +113,7 @@ class LoweredStep:
             EngineError: The plugin for the target is not installed, or XLA cannot compile the step. XLA for TPUs
                 compiles no step that does not fit their memory.
         """
-        return self._lowered.compile(*self._laid_out(layout_map, batch_dim), target)
+        return self._lowered.compile(*self._assign_layouts(layout_map, batch_dim), target)
 
     def verify(
         self,
@@ -121,7 +123,7 @@ class LoweredStep:
         target: str = "cpu",
         progress: bool | None = None,
     ) -> Verified:
-        """Count the step under rules, and have XLA compile it: both side by side, to be printed.
+        """Count the step under rules, compile it with XLA, and return both for comparison.
 
         Args:
             layout_map: See `count`.
@@ -132,12 +134,14 @@ class LoweredStep:
         Raises:
             EngineError: See `compile`.
         """
-        assignments, policy = self._laid_out(layout_map, batch_dim)
+        assignments, policy = self._assign_layouts(layout_map, batch_dim)
         cost = self._lowered.count(assignments, policy)
         with Waiting(f"XLA compiles the step for {target}", enabled=progress) as shown:
             return self._lowered.verify(assignments, policy, target, cost, shown)
 
-    def _laid_out(self, layout_map: RuleSet, batch_dim: str | None) -> tuple[list[Assignment], LayoutPolicy]:
+    def _assign_layouts(
+        self, layout_map: RuleSet, batch_dim: str | None
+    ) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
         check_dim("batch_dim", batch_dim, plan.mesh, "the batch is sharded over it")
         batch_dim = batch_dim or (self._batch_dim if self._batch_dim in plan.mesh else None)
@@ -148,12 +152,12 @@ class LoweredStep:
 
     @property
     def outputs(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of the first array that each layer returns, by path, once a step has been counted."""
+        """Shape of the first array that each layer returns, by path, once a step has been counted."""
         return self._lowered.outputs
 
     @property
     def fingerprint(self) -> str:
-        """A text that is the same for steps that do the same, once a step has been counted."""
+        """Text that is equal for equal steps, once a step has been counted."""
         return self._lowered.fingerprint
 
 
@@ -169,7 +173,7 @@ def lower_step(
     fuse_attention: bool = False,
     library: str | None = None,
 ) -> LoweredStep:
-    """Trace and lower a training step, so that it can be counted under many maps.
+    """Trace and lower a training step once, so that it can be counted under many layout maps.
 
     Args:
         make_model: Makes the model and returns it.
@@ -194,8 +198,8 @@ def lower_step(
     """
     check_maker(make_model, layout_map, "lower_step")
     check_remat(remat)
-    adapter = get_adapter(library) if library else imported_adapter()
-    training = capable(adapter, Training, "lower_step")
+    adapter = get_adapter(library) if library else get_imported_adapter()
+    training = require_capability(adapter, Training, "lower_step")
     if adapter.engine_name != "jax":
         raise ScopeError(
             f"the step of a model of {adapter.name} on {adapter.engine_name} cannot be counted",
@@ -226,7 +230,7 @@ def step_cost(
     fuse_attention: bool = False,
     library: str | None = None,
 ) -> StepCost:
-    """Count what a training step of a model does on each device: what it sends, computes and holds.
+    """Count the collectives, operations, and memory of a training step on each device.
 
     No array is allocated and no device is needed: the mesh may be any size.
 

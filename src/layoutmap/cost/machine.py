@@ -1,4 +1,4 @@
-"""The machine that a step runs on: how much its devices hold, how fast they compute, and what connects them.
+"""Describe a machine: the memory and speed of its devices, and their networks.
 
 Devices are numbered as those of the mesh, row-major. As many neighbours as share the fast network are one node.
 """
@@ -15,7 +15,7 @@ from layoutmap.cost.table import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network between devices.
+    """Network between devices.
 
     Args:
         name: What it is called.
@@ -28,14 +28,14 @@ class Network:
     bandwidth: float
     ring_from: int = 0
 
-    def bandwidth_among(self, num_devices: int) -> float:
-        """Bytes per second that each of so many devices in a row can send."""
+    def get_bandwidth(self, num_devices: int) -> float:
+        """Return the bytes per second that each of `num_devices` neighboring devices can send."""
         return self.bandwidth / 2 if num_devices < self.ring_from else self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A kind of device, at its peak figures.
+    """Type of device, with its peak figures.
 
     Args:
         name: As in `"h100"`.
@@ -59,14 +59,14 @@ class Device:
     node_size: int
     sources: tuple[str, ...] = ()
 
-    def rate(self, dtype: str) -> float:
-        """Floating-point operations per second in a type; where there is no figure, those of the slowest type."""
+    def get_flops_rate(self, dtype: str) -> float:
+        """Return FLOPs per second for an element type, or the slowest type's rate if it is unknown."""
         return self.flops.get(dtype) or min(self.flops.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The devices among which one collective runs.
+class DeviceGroup:
+    """Devices that run one collective together.
 
     Args:
         size: How many they are.
@@ -76,19 +76,19 @@ class Group:
     size: int
     nodes: int
 
-    def part(self, size: int) -> Group:
-        """Return a part of the group, of `size` devices in as few nodes as they can be in; 0: the group itself."""
-        return replace(self, size=size, nodes=-(-size // self.near)) if size else self
+    def make_subgroup(self, size: int) -> DeviceGroup:
+        """Return a group of `size` devices in as few nodes as possible, or this group if `size` is 0."""
+        return replace(self, size=size, nodes=-(-size // self.devices_per_node)) if size else self
 
     @property
-    def near(self) -> int:
-        """How many of them are in one node, at least."""
+    def devices_per_node(self) -> int:
+        """Least number of the group's devices in one node."""
         return max(1, self.size // self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """So many devices of a kind.
+    """Devices of one type.
 
     Args:
         device: The kind.
@@ -101,14 +101,14 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.device.name}:{self.num_devices}"
 
-    def group(self, mesh: Mesh, dims: Iterable[str]) -> Group:
-        """The devices that exchange in a collective over mesh dims: those that differ in nothing else.
+    def find_group(self, mesh: Mesh, dims: Iterable[str]) -> DeviceGroup:
+        """Return the devices that exchange in a collective over mesh dims.
 
         Example:
             >>> from layoutmap.core.mesh import Mesh
             >>> from layoutmap.cost.machines import machine_named
-            >>> machine_named("h100:64").group(Mesh(None, "data=16,model=4"), ["data"])
-            Group(size=16, nodes=8)
+            >>> machine_named("h100:64").find_group(Mesh(None, "data=16,model=4"), ["data"])
+            DeviceGroup(size=16, nodes=8)
         """
         inside = set(dims)
         steps: dict[bool, list[range]] = {True: [], False: []}
@@ -120,17 +120,19 @@ class Machine:
         nodes = max(
             len({(start + offset) // self.device.node_size for offset in offsets}) for start in starts
         )
-        return Group(len(offsets), nodes)
+        return DeviceGroup(len(offsets), nodes)
 
-    def network_text(self, group: Group) -> str:
-        """Which network connects a group, in words."""
+    def describe_network(self, group: DeviceGroup) -> str:
+        """Return the networks that connect a group, as text."""
         fast, slow = self.device.fast.name, self.device.slow.name
         if group.nodes == 1:
             return fast
-        return slow if group.near == 1 else f"{fast} among {group.near}, {slow} beyond"
+        return (
+            slow if group.devices_per_node == 1 else f"{fast} among {group.devices_per_node}, {slow} beyond"
+        )
 
-    def seconds(self, kind: CollectiveKind, tensor_bytes: float, group: Group) -> float:
-        """How long one collective takes at least, at the peak of the network that takes longer.
+    def estimate_seconds(self, kind: CollectiveKind, tensor_bytes: float, group: DeviceGroup) -> float:
+        """Return the least seconds of one collective, at the peak of the slower network.
 
         In a node each device passes on what the others of the node hold. Between nodes each device of a node sends its
         part, all of them at once, so that every byte leaves a node once.
@@ -140,10 +142,10 @@ class Machine:
             tensor_bytes: As in `Collective`.
             group: The devices.
         """
-        size, near, nodes = group.size, group.near, group.nodes
+        size, near, nodes = group.size, group.devices_per_node, group.nodes
         if size == 1:
             return 0.0
-        fast, slow = self.device.fast.bandwidth_among(near), self.device.slow.bandwidth
+        fast, slow = self.device.fast.get_bandwidth(near), self.device.slow.bandwidth
         if kind == "permute":
             one_way = fast / 2 if 0 < self.device.fast.ring_from <= near else fast
             return tensor_bytes / (slow if nodes > 1 else one_way)

@@ -1,4 +1,4 @@
-"""Machines by name: `h100:64` is one of those in `machines.yaml`, `mine.yaml:big:64` one of a file of that form."""
+"""Find machines by name: `h100:64` is in `machines.yaml`, and `mine.yaml:big:64` is in your own file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 10**18
 
 
 def machine_named(name: str) -> Machine:
-    """The machine that a name stands for.
+    """Return the machine with a name.
 
     Args:
         name: As in `"h100:64"`, `"mine.yaml:big:64"` for a device that a file describes, or `"mine.yaml"` for
@@ -48,7 +48,7 @@ def machine_named(name: str) -> Machine:
             fix="write it as in h100:64, or mine.yaml:my_device:64 with a file of your own",
         )
     file, wanted = found["one"] or found["file"], found["device"]
-    devices = _devices_of_file(file) if file else known_devices()
+    devices = _read_devices(file) if file else load_devices()
     if found["one"]:
         wanted = next(iter(devices)) if len(devices) == 1 else ""
     device = devices.get(wanted) or devices.get(wanted.lower())
@@ -67,8 +67,8 @@ def machine_named(name: str) -> Machine:
     return Machine(device, int(found["count"] or 1))
 
 
-def machine_for(on: Any, mesh: Mesh) -> Machine:
-    """The machine of a mesh: one that is named, or is one already; a name without a number has the mesh's devices.
+def find_machine(on: Any, mesh: Mesh) -> Machine:
+    """Return the machine for a mesh. A name without a number gets the size of the mesh.
 
     Raises:
         LayoutMapError: There is no such machine, or it has not as many devices as the mesh.
@@ -93,29 +93,29 @@ def machine_for(on: Any, mesh: Mesh) -> Machine:
 
 
 @functools.cache
-def known_devices() -> Mapping[str, Device]:
-    """All devices whose figures this library has, by name.
+def load_devices() -> Mapping[str, Device]:
+    """Return all devices in the library's own file, by name.
 
     Example:
-        >>> list(known_devices())
+        >>> list(load_devices())
         ['h100', 'h200', 'b200', 'a100', 'v5e', 'v5p', 'v6e']
     """
     text = files("layoutmap.cost").joinpath("machines.yaml").read_text(encoding="utf-8")
-    return devices_of_text(text, "machines.yaml")
+    return parse_devices(text, "machines.yaml")
 
 
-def _devices_of_file(path: str) -> Mapping[str, Device]:
+def _read_devices(path: str) -> Mapping[str, Device]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LayoutMapError(
             f"{path} cannot be read", why=str(error), fix="name a file of devices, written as UTF-8"
         ) from error
-    return devices_of_text(text, path)
+    return parse_devices(text, path)
 
 
-def devices_of_text(text: str, where: str) -> Mapping[str, Device]:
-    """The devices that a file describes, by name.
+def parse_devices(text: str, where: str) -> Mapping[str, Device]:
+    """Return the devices that a text describes, by name.
 
     Args:
         text: What the file says.
@@ -126,53 +126,57 @@ def devices_of_text(text: str, where: str) -> Mapping[str, Device]:
     """
     top = _Fields(read_yaml(text, where), where, ("version", "devices"))
     if top.data["version"] != 1:
-        raise _refused(
+        raise _make_file_error(
             where, f"version {shorten_repr(top.data['version'])}", "this layoutmap reads version 1"
         )
     devices = _Fields(top.data["devices"], f"{where}: devices", ()).data
-    return {name: _device(name, data, f"{where}: {name}") for name, data in devices.items()}
+    return {name: _read_device(name, data, f"{where}: {name}") for name, data in devices.items()}
 
 
 class _Fields:
-    """One mapping of the file, whose keys are all known."""
+    """Mapping in a file of devices, with its keys checked."""
 
     def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
         if not isinstance(data, dict):
-            raise _refused(where, "it is not a mapping", f"it is {shorten_repr(data)}")
+            raise _make_file_error(where, "it is not a mapping", f"it is {shorten_repr(data)}")
         self.data, self._where = cast("dict[Any, Any]", data), where
         known = (*needed, *optional)
         for key in self.data:
             if (known and key not in known) or not isinstance(key, str):
                 near = difflib.get_close_matches(str(key), known, 1)
                 fix = f"did you mean {near[0]!r}?" if near else "delete it"
-                raise _refused(
+                raise _make_file_error(
                     where, f"key {shorten_repr(key)} is not known", f"it has {', '.join(known)}", fix
                 )
         for key in needed:
             if key not in self.data:
-                raise _refused(where, f"it has no {key!r}", "every device has one" if key in _KEYS else "")
+                raise _make_file_error(
+                    where, f"it has no {key!r}", "every device has one" if key in _KEYS else ""
+                )
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def read_text(self, key: str, default: str | None = None) -> str:
         value = self.data.get(key, default)
         if not isinstance(value, str):
-            raise _refused(self._where, f"{key} is not text", f"it is {shorten_repr(value)}")
+            raise _make_file_error(self._where, f"{key} is not text", f"it is {shorten_repr(value)}")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def read_count(self, key: str, default: int | None = None) -> int:
         value = self.data.get(key, default)
         number = as_int(value)
         if number is None or not (0 if default == 0 else 1) <= number < _MOST:
-            raise _refused(self._where, f"{key} is not a number of devices", f"it is {shorten_repr(value)}")
+            raise _make_file_error(
+                self._where, f"{key} is not a number of devices", f"it is {shorten_repr(value)}"
+            )
         return number
 
-    def figure(self, key: str, unit: str) -> float:
+    def read_figure(self, key: str, unit: str) -> float:
         value = self.data[key]
         found = isinstance(value, str) and re.fullmatch(
             r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGTP]i?|)" + re.escape(unit), value
         )
         number = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
         if not 0 < number < _MOST * 1000:
-            raise _refused(
+            raise _make_file_error(
                 self._where,
                 f"{key} is no figure in {unit}",
                 f"it is {shorten_repr(value)}",
@@ -181,30 +185,34 @@ class _Fields:
         return number
 
 
-def _refused(
+def _make_file_error(
     where: str, what: str, why: str, fix: str = "write it as machines.yaml of layoutmap does"
 ) -> LayoutMapError:
     return LayoutMapError(f"{where}: {what}", why=why, fix=fix)
 
 
-def _device(name: str, data: Any, where: str) -> Device:
+def _read_device(name: str, data: Any, where: str) -> Device:
     fields = _Fields(data, where, _KEYS[1:-1], ("about", "sources"))
     flops = _Fields(fields.data["flops"], f"{where}.flops", ())
     fast = _Fields(fields.data["fast"], f"{where}.fast", ("name", "bandwidth", "devices"), ("ring_from",))
     slow = _Fields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
     sources: Any = fields.data.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
-        raise _refused(where, "sources is not a list of texts", f"it is {shorten_repr(cast('Any', sources))}")
+        raise _make_file_error(
+            where, "sources is not a list of texts", f"it is {shorten_repr(cast('Any', sources))}"
+        )
     if not flops.data:
-        raise _refused(where, "flops has no type", "time follows from how fast a device multiplies")
+        raise _make_file_error(where, "flops has no type", "time follows from how fast a device multiplies")
     return Device(
         name,
-        fields.text("about", name),
-        int(fields.figure("memory", "B")),
-        fields.figure("memory_bandwidth", "B/s"),
-        {dtype: flops.figure(dtype, "FLOP/s") for dtype in flops.data},
-        Network(fast.text("name"), fast.figure("bandwidth", "B/s"), fast.count("ring_from", 0)),
-        Network(slow.text("name"), slow.figure("bandwidth", "B/s")),
-        fast.count("devices"),
+        fields.read_text("about", name),
+        int(fields.read_figure("memory", "B")),
+        fields.read_figure("memory_bandwidth", "B/s"),
+        {dtype: flops.read_figure(dtype, "FLOP/s") for dtype in flops.data},
+        Network(
+            fast.read_text("name"), fast.read_figure("bandwidth", "B/s"), fast.read_count("ring_from", 0)
+        ),
+        Network(slow.read_text("name"), slow.read_figure("bandwidth", "B/s")),
+        fast.read_count("devices"),
         tuple(cast("list[str]", sources)),
     )

@@ -1,4 +1,4 @@
-"""The training step of a model that was made in a dry run, for the counters of each engine."""
+"""Describe the training step of a planned model, for the counter of its framework."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MODULES = {  # why: decisions/0196
     "jax": "layoutmap.cost.jax.pytree_step",
     "torch": "layoutmap.cost.torch_module_step",
 }
-"""Model library -> the module whose `training_step` knows its models. Imported late: each imports a framework."""
+"""Model library -> the module whose `describe_step` knows its models. Imported late: each imports a framework."""
 
 
 def make_training_step(
     context: Scope, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return a training step of a model that was made in a dry run.
+    """Return the training step of a model from a dry run.
 
     Args:
         context: The scope of the dry run.
@@ -30,4 +30,4 @@ def make_training_step(
         loss: Called with what it returns, returns a number; `None`: the model's own, or one that stands for it.
     """
     module = import_module(_MODULES[context.adapter.name])
-    return module.training_step(context.session, model, inputs, optimizer, loss)
+    return module.describe_step(context.session, model, inputs, optimizer, loss)

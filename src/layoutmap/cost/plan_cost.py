@@ -1,4 +1,4 @@
-"""The cost of a step in a plan: the model that was made for the plan is counted, and timed on a machine."""
+"""Count a training step of a planned model, and add its cost on a machine to the plan."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Shape, TrainingStep
 from layoutmap.core.variables import Assignment
 from layoutmap.cost.cost import Cost
-from layoutmap.cost.counters import step_counter
+from layoutmap.cost.counters import load_step_counter
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import machine_for
+from layoutmap.cost.machines import find_machine
 from layoutmap.cost.model_steps import make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
@@ -36,7 +36,7 @@ _SHARE_OF_JAX = 0.75
 
 @dataclass(frozen=True, slots=True)
 class CostRequest:
-    """The arguments of a plan that ask for the cost of a step.
+    """Arguments of `plan` that request the cost of a step.
 
     Args:
         machine: What it runs on.
@@ -78,7 +78,7 @@ def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapp
             missing, or the engine counts no steps or has no such option.
     """
     batch_dim, verify, remat = options["batch_dim"], options["verify"], options["remat"]
-    machine = machine_for(on, mesh)
+    machine = find_machine(on, mesh)
     check_dim("plan: batch_dim", batch_dim, mesh, "the batch is sharded over it")
     if inputs is None:
         raise ScopeError(
@@ -86,7 +86,7 @@ def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapp
             why="what a step sends and computes depends on the shape of the batch, which is not given",
             fix='pass inputs=: anything with shape and dtype; for the command line --inputs "int32[64,4096]"',
         )
-    step_counter(engine)
+    load_step_counter(engine)
     check_remat(remat)
     on_jax = {
         "verify": "the step is compiled by XLA",
@@ -100,57 +100,57 @@ def request_cost(on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapp
                 why=why,
                 fix=f"leave {name} out, or plan the same rules with the model on JAX",
             )
-    target = target_of(verify, machine)
-    counted_for = compiler_at_hand(verify, machine) if engine == "jax" else None
+    target = choose_target(verify, machine)
+    counted_for = choose_compiler(verify, machine) if engine == "jax" else None
     fuses = bool(options["fuse_attention"])
     return CostRequest(machine, batch_dim, options["loss"], target, counted_for, remat, fuses, str(on))
 
 
-def target_of(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return what XLA is to compile for; `None`: it is not to.
+def choose_target(verify: bool | str | None, machine: Machine) -> str | None:
+    """Return the target that XLA compiles for, or None without `verify`.
 
     Raises:
         EngineError: XLA cannot compile for it, or its compiler is not installed.
     """
     if not verify:
         return None
-    from layoutmap.cost.jax.targets import target_named  # late: it imports JAX
+    from layoutmap.cost.jax.targets import find_target  # late: it imports JAX
 
     name = machine.device.name if verify is True else verify
-    target_named(name)
+    find_target(name)
     return name
 
 
-def compiler_at_hand(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the device of a machine, if XLA's compiler for it is installed and steps are to be counted by that."""
-    from layoutmap.cost.jax.targets import is_at_hand  # late: it imports JAX
+def choose_compiler(verify: bool | str | None, machine: Machine) -> str | None:
+    """Return the machine's device if XLA's compiler for it should count steps, or else None."""
+    from layoutmap.cost.jax.targets import has_gpu_compiler  # late: it imports JAX
 
     name = machine.device.name
-    return name if verify in (None, True) and is_at_hand(name) else None
+    return name if verify in (None, True) and has_gpu_compiler(name) else None
 
 
 def add_cost(
     plan: Plan, context: Scope, model: object, inputs: object, optimizer: object, request: CostRequest
 ) -> Plan:
-    """Return a plan with the cost of a step of its model, which was made in a dry run."""
-    counting = _Counting(plan, context, model, inputs, optimizer, request)
+    """Return the plan with the cost of a step of its model, which comes from a dry run."""
+    counting = _ModelCounter(plan, context, model, inputs, optimizer, request)
     begin = time.process_time()
-    lowered, placed, policy = counting.laid_out(counting.way)
-    counted = _as_compiled(lowered, placed, policy, request.counted_for) if request.counted_for else None
+    lowered, placed, policy = counting.prepare_count(counting.way)
+    counted = _count_compiled(lowered, placed, policy, request.counted_for) if request.counted_for else None
     counted = counted or lowered.count(placed, policy, with_held=True)
     if context.adapter.engine_name == "jax" and request.device_memory is None:
-        counted = replace(counted, notes=(*counted.notes, *_notes_of_memory(counted, request.machine)))
+        counted = replace(counted, notes=(*counted.notes, *_note_memory_setting(counted, request.machine)))
     seconds = time.process_time() - begin
     verified = None
     if request.target:
         with Waiting(f"XLA compiles the step for {request.target}") as shown:
             verified = lowered.verify(placed, policy, request.target, counted, shown)
-    found = counting.with_step(plan, counted, policy, verified)
+    found = counting.attach_cost(plan, counted, policy, verified)
     assert isinstance(found.cost, Cost)
     if found.cost.fits or not request.advises:
         return found
     from layoutmap.cost.advise import advise  # late: parts of the search, which most plans do without
-    from layoutmap.cost.search.space import blocks_of
+    from layoutmap.cost.search.space import find_blocks
 
     step, on_jax = counting.step, context.adapter.engine_name == "jax"
     variables = [a.variable for a in plan.assignments]
@@ -158,8 +158,8 @@ def add_cost(
         replace(counting.way, preset=find_preset(context.layout_map), data=policy.batch_dim),
         plan,
         found.cost.step.peak_bytes,
-        counting.cost,
-        blocks=blocks_of(getattr(lowered, "outputs", {}), variables),
+        counting.count_way,
+        blocks=find_blocks(getattr(lowered, "outputs", {}), variables),
         can_recompute=on_jax
         and request.remat is None
         and bool(step.how_to_recompute and find_repeated_layers(v.path for v in variables)),
@@ -169,8 +169,8 @@ def add_cost(
     return replace(found, cost=replace(found.cost, tried=tried, untried=untried))
 
 
-def _notes_of_memory(counted: StepCost, machine: Machine) -> Iterator[str]:
-    """The setting without which JAX takes less of a GPU's memory than the step needs."""
+def _note_memory_setting(counted: StepCost, machine: Machine) -> Iterator[str]:
+    """Yield the setting that lets JAX use the part of the GPU's memory that the step needs."""
     from layoutmap.cost.jax.targets import is_gpu  # late: it imports JAX
 
     share = counted.peak_bytes / machine.device.memory_bytes
@@ -181,8 +181,8 @@ def _notes_of_memory(counted: StepCost, machine: Machine) -> Iterator[str]:
         )
 
 
-def _as_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
-    """The cost of a step as XLA compiles it; `None`, with a warning, where its compiler fails: nobody asked for it."""
+def _count_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
+    """Return the cost of a step as XLA compiles it, or warn and return None if that fails."""
     try:
         with Waiting(f"XLA compiles the step for {target}") as shown:
             return cast(
@@ -200,8 +200,8 @@ def _as_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -
         return None
 
 
-class _Counting:
-    """Counts steps of one model in several ways; what was traced once is not traced again."""
+class _ModelCounter:
+    """Counter of one model's steps in several ways, each traced once."""
 
     def __init__(
         self, plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, request: CostRequest
@@ -213,7 +213,7 @@ class _Counting:
         self.way = Way(
             context.layout_map,
             on=request.on,
-            inputs=_leaves(inputs),
+            inputs=_list_arrays(inputs),
             named=isinstance(inputs, Mapping),
             batch_dim=request.batch_dim,
             remat=request.remat,
@@ -224,10 +224,10 @@ class _Counting:
         model, optimizer = self._made
         return make_training_step(self._context, model, inputs, optimizer, self._request.loss)
 
-    def laid_out(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
-        """The counter of a step in a way, the layouts of its variables, and those of all else."""
+    def prepare_count(self, way: Way) -> tuple[Any, list[Assignment], LayoutPolicy]:
+        """Return the counter of a step for a way, and the layouts of its variables and activations."""
         same = way.inputs == self.way.inputs
-        step = self.step if same else self._step(_like(self._given, way.inputs))
+        step = self.step if same else self._step(_restore_structure(self._given, way.inputs))
         # Those of the plan, and slots of optimizers that models do not carry, which follow their weights.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
         table = make_plan(
@@ -240,14 +240,14 @@ class _Counting:
         key = way.inputs, way.remat, way.fuse_attention
         if key not in self._lowered:
             more = {"remat": way.remat, "fuse_attention": way.fuse_attention}
-            counter = step_counter(self._context.adapter.engine_name)
+            counter = load_step_counter(self._context.adapter.engine_name)
             self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
         return self._lowered[key], [layouts[v.key] for v in step.variables], policy
 
-    def with_step(
+    def attach_cost(
         self, plan: Plan, counted: StepCost, policy: LayoutPolicy, verified: Verified | None
     ) -> Plan:
-        """A plan with a step that was counted."""
+        """Return the plan with the cost of a counted step."""
         dim = policy.batch_dim
         over = f"sharded over {dim}" if dim else "replicated, since no mesh dim is known to shard them"
         counted = replace(counted, notes=(f"batches are {over}", *counted.notes))
@@ -258,20 +258,20 @@ class _Counting:
         cost = Cost(counted, machine, batch_dim=dim, verified=verified)
         return plan.add_cost(cost).set_limits(device_memory=self._request.device_memory)
 
-    def cost(self, way: Way) -> Cost:
-        """The cost of a step in a way.
+    def count_way(self, way: Way) -> Cost:
+        """Return the cost of a step in a way.
 
         Raises:
             LayoutMapError: The model cannot be planned so.
         """
-        lowered, placed, policy = self.laid_out(way)
-        found = self.with_step(self._plan, lowered.count(placed, policy), policy, None).cost
+        lowered, placed, policy = self.prepare_count(way)
+        found = self.attach_cost(self._plan, lowered.count(placed, policy), policy, None).cost
         assert isinstance(found, Cost)
         return found
 
 
-def _leaves(inputs: object) -> tuple[Shape, ...]:
-    """The arrays of inputs, as far as they are one, a list of them, or some by name; else none."""
+def _list_arrays(inputs: object) -> tuple[Shape, ...]:
+    """Return the arrays of inputs that are one array, a list, or a mapping, and no others."""
     pairs: Any = [("", inputs)]
     if isinstance(inputs, Mapping | list | tuple):
         given = cast("Any", inputs)
@@ -282,8 +282,8 @@ def _leaves(inputs: object) -> tuple[Shape, ...]:
     return tuple(Shape(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
 
 
-def _like(inputs: object, leaves: Sequence[Shape]) -> Any:
-    """Arrays in the form that inputs have."""
+def _restore_structure(inputs: object, leaves: Sequence[Shape]) -> Any:
+    """Return arrays in the structure of the inputs."""
     if isinstance(inputs, Mapping):
         return dict(zip(cast("Any", inputs), leaves, strict=True))
     return (

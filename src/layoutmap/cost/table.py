@@ -1,4 +1,4 @@
-"""One training step on each device: what it sends, computes and holds; a value that engines make.
+"""Define the cost of a training step on each device: collectives, operations, and memory.
 
 All sizes are in bytes and those of one device. Time is not in here: it depends on the machine.
 """
@@ -14,7 +14,7 @@ from layoutmap.core.mesh import Mesh
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 Phase = Literal["forward", "backward", "optimizer", ""]
-HeldKind = Literal["gathered weights", "gradients", "activations", "batch", "optimizer's update"]
+PeakTensorKind = Literal["gathered weights", "gradients", "activations", "batch", "optimizer's update"]
 
 FUSED_ATTENTION = "attention is one fused kernel (flash attention), which keeps no scores in memory"
 SCORED_ATTENTION = (
@@ -29,7 +29,7 @@ PARTITIONED, ESTIMATE, COMPILED = "an estimate by XLA's partitioner", "estimate"
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Equal collectives of a step: of one kind, over the same mesh dims, for one reason.
+    """Equal collectives of a step: of one kind, over the same mesh dims, with one cause.
 
     Args:
         kind: What they do.
@@ -52,8 +52,8 @@ class Collective:
     phase: Phase = ""
     group: int = 0
 
-    def sent_bytes(self, mesh: Mesh) -> int:
-        """Bytes that a device sends in a step for all calls, on rings over the dims; of a permute, one that sends."""
+    def count_sent_bytes(self, mesh: Mesh) -> int:
+        """Return the bytes that a device sends in a step for all calls, as rings send them."""
         size = self.group or math.prod(map(mesh.dim_size, self.dims))
         if self.kind == "permute":
             return self.calls * self.tensor_bytes
@@ -62,8 +62,8 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Tensors of one kind and shape that a device holds at the peak of a step, beside what the step is given.
+class PeakTensors:
+    """Tensors of one kind and shape on a device at the peak of a step, except the step's arguments.
 
     Args:
         kind: What they are.
@@ -73,7 +73,7 @@ class Held:
         num_bytes: Bytes of all of them.
     """
 
-    kind: HeldKind
+    kind: PeakTensorKind
     path: str
     shape: tuple[int, ...]
     dtype: str
@@ -82,7 +82,7 @@ class Held:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The collectives, operations and bytes of one training step on each device.
+    """Collectives, operations, and memory of one training step on each device.
 
     Args:
         mesh: The mesh.
@@ -107,11 +107,11 @@ class StepCost:
     peak_bytes: int
     notes: tuple[str, ...] = field(default=())
     least_peak_bytes: int = field(default=0, compare=False)
-    held: tuple[Held, ...] = ()
+    held: tuple[PeakTensors, ...] = ()
     known_by: str = ESTIMATE
 
     def on(self, memory_bytes: int) -> StepCost:
-        """Return what it does on a device with so much memory."""
+        """Return the cost on a device with `memory_bytes` of memory."""
         # XLA's scheduler may use 95 % of what the arguments leave of 80 % of it.
         room = self.argument_bytes + int(0.95 * max(0.0, 0.8 * memory_bytes - self.argument_bytes))
         least = self.least_peak_bytes or self.peak_bytes
@@ -120,4 +120,4 @@ class StepCost:
     @property
     def sent_bytes(self) -> int:
         """Bytes that each device sends in a step."""
-        return sum(each.sent_bytes(self.mesh) for each in self.collectives)
+        return sum(each.count_sent_bytes(self.mesh) for each in self.collectives)

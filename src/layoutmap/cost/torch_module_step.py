@@ -1,4 +1,4 @@
-"""A training step of a torch module, for `torch_step`, which counts what it does."""
+"""Describe a training step of a torch module, which `torch_step` counts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.options import ScopeOptions
-from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import Entry, layer_paths
+from layoutmap.adapters.torch.paths import Entry, find_layer_paths
 from layoutmap.adapters.torch.session import TorchSession
-from layoutmap.adapters.torch.training import call, scalar_loss, training_of
+from layoutmap.adapters.torch.training import call_model, find_scalar_loss, get_training
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.engines.protocol import Engine
-from layoutmap.engines.torch.element_types import dtype_name
+from layoutmap.engines.torch.element_types import format_dtype
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
@@ -30,7 +30,7 @@ _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there a
 
 @dataclass(slots=True)
 class _Context:
-    """A scope's context for a module whose step is counted."""
+    """Scope context for a module while its step is counted."""
 
     policy: LayoutPolicy
     engine: Engine
@@ -45,7 +45,7 @@ class _Context:
         """Ignore idle dims, since a step that is counted does not run."""
 
 
-def training_step(
+def describe_step(
     session: TorchSession, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
 ) -> TrainingStep:
     """Return the training step of a module without values, with the optimizer of `train_with`.
@@ -60,7 +60,7 @@ def training_step(
     """
     entries = session.planned
     step = _CountedStep(entries, model, inputs, loss)
-    batch = [Shape(name, tuple(each.shape), dtype_name(each.dtype)) for name, each in step.inputs.items()]
+    batch = [Shape(name, tuple(each.shape), format_dtype(each.dtype)) for name, each in step.inputs.items()]
     return TrainingStep(type(model).__name__, [e.spec for e in entries], batch, (), step.run, step.notes)
 
 
@@ -78,7 +78,7 @@ class _CountedStep:
         several: list[Any] = [*inputs] if is_sequence(inputs) else [inputs]
         numbered = {f"input {i}": each for i, each in enumerate(several)}
         self.inputs: dict[str, torch.Tensor] = dict(inputs) if is_mapping(inputs) else numbered
-        self.optimizer = training_of(model).make_optimizer
+        self.optimizer = get_training(model).make_optimizer
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # more are known when it runs
         self._loss = loss
 
@@ -89,31 +89,31 @@ class _CountedStep:
         placed: list[tuple[Entry, DTensor, Layout]] = []
         for entry in self._entries:
             value = values[entry.spec.key]
-            placed.append((entry, value, tracer.engine.layout_of(value)))
+            placed.append((entry, value, tracer.engine.get_layout(value)))
         context: Any = _Context(tracer.policy, tracer.engine)  # what `install` asks of a scope
         TorchSession(context).install([self._model], placed)
-        paths = layer_paths(self._model)
+        paths = find_layer_paths(self._model)
         for module in self._model.modules():
-            _tell(module, paths.get(id(module), ""), tracer)
+            _track_layers(module, paths.get(id(module), ""), tracer)
         trained = [p for p in self._model.parameters() if p.requires_grad]
         optimizer = self.optimizer(trained) if self.optimizer is not None else None
         with tracer:
-            self._once(tracer, batch, optimizer)
+            self._run_once(tracer, batch, optimizer)
             self._model.zero_grad()  # gradients of the first step are not held in the second
             gc.collect()  # graphs are circles
             tracer.forget()
-            self._once(tracer, batch, optimizer)
+            self._run_once(tracer, batch, optimizer)
         return {}
 
-    def _once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
+    def _run_once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
         inputs = dict(zip(self.inputs, batch, strict=True)) if self._is_named else (tuple(batch), None)
-        output = call(self._model, inputs)
-        value: Any = scalar_loss(output) if self._loss is None else self._loss(output)
+        output = call_model(self._model, inputs)
+        value: Any = find_scalar_loss(output) if self._loss is None else self._loss(output)
         if value is None:
             self.notes += [_NO_LOSS] * (_NO_LOSS not in self.notes)
-            numbers = [each for each in tensors_in(output) if each.is_floating_point()]
+            numbers = [each for each in list_tensors(output) if each.is_floating_point()]
             value = sum(each.float().square().mean() for each in numbers)
-        with tracer.phase("backward"):
+        with tracer.open_phase("backward"):
             value.backward()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
@@ -123,8 +123,8 @@ class _CountedStep:
                 optimizer.step()
 
 
-def _tell(module: torch.nn.Module, path: str, tracer: Any) -> None:
-    """Have the tracer know when a module computes, forward and backward."""
+def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
+    """Report to the tracer which layer computes, in the forward pass and in the backward pass."""
 
     def enter(*_: object) -> None:
         tracer.layers.append(path)
@@ -132,17 +132,17 @@ def _tell(module: torch.nn.Module, path: str, tracer: Any) -> None:
     def leave(_module: object, _args: object, output: object) -> None:
         tracer.layers.pop()
 
-        def of_gradient(_: object) -> None:
+        def set_layer(_: object) -> None:
             tracer.layers[:] = [path]
 
-        def watched(tensor: torch.Tensor) -> torch.Tensor:
+        def watch_gradient(tensor: torch.Tensor) -> torch.Tensor:
             # The innermost layer has been here before those that it is in.
             if tensor.grad_fn is not None and tensor.grad_fn not in tracer.nodes:
                 tracer.nodes.add(tensor.grad_fn)
-                tensor.register_hook(of_gradient)  # pyright: ignore[reportUnknownMemberType]
+                tensor.register_hook(set_layer)  # pyright: ignore[reportUnknownMemberType]
             return tensor
 
-        map_tensors(watched, output)
+        map_tensors(watch_gradient, output)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)

@@ -1,4 +1,4 @@
-"""The count of a training step of a torch module on each device, with tensors that have no values.
+"""Count a training step of a torch module on each device, with tensors that have no values.
 
 The step runs once as process 0 of a program of as many processes as the mesh has devices, in a process group whose
 other processes do not exist: each operation that DTensor carries out on this process's pieces is seen, and none is
@@ -28,16 +28,16 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.arrays import mark, native_of
+from layoutmap.engines.torch.arrays import convert_layout, mark
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import forget_process_group
-from layoutmap.engines.torch.element_types import dtype_name, torch_dtype
+from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.modes import TorchDispatchMode
-from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, is_view
+from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, can_return_view
 from layoutmap.engines.torch.simulation import FakeStore
-from layoutmap.engines.torch.specs import clear_sharding_caches, dtensor, local_of, spec_of_tensor
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.specs import clear_sharding_caches, get_local, make_dtensor, make_tensor_spec
+from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves
 
 _KINDS: Mapping[str, CollectiveKind] = {
@@ -60,7 +60,7 @@ _ACCUMULATED = "weights of a block are gathered together, under the name of the 
 
 
 class LoweredStep:  # why: decisions/0156
-    """A training step of a torch module, counted in any layouts.
+    """Training step of a torch module, which can be counted in any layouts.
 
     Args:
         step: The step; its function places values in the module, and calls the engine that the tracer has.
@@ -72,7 +72,7 @@ class LoweredStep:  # why: decisions/0156
     def count(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_held: bool = False
     ) -> StepCost:
-        """Count what the step does in given layouts.
+        """Count the step's collectives, operations, and memory in given layouts.
 
         Args:
             assignments: Each variable of the step and its layout, in their order.
@@ -83,12 +83,12 @@ class LoweredStep:  # why: decisions/0156
             ScopeError: The module fails when it is called with such inputs; or this process has a process group.
         """
         with ExitStack() as stack:
-            stack.enter_context(_no_one_else(policy.mesh.size))
-            groups = _groups(policy.mesh)  # with values: torch reads those of a device mesh
+            stack.enter_context(_simulate_process_group(policy.mesh.size))
+            groups = _list_groups(policy.mesh)  # with values: torch reads those of a device mesh
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            counting: Any = _Counting(policy, groups)
-            values = {a.variable.key: _valueless(a) for a in assignments}
-            batch = [torch.empty(b.shape, dtype=torch_dtype(b.dtype, b.name)) for b in self._step.batch]
+            counting: Any = _OperationCounter(policy, groups)
+            values = {a.variable.key: _make_fake_dtensor(a) for a in assignments}
+            batch = [torch.empty(b.shape, dtype=find_torch_dtype(b.dtype, b.name)) for b in self._step.batch]
             given = sum(
                 Assignment(
                     VariableSpec(b.name, b.shape, b.dtype), policy.derive_batch_layout(b.shape)
@@ -97,12 +97,12 @@ class LoweredStep:  # why: decisions/0156
             )
             given += sum(a.shard_bytes for a in assignments)
             for key, value in values.items():
-                counting.name(local_of(value), key[1])
+                counting.name_shard(get_local(value), key[1])
             for each in batch:  # of which only this device's part counts
-                counting.name(each, "")
-            with _failures(self._step):
+                counting.name_shard(each, "")
+            with _explain_failures(self._step):
                 self._step.run(counting, values, batch)
-            made = tuple(counting.made())
+            made = tuple(counting.list_collectives())
         return StepCost(
             policy.mesh,
             made,
@@ -115,12 +115,12 @@ class LoweredStep:  # why: decisions/0156
 
 
 @contextmanager
-def _no_one_else(num_processes: int) -> Generator[None]:
-    """While open, this is process 0 of so many, of which the others do not exist."""
-    if simulation.has_begun():
+def _simulate_process_group(num_processes: int) -> Generator[None]:
+    """Act as process 0 of a group without the other processes, until the block ends."""
+    if simulation.has_process_group():
         raise ScopeError(
             "the cost of a step cannot be counted in this process",
-            facts={"process group": dist.get_backend(simulation.group())},
+            facts={"process group": dist.get_backend(simulation.get_group())},
             why="it is counted in a process group of its own, and torch has one default group in a process",
             fix="plan in a process that has opened no scope and no process group, as layoutmap plan --on does",
         )
@@ -135,7 +135,7 @@ def _no_one_else(num_processes: int) -> Generator[None]:
 
 
 @contextmanager
-def _failures(step: TrainingStep) -> Generator[None]:
+def _explain_failures(step: TrainingStep) -> Generator[None]:
     try:
         yield
     except LayoutMapError:
@@ -150,21 +150,23 @@ def _failures(step: TrainingStep) -> Generator[None]:
         ) from error
 
 
-def _valueless(assignment: Assignment) -> object:
-    """A DTensor in its layout, without values."""
+def _make_fake_dtensor(assignment: Assignment) -> object:
+    """Return a DTensor in its layout, without values."""
     variable, layout = assignment.variable, assignment.layout
-    native, placements = native_of(layout)
-    dtype = torch_dtype(variable.dtype, variable.path)
+    native, placements = convert_layout(layout)
+    dtype = find_torch_dtype(variable.dtype, variable.path)
     local = torch.empty(assignment.shard_shape, dtype=dtype, device=native.device_type)
-    return mark(dtensor(local, spec_of_tensor(native, placements, torch.Size(variable.shape), dtype)), layout)
+    return mark(
+        make_dtensor(local, make_tensor_spec(native, placements, torch.Size(variable.shape), dtype)), layout
+    )
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class _Counting(TorchDispatchMode):
-    """Counts what runs on the pieces of this process, while it is open.
+class _OperationCounter(TorchDispatchMode):
+    """Counter of the operations on this process's shards, while it is open.
 
     Attributes:
         policy: The layouts of the step.
@@ -194,20 +196,20 @@ class _Counting(TorchDispatchMode):
 
     # -- what the step tells
 
-    def name(self, local: torch.Tensor, path: str) -> None:
-        """The piece of a variable."""
-        self._named[storage_key(local)] = path
+    def name_shard(self, local: torch.Tensor, path: str) -> None:
+        """Set the path of a variable's shard."""
+        self._named[get_storage_key(local)] = path
 
-    def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """While open, the step is in this part."""
+    def open_phase(self, name: Phase) -> AbstractContextManager[None]:
+        """Set the phase of the step until the block ends."""
         return temporarily(self, "_phase", name)
 
     def open_update(self) -> AbstractContextManager[None]:
-        """While open, the optimizer updates the variables."""
-        return self.phase("optimizer")
+        """Set the phase to the optimizer's update until the block ends."""
+        return self.open_phase("optimizer")
 
     def forget(self) -> None:
-        """Begin anew: what is held now is kept from step to step."""
+        """Reset the counts, and treat memory in use now as kept between steps."""
         self.flops.clear()
         self._calls.clear()
         self.nodes.clear()
@@ -215,13 +217,13 @@ class _Counting(TorchDispatchMode):
         self.kept, self.traffic, self.peak = self._held, 0, 0
 
     def is_gradient(self, gradient: torch.Tensor, path: str) -> None:
-        """Note the weight that a gradient belongs to as the cause of its collectives."""
-        _, cause = self._storages.get(storage_key(local_of(gradient)), (0, None))
+        """Record the weight of a gradient as the cause of its collectives."""
+        _, cause = self._storages.get(get_storage_key(get_local(gradient)), (0, None))
         if cause is not None:
             cause[0] = path
 
-    def made(self) -> Iterator[Collective]:
-        """The collectives, equal ones in one."""
+    def list_collectives(self) -> Iterator[Collective]:
+        """Yield the collectives, with equal ones merged."""
         counts = Counter[Any]((*call[:3], *call[3], call[4]) for call in self._calls)
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
@@ -238,38 +240,38 @@ class _Counting(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
-        cause = self._cause_of(inputs, name)
+        cause = self._find_cause(inputs, name)
         self.fuses |= name.startswith("_scaled_dot_product") and "math" not in name
         if func.namespace in _COMMUNICATING and name not in _SILENT:
-            cause = self._collective(name, args, kwargs, inputs, cause)
+            cause = self._add_collective(name, args, kwargs, inputs, cause)
             outputs = outputs or inputs[:1]
-        elif func.namespace == "aten" and not is_view(func):  # a view moves no bytes
+        elif func.namespace == "aten" and not can_return_view(func):  # a view moves no bytes
             self.traffic += sum(map(_num_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
-                dtype = dtype_name(inputs[0].dtype)
+                dtype = format_dtype(inputs[0].dtype)
                 number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
                 self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
         for output in outputs:
-            self._see(output, cause)
+            self._track_memory(output, cause)
         return result
 
-    def _cause_of(self, inputs: Sequence[torch.Tensor], name: str) -> list[str] | None:
-        """The cause of a result that is a copy of an input: that of the input."""
+    def _find_cause(self, inputs: Sequence[torch.Tensor], name: str) -> list[str] | None:
+        """Return the cause of the input that a result copies, or None for other results."""
         if name not in _COPIES and name not in _KINDS:
             return None
         for each in inputs:
-            key = storage_key(each)
+            key = get_storage_key(each)
             if self._named.get(key):
                 return [self._named[key]]
             if key in self._storages and self._storages[key][1] is not None:
                 return self._storages[key][1]
         return None
 
-    def _collective(
+    def _add_collective(
         self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], cause: Any
     ) -> list[str]:
         kind = _KINDS.get(name)
-        dims, size = self._dims_of([*args, *kwargs.values()])
+        dims, size = self._find_dims([*args, *kwargs.values()])
         if kind is None or not dims:
             return [""]
         cause = [cause[0] if cause else self.layers[-1] if self.layers else ""]
@@ -279,8 +281,8 @@ class _Counting(TorchDispatchMode):
         self._calls.append((kind, dims, num_bytes, cause, self._phase))
         return cause
 
-    def _dims_of(self, args: Args) -> tuple[tuple[str, ...], int]:
-        """The mesh dims over which a collective runs, and how many devices take part."""
+    def _find_dims(self, args: Args) -> tuple[tuple[str, ...], int]:
+        """Return the mesh dims of a collective, and the number of its devices."""
         mesh = self.policy.mesh
         for each in args:
             is_group = isinstance(each, torch.ScriptObject)  # the first one is: the kind of a sum follows
@@ -292,9 +294,9 @@ class _Counting(TorchDispatchMode):
                 break  # it has one device
         return (), 1
 
-    def _see(self, tensor: torch.Tensor, cause: list[str] | None) -> None:
-        """Count what is held, until it is freed."""
-        key = storage_key(tensor)
+    def _track_memory(self, tensor: torch.Tensor, cause: list[str] | None) -> None:
+        """Count a tensor's memory until it is freed."""
+        key = get_storage_key(tensor)
         if key in self._named:
             return
         if key in self._storages:
@@ -306,16 +308,16 @@ class _Counting(TorchDispatchMode):
         self._storages[key] = num_bytes, cause
         self._held += num_bytes
         self.peak = max(self.peak, self._held - self.kept)
-        weakref.finalize(storage, self._freed, key)  # not of the tensor: views hold the storage
+        weakref.finalize(storage, self._release_memory, key)  # not of the tensor: views hold the storage
 
-    def _freed(self, key: object) -> None:
+    def _release_memory(self, key: object) -> None:
         self._held -= self._storages.pop(key)[0]
 
 
-def _groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The mesh dims of each process group of a mesh, by the group's name."""
-    native = native_of(Layout.replicated(mesh, 0))[0]
-    simulation.ranks_of(native)  # which is then known
+def _list_groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Return the mesh dims of each process group of a mesh, by the group's name."""
+    native = convert_layout(Layout.replicated(mesh, 0))[0]
+    simulation.list_ranks(native)  # which is then known
     return {
         native.get_group(i).group_name: (dim,)
         for i, dim in enumerate(mesh.dim_names)

@@ -1,4 +1,4 @@
-"""The counted cost of a step beside what XLA's compiler says of it."""
+"""Compare the counted cost of a step with the figures of XLA's compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutmap.cost.table import StepCost
 
 
 class TooLargeError(EngineError):
-    """A step that XLA does not compile, since the memory of a device is too small for it.
+    """Raised when XLA cannot compile a step because a device has too little memory.
 
     Attributes:
         peak_bytes: What a device would have to hold; 0 where XLA does not say it.
@@ -25,7 +25,7 @@ class TooLargeError(EngineError):
 
 @dataclass(frozen=True)
 class Verified:
-    """The counted cost of a step, and the same figures from XLA, in bytes and of one device.
+    """Counted cost of a step next to XLA's figures, in bytes per device.
 
     Args:
         cost: What was counted.
@@ -59,10 +59,10 @@ class Verified:
 
     @property
     def rows(self) -> list[tuple[str, int, int]]:
-        """The compared figures, each with what was counted and what XLA says."""
+        """Compared figures: the name, the counted value, and XLA's value."""
         counted: dict[str, int] = {}
         for each in self.cost.collectives:
-            counted[each.kind] = counted.get(each.kind, 0) + each.sent_bytes(self.cost.mesh)
+            counted[each.kind] = counted.get(each.kind, 0) + each.count_sent_bytes(self.cost.mesh)
         kinds = sorted({*counted, *self.sent_by_kind})
         return [
             *((f"sent {kind}", counted.get(kind, 0), self.sent_by_kind.get(kind, 0)) for kind in kinds),
@@ -72,7 +72,7 @@ class Verified:
         ]
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
+        """Return the text that `print` shows. See `Plan.to_text` for `width`."""
         head = ("bytes", "counted", f"XLA for {self.target}", "quotient")
         rows = [
             (name, format_bytes(a), format_bytes(b), f"{a / b:.2f}" if b else "") for name, a, b in self.rows

@@ -16,22 +16,22 @@ from layoutmap.engines.tested import import_for, warn_if_untested
 __all__ = [
     "ENGINES",
     "Engine",
-    "engine_of_array",
+    "find_engine",
     "get_engine",
-    "installed_engines",
+    "list_installed_engines",
 ]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
 """Engine name -> its module. The name is also that of the framework's package and of the extra that installs it."""
 
 
-def installed_engines() -> list[str]:
-    """The names of the engines whose framework is installed; nothing is imported."""
+def list_installed_engines() -> list[str]:
+    """Return the names of the engines with an installed framework, without importing one."""
     return [name for name in ENGINES if importlib.util.find_spec(name) is not None]
 
 
 def get_engine(name: str) -> Engine:
-    """The engine of a framework.
+    """Return the engine of a framework.
 
     Args:
         name: `"jax"`, `"tensorflow"` or `"torch"`.
@@ -60,8 +60,8 @@ def get_engine(name: str) -> Engine:
     return made
 
 
-def engine_of_array(array: object) -> Engine:
-    """The engine whose framework made an array.
+def find_engine(array: object) -> Engine:
+    """Return the engine of the framework that made an array.
 
     A framework that is not imported cannot have made one, so nothing is imported to find out.
 

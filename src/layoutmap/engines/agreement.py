@@ -17,7 +17,7 @@ import numpy as np
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import CheckpointError, ScopeError, join_names
-from layoutmap.engines.checks import processes_differ
+from layoutmap.engines.checks import make_difference_error
 
 _FIRST_CALLS = 8  # what feeds a loop wrongly does so from the first batch on
 _MAX_SHOWN = 200  # characters of a process's text in a message
@@ -39,7 +39,7 @@ def gather_texts(text: str, gather: Gather) -> list[str]:
 
 
 def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
-    """The values of each process, of which each may have another number."""
+    """Return the values of each process, which may differ in number."""
     lengths = gather(np.array([own.size], np.int64))[:, 0]
     if not lengths.any():  # as where nothing has failed
         return [own] * len(lengths)
@@ -48,8 +48,8 @@ def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
 
 
 # why: decisions/0079
-def agreed(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
-    """Return what a function returns that each process calls by itself; where it raises in one, raise in all."""
+def run_together(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
+    """Return the function's result, or raise in all processes if it raises in one."""
     result: Any = None
     error: BaseException | None = None
     try:
@@ -80,27 +80,27 @@ def check_alike(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[
     return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
 
 
-def of_processes(texts: Sequence[str]) -> dict[str, object]:
-    """Facts for a message: what each process says."""
+def label_processes(texts: Sequence[str]) -> dict[str, object]:
+    """Return facts for an error message: the text of each process."""
     return {f"process {number}": each for number, each in enumerate(texts)}
 
 
-def short(text: str) -> str:
-    """A text as messages show it: the begin of a long one."""
+def shorten(text: str) -> str:
+    """Return a text for error messages, with a checksum in place of the rest of a long one."""
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"
 
 
 def check_program(call: str, parts: Iterable[Part], gather: Gather) -> None:
-    """Raise a `ScopeError` if the fingerprints of a call's program differ; it names the first part that does."""
-    found = differing_name([("call", call), *parts], gather)
+    """Raise a `ScopeError` that names the first part of a call's program that differs between processes."""
+    found = find_difference([("call", call), *parts], gather)
     if found is None:
         return
     name, texts = found
     raise ScopeError(
         describe_difference(name, texts),
-        facts={"in": call} | (of_processes(texts) if len(texts) > 2 else {}),
+        facts={"in": call} | (label_processes(texts) if len(texts) > 2 else {}),
         why="each process computes its part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
@@ -133,7 +133,7 @@ def check_computed(checksums: Sequence[tuple[str, int]], gather: Gather) -> None
     everyone = gather(np.array([value for _, value in checksums], np.uint32))
     differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
     if differ:
-        raise processes_differ(
+        raise make_difference_error(
             f"{differ[0]}: the processes have different values", {"variables": join_names(differ)}
         )
 
@@ -174,7 +174,7 @@ def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None) 
     if texts:
         raise ScopeError(
             "the processes pass different batches",
-            facts=of_processes(texts) | ({} if call is None else {"in call": call}),
+            facts=label_processes(texts) | ({} if call is None else {"in call": call}),
             why="every process passes the global batch here, and computes its part of it",
             fix="read the same data in all processes, in the same order: the same seed for what shuffles it, and no "
             "sampler that gives each process its own rows",
@@ -182,15 +182,15 @@ def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None) 
 
 
 def check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:
-    """Raise a `ScopeError` if named texts differ between the processes; `what` is said of the first name."""
-    found = differing_name(named_texts, gather)
+    """Raise a `ScopeError` if named texts differ between the processes. `what` describes the first difference."""
+    found = find_difference(named_texts, gather)
     if found is not None:
         path, texts = found
-        raise ScopeError(f"{path}: {what}", facts=of_processes(texts), **parts)
+        raise ScopeError(f"{path}: {what}", facts=label_processes(texts), **parts)
 
 
-def differing_name(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """Return the first name whose texts differ between processes, and the first line of each that differs.
+def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
+    """Return the first name with different texts in the processes, and each one's first different line.
 
     Where the processes have different names it is one that some do not have.
     """
@@ -204,12 +204,12 @@ def differing_name(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tu
             name = next((n for n in names if not all(n in each for each in known)), names[0])
             texts = [text if of == name else nothing[1] for of, text in each]
             lines = zip_longest(*(text.splitlines() for text in texts), fillvalue="nothing more")
-            return name, [short(line) for line in next(line for line in lines if len(set(line)) > 1)]
+            return name, [shorten(line) for line in next(line for line in lines if len(set(line)) > 1)]
     return None
 
 
 def _parts_from_json(text: str) -> list[Part]:
-    """Return the parts of a process; one that compares something else has sent another text."""
+    """Return the parts of a process from JSON, or the text if the process compares something else."""
     try:
         return [(name, of) for name, of in json.loads(text)]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Checks that all engines make, and what they say: one message for each mistake, whatever the framework."""
+"""Check inputs for all engines, with one error message for each mistake in every framework."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MAX_REMEMBERED = 512
 # -- devices
 
 
-def no_devices(framework: str, kind: str, usable: str, why: str) -> EngineError:
-    """The error for a device type of which the machine has no device."""
+def make_no_devices_error(framework: str, kind: str, usable: str, why: str) -> EngineError:
+    """Return the error for a device type without devices on this machine."""
     return EngineError(
         f"{framework} has no {kind} devices here",
         why=why,
@@ -31,8 +31,8 @@ def no_devices(framework: str, kind: str, usable: str, why: str) -> EngineError:
     )
 
 
-def fix_too_few(framework: str, number: int) -> str:
-    """The fix for a mesh of so many devices, where the framework has started with fewer."""
+def explain_more_devices(framework: str, number: int) -> str:
+    """Return the `fix` of an error about a mesh with more devices than the framework started with."""
     return (
         f"restart Python and call lm.simulate_devices({number}) before {framework} starts, for as many devices of the "
         "CPU; or make the mesh smaller"
@@ -51,14 +51,14 @@ def check_simulated(framework: str, number: int, there: Sequence[str]) -> None:
     )
 
 
-def device_names_of(
+def resolve_device_names(
     mesh: Mesh,
     device_names: Callable[[str | None], Sequence[str]],
     framework: str,
     fix_too_few: str,
     canonical_name: Callable[[str], str] = str.upper,
 ) -> tuple[str, ...]:
-    """The names of a mesh's devices on this machine; those of an abstract mesh are the first devices."""
+    """Return the names of a mesh's devices on this machine. An abstract mesh gets the first devices."""
     try:
         there = device_names(mesh.device_type)
     except EngineError as error:
@@ -85,8 +85,8 @@ def device_names_of(
     return names
 
 
-def bound(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
-    """The mesh with its devices; the same object if it knows them and which are of this process."""
+def bind_devices(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
+    """Return the mesh with its devices, or the same object if it knows them already."""
     local_device_ids = tuple(here)
     if mesh.devices is not None and local_device_ids == mesh.local_device_ids:
         return mesh
@@ -96,8 +96,8 @@ def bound(mesh: Mesh, names: Sequence[str], here: Iterable[int]) -> Mesh:
 # -- element types
 
 
-def no_element_type(framework: str, name: str, path: str) -> EngineError:
-    """The error for a variable of an element type that no array in a layout has."""
+def make_element_type_error(framework: str, name: str, path: str) -> EngineError:
+    """Return the error for a variable with an element type that sharded arrays cannot have."""
     return EngineError(
         f"{path}: {framework} has no element type {name!r} in layouts",
         why="arrays in layouts hold numbers and truth values",
@@ -105,8 +105,8 @@ def no_element_type(framework: str, name: str, path: str) -> EngineError:
     )
 
 
-def no_numbers(framework: str, dtype: object) -> EngineError:
-    """The error for values that are neither numbers nor truth values."""
+def make_no_numbers_error(framework: str, dtype: object) -> EngineError:
+    """Return the error for values that are neither numbers nor booleans."""
     return EngineError(
         f"{framework} cannot hold an array of {dtype} in a layout",
         why="arrays in layouts hold numbers and truth values",
@@ -146,7 +146,7 @@ def check_initial_value(variable: VariableSpec, shape: Sequence[int], dtype: str
 
 
 def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtype: str) -> None:
-    """Raise an `EngineError` unless what was read for an index has its shape and the variable's element type."""
+    """Raise an `EngineError` unless a shard has the shape of its index and the variable's element type."""
     if tuple(shape) != compute_block_shape(index) or dtype != variable.dtype:
         raise EngineError(
             f"{variable.path}: a shard that was read has another shape or element type",
@@ -160,15 +160,15 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
         )
 
 
-def checked_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
-    """A reader of a variable's shards that checks what it reads."""
+def wrap_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
+    """Return a reader of a variable's shards that checks each shard it reads."""
 
-    def checked(index: Index) -> NumpyArray:
+    def read_checked(index: Index) -> NumpyArray:
         block = np.asarray(read(index))
         check_shard(variable, index, block.shape, block.dtype.name)
         return block
 
-    return checked
+    return read_checked
 
 
 def check_one_result(function: Callable[..., Any], num_results: int) -> None:
@@ -181,8 +181,8 @@ def check_one_result(function: Callable[..., Any], num_results: int) -> None:
         )
 
 
-def processes_differ(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
-    """The error for processes that would initialize one variable to different values."""
+def make_difference_error(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
+    """Return the error for processes that would initialize one variable to different values."""
     return EngineError(
         what,
         facts=facts,
@@ -209,7 +209,7 @@ def check_draws(engine: str, draws: str, ways: Sequence[str] = ("exact",)) -> No
 
 
 def remember(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
-    """Keep a value, and forget what was kept longest ago. The caller holds a lock."""
+    """Store a value, and remove the oldest ones from a full cache. The caller must have the lock."""
     cache[key] = value
     while len(cache) > _MAX_REMEMBERED:
         cache.popitem(last=False)

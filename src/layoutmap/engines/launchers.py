@@ -1,4 +1,4 @@
-"""Who started this process, and as which of how many: what SLURM and torchrun leave in the environment."""
+"""Detect the launcher of this process, SLURM or torchrun, from environment variables."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Launcher:
         return f"started by {self.name}: process {self.process} of {self.num_processes}"
 
 
-def launcher() -> Launcher | None:
-    """Return what started this process; of torchrun in a step of SLURM, torchrun; `None`: neither.
+def detect_launcher() -> Launcher | None:
+    """Return the launcher of this process, or None. torchrun inside a SLURM step counts as torchrun.
 
     Example:
-        >>> print(launcher())
+        >>> print(detect_launcher())
         None
     """
     for name, process, count in (

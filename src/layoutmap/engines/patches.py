@@ -27,7 +27,7 @@ class Closing:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End, if it is not ended yet; also what was begun by half."""
+        """End the context if it is open, even if it was opened only in part."""
         raise NotImplementedError
 
     _has_begun = False
@@ -61,7 +61,7 @@ _INHERITED = object()
 
 
 class Attribute:
-    """An attribute of a class or module, and what takes its place.
+    """Patch that replaces one attribute of a class or module.
 
     Another library may replace it too, while this is installed. Then it is left as it is, and what took its place here
     goes on being called by that library: it must do nothing of its own where nobody needs it.
@@ -85,7 +85,7 @@ class Attribute:
             setattr(self._owner, self._name, ours)
 
     def remove(self) -> None:
-        """Put back what was found, where what took its place is still there."""
+        """Restore the original attribute where the replacement is still in place."""
         now = cast(dict[str, object], vars(self._owner)).get(self._name, _INHERITED)
         for pair in [pair for pair in self._made if pair[0] is now]:
             if pair[1] is _INHERITED:
@@ -111,7 +111,7 @@ class Item:
 
 
 class Patches:  # why: decisions/0025
-    """Patches that are installed while anybody uses them, on any thread.
+    """Patches that are installed while any thread uses them.
 
     Args:
         patches: The patches; no other `Patches` has one of the same place.
@@ -121,7 +121,7 @@ class Patches:  # why: decisions/0025
         ...     def name(self):
         ...         return "theirs"
         >>> patches = Patches([Attribute(Theirs, "name", lambda plain: lambda self: plain(self).upper())])
-        >>> with patches.used(), patches.used():
+        >>> with patches.activate(), patches.activate():
         ...     Theirs().name()
         'THEIRS'
         >>> Theirs().name()
@@ -133,8 +133,8 @@ class Patches:  # why: decisions/0025
         self._users: weakref.WeakSet[_Use] = weakref.WeakSet()
         self._lock = threading.RLock()  # a use may end inside, by the garbage collector
 
-    def used(self) -> Closing:
-        """Have them installed while this is open."""
+    def activate(self) -> Closing:
+        """Install the patches while this context is open."""
         return _Use(self)
 
     def add(self, user: _Use) -> None:
@@ -193,8 +193,8 @@ def wrap_in_context(
     """Return a method that runs in a context, made anew for each call."""
 
     @functools.wraps(method)
-    def wrapped(*args: object, **kwargs: object) -> Any:
+    def call_in_context(*args: object, **kwargs: object) -> Any:
         with make_context():
             return method(*args, **kwargs)
 
-    return wrapped
+    return call_in_context

@@ -21,7 +21,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """An array whose place no layout can say.
+    """Description of an array's placement that no layout can express.
 
     Args:
         what: How the framework holds it instead, as in `"on CPU:0 alone"`.
@@ -35,7 +35,7 @@ class Unplaced:
 
 
 class Engine(Protocol):  # why: decisions/0032
-    """Holds the arrays of one framework, in layouts.
+    """Arrays of one framework, in layouts.
 
     Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` returns the
     same values on every layout, those of the plain initializer; each device holds exactly its shard; a layout that the
@@ -47,10 +47,10 @@ class Engine(Protocol):  # why: decisions/0032
     - `simulate` says how many devices there are, while that is open.
     - `bind` knows which devices of a mesh are of this process; names alone do not say it.
     - `check_layout` and `check_dtype` are asked by plans, where `native` would start the framework.
-    - `layout_of` is `native` backwards; `found` says how an array is held that it returns `None` for.
-    - `by_device` yields what `to_shards` leaves out: replicas, of which one may have drifted.
-    - `canonical` returns the element type of an array before there is one, so that a reader of shards can convert.
-    - `own_memory` is where a checkpoint is read to without a copy; no other method changes an array.
+    - `get_layout` is `native` backwards; `describe_placement` says how an array is held that it returns `None` for.
+    - `iterate_by_device` yields what `to_shards` leaves out: replicas, of which one may have drifted.
+    - `canonicalize` returns the element type of an array before there is one, so that a reader of shards can convert.
+    - `get_writable_memory` is where a checkpoint is read to without a copy; no other method changes an array.
     - `variable` and `run_on` are how the framework trains and computes: its variables, its ambient mesh.
     - `to_numpy` gathers the shards of other processes, on the way that the framework does it best.
     - `all_gather` is how processes agree on what is not yet an array.
@@ -122,12 +122,12 @@ class Engine(Protocol):  # why: decisions/0032
         """
         ...
 
-    def layout_of(self, array: Array) -> Layout | None:
-        """Return the layout of an array; `None` if it is on no mesh of named dims, and for what is no array."""
+    def get_layout(self, array: Array) -> Layout | None:
+        """Return the layout of an array, or None for a value that is no array or is on no mesh with named dims."""
         ...
 
-    def found(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
-        """Return the layout of an array that any program has made, or how it is held otherwise; nothing is guessed.
+    def describe_placement(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+        """Return the layout of any program's array, or a description of its placement. Nothing is guessed.
 
         Args:
             array: The array, or what stands for one without values.
@@ -161,7 +161,7 @@ class Engine(Protocol):  # why: decisions/0032
         ...
 
     def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> Array:
-        """Make an array whose shards are read one by one.
+        """Return an array made from shards that are read one by one.
 
         Args:
             assignment: The variable and its layout.
@@ -183,23 +183,23 @@ class Engine(Protocol):  # why: decisions/0032
         """
         ...
 
-    def own_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:  # why: decisions/0127
-        """Return the memory of the shards that this process holds, to be written to; empty if it cannot be.
+    def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:  # why: decisions/0127
+        """Return writable memory of this process's shards, or an empty sequence if there is none.
 
         What is written there is in the array. Who writes there assigns the array to itself afterwards, as the framework
         does that, so that this knows of the change.
         """
         ...
 
-    def by_device(self, array: Array) -> Iterator[tuple[str, NumpyArray]]:
-        """Yield what each device of this process holds of an array, with its name: replicas, too.
+    def iterate_by_device(self, array: Array) -> Iterator[tuple[str, NumpyArray]]:
+        """Yield the values on each device of this process, with its name. Replicas are yielded, too.
 
         Nothing is gathered. What stands for an array without values yields nothing.
         """
         ...
 
     def relayout(self, array: Array, layout: Layout) -> Array:
-        """Return the same values in another layout; also takes plain arrays of the framework and of numpy.
+        """Return the same values in another layout. Also accepts unsharded arrays and numpy arrays.
 
         Raises:
             EngineError: The engine cannot hold the layout, or such elements.
@@ -209,11 +209,11 @@ class Engine(Protocol):  # why: decisions/0032
         ...
 
     def variable(self, array: Array, *, name: str = "", trainable: bool = True) -> Any:
-        """Return what the framework's variables hold an array in: one that can be assigned to, or the array."""
+        """Return the framework's variable with an array as its value, or the array if the framework has none."""
         ...
 
     def to_numpy(self, array: Array) -> NumpyArray:
-        """Return all values of an array, gathered from all processes that hold some; they must all ask."""
+        """Return all values of an array, gathered from all processes. Each of these processes must call it."""
         ...
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
@@ -227,7 +227,7 @@ class Engine(Protocol):  # why: decisions/0032
         ...
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
-        """While open, what is computed from plain values is computed on a mesh, replicated.
+        """Compute operations on unsharded values on a mesh, replicated, while the context is open.
 
         Args:
             mesh: The mesh.
@@ -239,8 +239,8 @@ class Engine(Protocol):  # why: decisions/0032
         """
         ...
 
-    def canonical(self, values: NumpyArray) -> NumpyArray:
-        """Return numpy values in the element type that the engine holds them in: 32 bits for 64 where it has no 64.
+    def canonicalize(self, values: NumpyArray) -> NumpyArray:
+        """Return numpy values in the engine's element type, with 32 bits for 64 where it has no 64.
 
         Raises:
             EngineError: It holds no such elements.
@@ -250,7 +250,7 @@ class Engine(Protocol):  # why: decisions/0032
     def call(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Array:
-        """Return the result of a function in a layout; no device holds the global value if it need not.
+        """Return the result of a function in a layout. No device stores the global value if that can be avoided.
 
         Raises:
             EngineError: The function does not return one array, or the engine cannot hold the layout.

@@ -1,4 +1,4 @@
-"""Which releases of each framework the tests have run with, and what is said about others.
+"""List the framework releases that the tests cover, and warn about other releases.
 
 The extras in pyproject.toml begin at the same releases and have no end: see docs/decisions/0098.
 """
@@ -25,17 +25,17 @@ TESTED = {
 """Package -> the oldest release that the tests have passed with, and the newest minor one."""
 
 
-def _numbers(version: str) -> list[int]:
+def _parse_version(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     return str(getattr(sys.modules.get(package), "__version__", ""))
 
 
 def _is_tested(package: str) -> bool:
-    oldest, newest = map(_numbers, TESTED[package])
-    found = _numbers(_version(package))
+    oldest, newest = map(_parse_version, TESTED[package])
+    found = _parse_version(_get_version(package))
     return oldest <= found and found[:2] <= newest[:2]
 
 
@@ -49,29 +49,31 @@ def warn_if_untested(package: str) -> None:
     if _is_tested(package):
         return
     warning = LayoutMapWarning(
-        f"{package} {_version(package)} is not a release that layoutmap was tested with",
+        f"{package} {_get_version(package)} is not a release that layoutmap was tested with",
         facts={
-            "tested": f"{package} {_range(package)}",
+            "tested": f"{package} {_format_range(package)}",
             "probed": f"all names of {package} that are needed exist",
         },
         why="what a name does may have changed all the same",
-        fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_requirement(package)}"',
+        fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_format_requirement(package)}"',
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel(TESTED.keys()))
 
 
-def unsupported(package: str, missing: object, kind: type[LayoutMapError] = EngineError) -> LayoutMapError:
-    """Return the error about a release that lacks names which layoutmap needs."""
+def make_unsupported_error(
+    package: str, missing: object, kind: type[LayoutMapError] = EngineError
+) -> LayoutMapError:
+    """Return the error for a release that lacks names that layoutmap needs."""
     return kind(
-        f"{package} {_version(package)} is not supported",
-        facts={"missing": missing, "tested": f"{package} {_range(package)}"},
+        f"{package} {_get_version(package)} is not supported",
+        facts={"missing": missing, "tested": f"{package} {_format_range(package)}"},
         why=f"layoutmap needs names of {package} that this release does not have",
-        fix=f'pip install "{_requirement(package)}"',
+        fix=f'pip install "{_format_requirement(package)}"',
     )
 
 
 class Needed:  # why: decisions/0149
-    """A block in which names of a framework are imported that it may lack: then the error is `unsupported`."""
+    """Context that imports names of a framework, and raises `make_unsupported_error` if one is missing."""
 
     def __init__(self, package: str, kind: type[LayoutMapError] = EngineError) -> None:
         self._package, self._kind = package, kind
@@ -81,7 +83,7 @@ class Needed:  # why: decisions/0149
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, (ImportError, AttributeError)):
-            raise unsupported(self._package, error, self._kind) from error
+            raise make_unsupported_error(self._package, error, self._kind) from error
 
 
 def check_names(package: str, *needed: tuple[object, str]) -> None:
@@ -95,21 +97,21 @@ def check_names(package: str, *needed: tuple[object, str]) -> None:
         f"{getattr(owner, '__name__', owner)}.{name}"
         for owner, names in needed
         for name in names.split()
-        if not _has(owner, name)
+        if not _has_name(owner, name)
     ]
     if missing:
-        raise unsupported(package, ", ".join(missing))
+        raise make_unsupported_error(package, ", ".join(missing))
 
 
-def _has(owner: object, name: str) -> bool:
-    """Whether an object has an attribute, or methods of a class give it one."""
+def _has_name(owner: object, name: str) -> bool:
+    """Return whether an object has an attribute, or one of its methods uses an attribute with this name."""
     methods = (each for each in vars(owner).values() if isinstance(each, FunctionType))
     return hasattr(owner, name) or any(name in each.__code__.co_names for each in methods)
 
 
 def is_before(package: str, release: str) -> bool:
-    """Whether a framework is older than a release, as "2.14": from it on it is right where it was corrected."""
-    return _numbers(_version(package)) < _numbers(release)
+    """Return whether a framework is older than a release, such as "2.14" which fixes a fault."""
+    return _parse_version(_get_version(package)) < _parse_version(release)
 
 
 def import_for(package: str, module: str) -> ModuleType:
@@ -124,12 +126,12 @@ def import_for(package: str, module: str) -> ModuleType:
         of_another = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(package)
         if of_another or _is_tested(package):
             raise
-        raise unsupported(package, error) from error
+        raise make_unsupported_error(package, error) from error
 
 
-def _range(package: str) -> str:
+def _format_range(package: str) -> str:
     return " to ".join(dict.fromkeys(TESTED[package]))
 
 
-def _requirement(package: str) -> str:
+def _format_requirement(package: str) -> str:
     return f"{package}=={TESTED[package][1]}.*"

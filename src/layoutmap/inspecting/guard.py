@@ -87,9 +87,9 @@ class Guard:
 
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls this after each batch."""
-        from layoutmap.adapters.keras.callback import after_each_batch  # late: Keras
+        from layoutmap.adapters.keras.callback import make_batch_callback  # late: Keras
 
-        return after_each_batch(self)
+        return make_batch_callback(self)
 
 
 def guard(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.adapters import Inspecting, adapter_of_model, capable
+from layoutmap.adapters import Inspecting, get_model_adapter, require_capability
 from layoutmap.core.errors import join_names
 from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.layout import Layout
@@ -72,7 +72,7 @@ def inspect(
 
 
 def _inspected(model: object, optimizer: object, batch_dim: str | None, across: bool) -> Plan:
-    adapter = capable(adapter_of_model(model), Inspecting, "inspect")
+    adapter = require_capability(get_model_adapter(model), Inspecting, "inspect")
     stored = adapter.described(model, optimizer)
     engine = get_engine(adapter.engine_name)
     places = _places([each.array for each in stored], engine)
@@ -105,10 +105,12 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
 
 def _places(arrays: Sequence[Any], engine: Engine) -> list[Place]:
     """How each array is held; one whose layout has no names is looked for on the meshes of the others."""
-    places: list[Place] = [engine.found(array) for array in arrays]
+    places: list[Place] = [engine.describe_placement(array) for array in arrays]
     meshes = list({place.mesh: None for place in places if isinstance(place, Layout)})
     return [
-        engine.found(array, meshes) if meshes and isinstance(place, Unplaced) and not place.devices else place
+        engine.describe_placement(array, meshes)
+        if meshes and isinstance(place, Unplaced) and not place.devices
+        else place
         for array, place in zip(arrays, places, strict=True)
     ]
 

@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from layoutmap.adapters import Training, capable, get_adapter, imported_adapter
+from layoutmap.adapters import Training, get_adapter, get_imported_adapter, require_capability
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
@@ -199,8 +199,8 @@ def check_parity(
         <ParityReport: agrees>
     """
     check_maker(make_model, layout_map, "check_parity")
-    found = get_adapter(library) if library else imported_adapter()
-    adapter = capable(found, Training, "check_parity")
+    found = get_adapter(library) if library else get_imported_adapter()
+    adapter = require_capability(found, Training, "check_parity")
 
     def make_plain() -> Any:
         adapter.set_seed(seed)

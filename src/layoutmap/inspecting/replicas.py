@@ -18,7 +18,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import Engine
-from layoutmap.engines.agreement import of_processes
+from layoutmap.engines.agreement import label_processes
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.plan.problems import Problem
 from layoutmap.scope.process_group import Group
@@ -79,7 +79,7 @@ def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Proble
             what = f"{path}: the processes hold it in different ways"
             why = "each holds its part of one model, so all must make the same one"
             fix = "make it in each process by the same code, with the same map, sizes and element types"
-            found.append(Problem("differs", "error", path, what, _facts(of_processes(texts)), why, fix))
+            found.append(Problem("differs", "error", path, what, _facts(label_processes(texts)), why, fix))
         found += _drifted(path, [piece for each in told for piece in each.get(path, ("", []))[1]])
     return found
 
@@ -92,7 +92,7 @@ def _pieces(
     if layout is None:
         return
     pieces = pieces_of(layout)
-    for device, values in engine.by_device(held.array):
+    for device, values in engine.iterate_by_device(held.array):
         # An array that is whole may be on a device of no mesh.
         yield device, pieces[device] if pieces else "", compute_checksum(values)
 

@@ -14,7 +14,7 @@ from layoutmap.plan.advice import Advice
 
 
 class PeakTensors(Protocol):
-    """Tensors of one kind and shape on a device at the peak of a step. See `layoutmap.cost.table.Held`."""
+    """Tensors of one kind and shape on a device at the peak of a step. See `layoutmap.cost.table.PeakTensors`."""
 
     @property
     def kind(self) -> str: ...  # noqa: D102

@@ -86,7 +86,7 @@ class PlanDiff:
         before, after = self.before.cost, self.after.cost
         if before is None or after is None:
             return []
-        figures = load_cost_package().figures
+        figures = load_cost_package().list_figures
         old, new = figures(before), figures(after)
         rows = [(what, old.get(what, "-"), new.get(what, "-")) for what in dict.fromkeys((*old, *new))]
         return [row for row in rows if row[1] != row[2]]

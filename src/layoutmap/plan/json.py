@@ -87,7 +87,7 @@ def plan_to_json(plan: PlanTable) -> str:
     if plan.gathered_dims:
         head.append(f'"gathered_dims": {_dump_json(plan.gathered_dims)}')
     if plan.cost:
-        lists["collectives"], cost = load_cost_package().json_fields(plan.cost)
+        lists["collectives"], cost = load_cost_package().make_json_fields(plan.cost)
         head.append(f'"cost": {_dump_json(cost)}')
     parts = head + [
         f'"{name}": {_format_list([_dump_json(each) for each in items])}' for name, items in lists.items()

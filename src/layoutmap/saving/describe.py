@@ -20,9 +20,9 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.plan.problems import Problem
 from layoutmap.report.contents import (
     Contents,
+    format_contents_line,
     format_html,
     format_json,
-    format_contents_line,
     format_text,
     read_contents,
 )

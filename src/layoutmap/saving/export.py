@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from layoutmap.adapters import Keeping, adapter_of_model, capable
+from layoutmap.adapters import Keeping, get_model_adapter, require_capability
 from layoutmap.checkpoint.export import MOST_BYTES, export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -71,14 +71,14 @@ class _Values(Source):
     """The values of a model; the last one that was read is kept, since it is read in blocks."""
 
     def __init__(self, model: object):
-        adapter = capable(adapter_of_model(model), Keeping, "export")
+        adapter = require_capability(get_model_adapter(model), Keeping, "export")
         self._engine = get_engine(adapter.engine_name)
         self._arrays: dict[str, Any] = {}
         self._last: tuple[str, NumpyArray] | None = None
         super().__init__(type(model).__name__, {})
         for stored in adapter.stored(model, None):
             variable = stored.variable
-            layout = self._engine.layout_of(stored.array)
+            layout = self._engine.get_layout(stored.array)
             if layout is not None:
                 mesh = self._engine.bind(layout.mesh)
                 if len(mesh.local_device_ids) < mesh.size:

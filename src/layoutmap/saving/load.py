@@ -8,7 +8,14 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
-from layoutmap.adapters import Keeping, adapter_of_model, capable, find_adapter, get_adapter, imported_adapter
+from layoutmap.adapters import (
+    Keeping,
+    find_adapter,
+    get_adapter,
+    get_imported_adapter,
+    get_model_adapter,
+    require_capability,
+)
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
@@ -23,7 +30,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import of_processes
+from layoutmap.engines.agreement import label_processes
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.saving.load_states import check_data, random_states_of, taken_up
 from layoutmap.scope.process_group import Group
@@ -112,11 +119,13 @@ def load(
     _check_arguments(model, layout_map, options, missing, extra, verify)
     if layout_map is not None:
         library = options.get("library")
-        adapter = capable(get_adapter(library) if library else imported_adapter(), Keeping, "load")
+        adapter = require_capability(
+            get_adapter(library) if library else get_imported_adapter(), Keeping, "load"
+        )
         found, mesh = None, layout_map.mesh
     else:
         found = _existing(model)
-        adapter = capable(adapter_of_model(found), Keeping, "load")
+        adapter = require_capability(get_model_adapter(found), Keeping, "load")
         if inputs is not None:
             adapter.complete(found, (inputs,))
         mesh = _mesh_of_model(adapter, found)
@@ -231,7 +240,7 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
     if differ:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
-            facts=of_processes(differ),
+            facts=label_processes(differ),
             why="their ids differ: they were written by different saves",
             fix="pass a directory that all processes share, or copies of one",
         )
@@ -308,7 +317,7 @@ class _Loading:  # why: decisions/0127
             and (only is None or saved.path in only)
         ]
         self.unread = self._unread(stored)
-        layouts = {each.variable.path: self._engine.layout_of(each.array) for each in rest}
+        layouts = {each.variable.path: self._engine.get_layout(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
         # In place of a slot that the optimizer does not have yet, there is the weight that it is for.
         weights = {id(each.array) for each in stored if not _is_slot(each)}
@@ -343,7 +352,7 @@ class _Loading:  # why: decisions/0127
             return loaded
 
     def _own_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
-        return self._engine.own_memory(array) if isinstance(array, self._engine.array_types) else ()
+        return self._engine.get_writable_memory(array) if isinstance(array, self._engine.array_types) else ()
 
     def _checked(self, model: object, optimizer: object) -> Sequence[Stored]:
         source = self.values.source
@@ -457,7 +466,7 @@ def _is_slot(stored: Stored) -> bool:
 def _mesh_of_model(adapter: Keeping, model: object) -> Mesh | None:
     """The mesh of a model that exists; `None`: it is on none."""
     engine = get_engine(adapter.engine_name)
-    layouts = (engine.layout_of(each.array) for each in adapter.stored(model))
+    layouts = (engine.get_layout(each.array) for each in adapter.stored(model))
     return next((layout.mesh for layout in layouts if layout is not None), None)
 
 

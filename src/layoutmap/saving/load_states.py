@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from layoutmap.adapters import Keeping
-from layoutmap.adapters.data_states import restore_state, taker, undo_of
+from layoutmap.adapters.data_states import find_state_setter, make_undo, restore_state
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.scope.process_group import Group
 
@@ -38,7 +38,7 @@ def check_data(data: object, states: Sequence[Any], number: int, count: int, nam
             key: check_data(each, [state[key] for state in states], number, count, f"{name}[{key!r}]")
             for key, each in several.items()
         }
-    taker(data)
+    find_state_setter(data)
     found = own_of(states, number, count)
     if found is None:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def taken_up(
     Raises:
         CheckpointError: A random state, or `data`, does not take up what was saved.
     """
-    undo = undo_of(data)
+    undo = make_undo(data)
 
     def take_up() -> None:
         before = {"random": adapter.settings(model)["random"]}

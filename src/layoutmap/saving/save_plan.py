@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from layoutmap.adapters import Keeping, adapter_of_model, capable
-from layoutmap.adapters.data_states import state_of
+from layoutmap.adapters import Keeping, get_model_adapter, require_capability
+from layoutmap.adapters.data_states import read_state
 from layoutmap.adapters.protocol import Stored
 from layoutmap.checkpoint.lineage import History, SavedStep, facts_of, following
 from layoutmap.checkpoint.manifest import Manifest
@@ -138,10 +138,10 @@ def plan_save(
     Raises:
         CheckpointError: Something cannot be saved, or the processes differ; in all of them.
     """
-    adapter = capable(adapter_of_model(model), Keeping, "save")
+    adapter = require_capability(get_model_adapter(model), Keeping, "save")
     engine = get_engine(adapter.engine_name)
     kept = list(adapter.stored(model, optimizer))
-    layouts = {each.variable.path: engine.layout_of(each.array) for each in kept}
+    layouts = {each.variable.path: engine.get_layout(each.array) for each in kept}
     mesh = _one_mesh(engine, layouts)
     group = Group(engine, mesh)
     storage = storage_of(directory)
@@ -160,7 +160,7 @@ def plan_save(
             facts["metrics"] = encode(metrics, "metrics")
         settings = dict(adapter.settings(model, optimizer))
         own = {"random": encode(settings.pop("random"), "random")}
-        own |= {} if data is None else {"data": encode(state_of(data), "data")}
+        own |= {} if data is None else {"data": encode(read_state(data), "data")}
         states = {"settings": encode({"library": adapter.name} | settings, "settings")}
         number = check_step(step)
         return Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {}), own
@@ -220,9 +220,9 @@ def _find_shards(
 
 def group_of(model: object) -> Group:
     """Return the processes that a model is on."""
-    adapter = capable(adapter_of_model(model), Keeping, "save")
+    adapter = require_capability(get_model_adapter(model), Keeping, "save")
     engine = get_engine(adapter.engine_name)
-    layouts = {each.variable.path: engine.layout_of(each.array) for each in adapter.stored(model)}
+    layouts = {each.variable.path: engine.get_layout(each.array) for each in adapter.stored(model)}
     return Group(engine, _one_mesh(engine, layouts))
 
 

@@ -113,7 +113,7 @@ class Scope:
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
-                from layoutmap.adapters.fingerprints import versions
+                from layoutmap.adapters.fingerprints import list_versions
                 from layoutmap.scope.process_group import check_plans
 
                 check_plans(
@@ -121,7 +121,7 @@ class Scope:
                     self.gather,
                     strict=self.options.strict,
                     rules=str(self.layout_map),
-                    versions=versions(*dict.fromkeys((self._engine_name, self.adapter.name))),
+                    versions=list_versions(*dict.fromkeys((self._engine_name, self.adapter.name))),
                 )
             self.plan.check(strict=self.options.strict)
             unbuilt = self.session.unbuilt()
@@ -171,9 +171,9 @@ class Scope:
                 return made
 
             if readers and self.across:
-                from layoutmap.engines.agreement import agreed
+                from layoutmap.engines.agreement import run_together
 
-                made = agreed(read_all, self.gather)
+                made = run_together(read_all, self.gather)
             else:
                 made = read_all()
             return made | self.engine.create(computed, initializers, progress=progress)

@@ -11,7 +11,7 @@ from layoutmap.core.errors import EngineError, MeshError, shorten_repr
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.mesh_devices import check_device_names
 from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
-from layoutmap.engines import ENGINES, get_engine, installed_engines
+from layoutmap.engines import ENGINES, get_engine, list_installed_engines
 
 
 def create_mesh(  # why: decisions/0001
@@ -154,4 +154,4 @@ def default_engine_name() -> str:
 def _to_be_imported() -> list[str]:
     """The backend that Keras will have, if it is said; else the frameworks that are installed."""
     backend = os.environ.get("KERAS_BACKEND")
-    return [backend] if backend in ENGINES else installed_engines()
+    return [backend] if backend in ENGINES else list_installed_engines()

@@ -104,9 +104,9 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
         return self._plan_of(tree).to_named_shardings(tree)
 
     def _plan_of(self, tree: object) -> Plan:
-        from layoutmap.engines.jax.trees import variables_of  # late: JAX
+        from layoutmap.engines.jax.trees import list_variables  # late: JAX
 
-        return make_plan(variables_of(tree), self).check()
+        return make_plan(list_variables(tree), self).check()
 
     def scope(
         self, *, library: str | None = None, **options: Unpack[OptionsByName]

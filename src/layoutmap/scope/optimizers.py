@@ -26,9 +26,9 @@ def plan_optimizer(
     layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None
 ) -> Plan:
     """Say where an optimizer's state would go; see `LayoutMap.plan_optimizer`."""
-    from layoutmap.adapters.jax.optimizers import describe, params_of
+    from layoutmap.adapters.jax.optimizers import describe, find_params
 
-    return _plan(layout_map, describe(_init_of(tx), params_of(params, wrt)), zero_dim)
+    return _plan(layout_map, describe(_init_of(tx), find_params(params, wrt)), zero_dim)
 
 
 def build_optimizer(
@@ -36,15 +36,15 @@ def build_optimizer(
 ) -> Any:
     """Make an optimizer's state, each leaf straight in its layout; see `LayoutMap.build_optimizer`."""
     from layoutmap.adapters.jax.models import is_nnx
-    from layoutmap.adapters.jax.optimizers import describe, make_state, nnx_optimizer, params_of
+    from layoutmap.adapters.jax.optimizers import describe, find_params, make_nnx_optimizer, make_state
 
-    init, tree = _init_of(tx), params_of(params, wrt)
+    init, tree = _init_of(tx), find_params(params, wrt)
     found = describe(init, tree)
     plan = _checked_plan(layout_map, found, zero_dim, strict)
     layouts = _layouts_of_slots(plan)
     if not is_nnx(params):
         return make_state(init, tree, layouts)
-    optimizer = nnx_optimizer(params, tx, wrt, lambda tree: make_state(init, tree, layouts))
+    optimizer = make_nnx_optimizer(params, tx, wrt, lambda tree: make_state(init, tree, layouts))
     return _with_step(optimizer, plan.mesh)
 
 
@@ -53,11 +53,11 @@ def apply_optimizer(
 ) -> Any:
     """Lay out an optimizer's state that exists; see `LayoutMap.apply_optimizer`."""
     from layoutmap.adapters.jax.objects import is_nnx_optimizer
-    from layoutmap.adapters.jax.optimizers import describe, move_state, params_of
+    from layoutmap.adapters.jax.optimizers import describe, find_params, move_state
 
     is_nnx = is_nnx_optimizer(state)
     leaves = state.opt_state if is_nnx else state
-    found = describe(lambda _: leaves, params_of(params, state.wrt if is_nnx and wrt is None else wrt))
+    found = describe(lambda _: leaves, find_params(params, state.wrt if is_nnx and wrt is None else wrt))
     plan = _checked_plan(layout_map, found, zero_dim, strict)
     moved = move_state(leaves, _layouts_of_slots(plan))
     return _with_step(state, plan.mesh) if is_nnx else moved

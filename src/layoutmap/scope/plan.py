@@ -204,9 +204,9 @@ class Plan(PlanTable):  # why: decisions/0038
             >>> make_plan([VariableSpec("d1.kernel", (512, 1024), "float32")], layout_map).to_partition_specs()
             {'d1.kernel': P(None, 'model')}
         """
-        from layoutmap.engines.jax.devices import partition_spec
+        from layoutmap.engines.jax.devices import make_partition_spec
 
-        return self._in_jax(tree, partition_spec)
+        return self._in_jax(tree, make_partition_spec)
 
     def to_named_shardings(self, tree: object = None) -> Any:
         """Return the `NamedSharding`s of JAX, on this machine's devices; see `to_partition_specs`.
@@ -215,16 +215,16 @@ class Plan(PlanTable):  # why: decisions/0038
             KeyError: The plan has no variable of the path of an array.
             MeshError: The machine does not have the mesh's devices.
         """
-        from layoutmap.engines.jax.devices import named_sharding
+        from layoutmap.engines.jax.devices import make_named_sharding
 
-        return self._in_jax(tree, named_sharding)
+        return self._in_jax(tree, make_named_sharding)
 
     def _in_jax(self, tree: object, made: Callable[[Layout], Any]) -> Any:
-        from layoutmap.engines.jax.trees import mapped_by_path
+        from layoutmap.engines.jax.trees import map_by_path
 
         if tree is None:
             return {path: made(a.layout) for path, a in self.items()}
-        return mapped_by_path(tree, lambda path, _: made(self[path].layout))
+        return map_by_path(tree, lambda path, _: made(self[path].layout))
 
     def to_keras(self, device_mesh: object = None) -> Any:
         """Return the layouts as a layout map of Keras's own, for `keras.distribution.ModelParallel`.
@@ -251,9 +251,9 @@ class Plan(PlanTable):  # why: decisions/0038
             >>> plan.to_keras()["model/d1/kernel"].axes
             (None, 'model')
         """
-        from layoutmap.adapters.keras.distribution import keras_map
+        from layoutmap.adapters.keras.distribution import make_keras_map
 
-        return keras_map(self.mesh, collect_keras_layouts(self), device_mesh)
+        return make_keras_map(self.mesh, collect_keras_layouts(self), device_mesh)
 
     def to_parallelize_plan(self) -> str:
         """Return Python to paste into a program of torch: a function `parallelize(model, mesh)` of torch's own calls.

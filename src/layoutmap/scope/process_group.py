@@ -18,13 +18,13 @@ from layoutmap.engines.agreement import (
     Gather,
     Part,
     Result,
-    agreed,
     check_alike,
     check_equal,
     describe_difference,
-    differing_name,
+    find_difference,
     gather_texts,
-    of_processes,
+    label_processes,
+    run_together,
 )
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import compute_fingerprint, plan_from_json, plan_to_json
@@ -80,7 +80,7 @@ class Group:
 
     def agreed(self, function: Callable[[], Result], verb: str = "load") -> Result:
         """The result of a function that each process calls by itself; where it raises in one it raises in all."""
-        return agreed(function, self.gather, verb) if self.several else function()
+        return run_together(function, self.gather, verb) if self.several else function()
 
     def first(self, function: Callable[[], list[str]]) -> list[str]:
         """The texts that a function returns in the first process as it saves; raises in all if it does there."""
@@ -94,7 +94,7 @@ def check_options(options: str, gather: Gather) -> None:
     if texts:
         raise ScopeError(
             "the processes open this scope with different options",
-            facts=of_processes(texts),
+            facts=label_processes(texts),
             why="the options decide what each process computes, and all must do their part of the same computation",
             fix="pass the same options in all processes",
         )
@@ -121,7 +121,7 @@ def check_plans(
         ("problems", refusal),
         ("rules", rules),
     ]
-    found = differing_name(own, gather)
+    found = find_difference(own, gather)
     if found is None:
         return
     name, texts = found
@@ -132,7 +132,7 @@ def check_plans(
     if name == "problems":
         raise PlanError(
             "the processes find different problems in one plan",
-            facts=of_processes([text or "no problem" for text in refusals]),
+            facts=label_processes([text or "no problem" for text in refusals]),
             why="they have different rules or models, though all variables have the same layouts",
             fix="give all processes the same layout map, and make the same model in each",
         )
@@ -171,10 +171,10 @@ def check_saves(named_texts: Iterable[tuple[str, str]], gather: Gather) -> None:
         named_texts: What decides what is saved and where: its name, or a variable's path, and a text, in order.
         gather: Gathers from all processes.
     """
-    if (found := differing_name(named_texts, gather)) is not None:
+    if (found := find_difference(named_texts, gather)) is not None:
         raise CheckpointError(
             f"{found[0]}: the processes save with different arguments",
-            facts=of_processes(found[1]),
+            facts=label_processes(found[1]),
             why="each process writes its part of one step",
             fix="pass the same directory, step, metadata, model and optimizer in all processes",
         )

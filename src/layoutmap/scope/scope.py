@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from layoutmap.adapters import (
     Building,
     Training,
-    adapter_of_model,
-    capable,
     get_adapter,
-    imported_adapter,
-    others_refused,
+    get_imported_adapter,
+    get_model_adapter,
+    refuse_other_libraries,
+    require_capability,
 )
 from layoutmap.adapters.options import NEUTRAL, OptionsByName, ScopeOptions
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
@@ -91,7 +91,7 @@ def scope(
     """
     check_layout_map(layout_map, "scope")
     context = _open(layout_map, _adapter(library), options)
-    with context.session.defer(), others_refused(context.adapter):
+    with context.session.defer(), refuse_other_libraries(context.adapter):
         yield context
     context.warn_of_nothing()
     context.warn_of_unbuilt()
@@ -232,7 +232,7 @@ def plan(
     with adapter.undisturbed(), pause_garbage_collection():
         make = make_model
         if optimizer is not None:
-            training = capable(adapter, Training, "plan: optimizer")
+            training = require_capability(adapter, Training, "plan: optimizer")
             make = lambda: training.with_optimizer(make_model(), optimizer)  # noqa: E731
         model = make_in(context, make, inputs)
         unbuilt = context.session.unbuilt()
@@ -284,7 +284,7 @@ def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) 
         ('unsharded', 'model')
     """
     check_model(model, layout_map)
-    adapter = adapter_of_model(model)
+    adapter = get_model_adapter(model)
     context = _open(layout_map, adapter, options)
     laid_out = context.session.take(model)
     context.warn_of_unbuilt()
@@ -292,7 +292,7 @@ def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) 
 
 
 def _adapter(library: str | None) -> Building:
-    return get_adapter(library) if library else imported_adapter()
+    return get_adapter(library) if library else get_imported_adapter()
 
 
 def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
@@ -345,7 +345,7 @@ def make_in(context: Scope, make_model: Callable[[], Any], inputs: object) -> An
     """Return the model that a function makes, made in a scope and complete."""
 
     def make() -> Any:
-        with others_refused(context.adapter):
+        with refuse_other_libraries(context.adapter):
             return _made(context, make_model, inputs)
 
     return context.session.build(make)
@@ -360,7 +360,7 @@ def _made(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
             why="build and plan only see the model that the function returns",
             fix="end it with: return model",
         )
-    owner = adapter_of_model(model).name
+    owner = get_model_adapter(model).name
     if owner != context.adapter.name:
         raise ScopeError(
             f"{type(model).__name__}: a {owner} model is built in a scope for {context.adapter.name} models",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from layoutmap.engines.launchers import launcher
+from layoutmap.engines.launchers import detect_launcher
 from layoutmap.testing.laws import Outcome, run_law
 from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.subjects import make_cpu_environment
@@ -96,7 +96,7 @@ def try_faults(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tup
         seed: The number of the fault, modulo the number of faults.
         devices: Ignored, since the programs simulate devices.
     """
-    if (started_by := launcher()) and started_by.process:
+    if (started_by := detect_launcher()) and started_by.process:
         return
     faults, figures = FAULTS[engine](), list[dict[str, str]]()
     fault = faults[seed % len(faults)]

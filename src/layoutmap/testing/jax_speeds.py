@@ -13,7 +13,7 @@ from jax import lax
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
-from layoutmap.engines.jax.devices import named_sharding
+from layoutmap.engines.jax.devices import make_named_sharding
 
 _OPERATIONS: Mapping[str, Callable[[Any, str], jax.Array]] = {
     "all_gather": lambda x, dim: lax.all_gather(x, dim, tiled=True),
@@ -27,7 +27,7 @@ def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) 
     """Return a function that runs a collective of float32 over a mesh dim."""
     size = mesh.dim_size(dim)
     length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)  # on each device
-    sharding = named_sharding(Layout([mesh.dim_names], mesh))
+    sharding = make_named_sharding(Layout([mesh.dim_names], mesh))
     operation = jax.shard_map(
         lambda x: _OPERATIONS[kind](x, dim),
         mesh=sharding.mesh,

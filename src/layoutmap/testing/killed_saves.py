@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.adapters import Adapter, capable, get_adapter
+from layoutmap.adapters import Adapter, get_adapter, require_capability
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.dtensor import unpack
 from layoutmap.engines import get_engine
-from layoutmap.engines.launchers import launcher
+from layoutmap.engines.launchers import detect_launcher
 from layoutmap.saving.manager import CheckpointManager
 from layoutmap.scope.devices import simulate_devices
 from layoutmap.scope.process_group import Group
@@ -112,7 +112,7 @@ class ConstantModel:
 
     def __init__(self, engine: str, dims: str):
         stack = Stack(engine, dims, _WIDTH)
-        self._adapter = capable(get_adapter(stack.library), Adapter, "a run")
+        self._adapter = require_capability(get_adapter(stack.library), Adapter, "a run")
         self._adapter.set_seed(0)  # equal models in all processes
         self.model: Any = stack.build_model()
         self.group = Group(get_engine(engine), stack.mesh)
@@ -131,7 +131,7 @@ class ConstantModel:
 
 def build_on_two_devices(engine: str) -> ConstantModel:
     """Return a model on the two devices of a program that `start_saving` started."""
-    if (started_by := launcher()) is None:
+    if (started_by := detect_launcher()) is None:
         simulate_devices(2, engine)
     elif engine == "jax":
         import jax

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from layoutmap.adapters import Training, capable, get_adapter
+from layoutmap.adapters import Training, get_adapter, require_capability
 from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
@@ -76,7 +76,7 @@ def _collect_figures(figures: list[dict[str, Any]], measurement: Iterator[dict[s
 def _measure_step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     """Measure a training step of a stack of layers, and the peak memory that devices report."""
     speeds, mesh = load_speeds(engine), get_engine(engine).bind(Mesh(None, dims))
-    adapter = capable(get_adapter(engine), Training, "a step")
+    adapter = require_capability(get_adapter(engine), Training, "a step")
     width, size = 2**7 if mesh.device_type == "CPU" else 2**12, mesh.size
     stack = Stack(engine, dims, -(-width // size) * size)
     batch, get_peak_bytes = stack.batch, speeds.watch_peak_bytes()

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from layoutmap.engines.launchers import launcher
+from layoutmap.engines.launchers import detect_launcher
 
 
 def _list_quick_flags() -> str:
@@ -97,7 +97,7 @@ class Subject:
             return make_cpu_environment() | settings
         if simulated:
             return {"JAX_PLATFORMS": "cpu"} | os.environ | settings
-        return (_ONE_PROCESS if launcher() is None else {}) | os.environ | settings
+        return (_ONE_PROCESS if detect_launcher() is None else {}) | os.environ | settings
 
 
 # Each library draws models in its own terms, since most faults involve features of one library (why: decisions/0140).

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.table import CollectiveKind
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.devices import device_mesh, device_names, device_of
+from layoutmap.engines.torch.devices import get_device, list_device_names, make_device_mesh
 
 _PLACEMENTS = {
     "all_gather": (Shard(0), Replicate()),
@@ -23,18 +23,20 @@ _PLACEMENTS = {
 
 def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
     """Return a function that runs a collective of float32 over a mesh dim."""
-    native, size = device_mesh(mesh), mesh.dim_size(dim)
+    native, size = make_device_mesh(mesh), mesh.dim_size(dim)
     before, after = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
     number = mesh.dim_names.index(dim)
     before[number], after[number] = _PLACEMENTS[kind]
     rows = num_bytes // 4 // size**2 // (size if kind == "all_gather" else 1)
-    with simulation.on_mesh(native):
-        ranks = simulation.ranks_here(simulation.ranks_of(native))
-        pieces = {rank: torch.ones(rows * size, size, device=device_of(native)) for rank in ranks}
-        tensor = DTensor.from_local(simulation.join(pieces, torch.float32), native, before, run_check=False)
+    with simulation.simulate_mesh(native):
+        ranks = simulation.filter_local_ranks(simulation.list_ranks(native))
+        pieces = {rank: torch.ones(rows * size, size, device=get_device(native)) for rank in ranks}
+        tensor = DTensor.from_local(
+            simulation.join_pieces(pieces, torch.float32), native, before, run_check=False
+        )
 
     def run() -> object:
-        with simulation.on_mesh(native), torch.no_grad():
+        with simulation.simulate_mesh(native), torch.no_grad():
             return tensor.redistribute(native, after)
 
     return run
@@ -81,5 +83,5 @@ def wait(result: object) -> None:
 
 def _get_device() -> torch.device:
     """Return the device of this process, which the creation of a mesh selects."""
-    names = device_names()
-    return device_of(device_mesh(Mesh(names, {"all": len(names)})))
+    names = list_device_names()
+    return get_device(make_device_mesh(Mesh(names, {"all": len(names)})))

@@ -19,7 +19,7 @@ from typing import Any
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
-from layoutmap.engines.launchers import launcher
+from layoutmap.engines.launchers import detect_launcher
 from layoutmap.scope.devices import devices as list_devices
 from layoutmap.scope.devices import simulate_devices
 from layoutmap.scope.process_group import Group
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # frameworks also print to file descriptor 1
     if int(num_simulated):
         simulate_devices(int(num_simulated), engine)
-    started_by = launcher()
+    started_by = detect_launcher()
     is_alone = started_by is None or started_by.num_processes == 1
     if engine == "jax" and started_by is not None and not is_alone:
         import jax

@@ -2,7 +2,7 @@
 
 from layoutmap.core.variables import Use, VariableSpec
 from layoutmap.cost.search.loop import Figures
-from layoutmap.cost.search.space import Model, blocks_of
+from layoutmap.cost.search.space import Model, find_blocks
 from layoutmap.plan.planner import make_table
 
 _KERNELS = {
@@ -28,7 +28,7 @@ def model(kept=None):
     """The model of these variables, with its blocks."""
     found = variables()
     outputs = {f"blocks.{n}": (16, 32, 64) for n in range(2)}
-    return Model(tuple(found), blocks_of(outputs, found), kept)
+    return Model(tuple(found), find_blocks(outputs, found), kept)
 
 
 def costs(of):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.cost.search.descent import Spent, minimum
+from layoutmap.cost.search.descent import BudgetSpent, find_minimum
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -28,7 +28,7 @@ def spaces(draw):
 def test_exhaustive_in_small_spaces(space):
     """Where all points may be asked for, the score is the smallest there is."""
     sizes, scores, start = space
-    assert min(scores.values()) == scores[minimum(sizes, scores.__getitem__, [start], most=len(scores))]
+    assert min(scores.values()) == scores[find_minimum(sizes, scores.__getitem__, [start], most=len(scores))]
 
 
 @given(spaces(), st.integers(0, 3))
@@ -36,7 +36,7 @@ def test_no_single_change_improves(space, seed):
     """A descent that may ask often enough ends where no single change improves the score."""
     sizes, scores, start = space
     # A coordinate more, of which only the first choice is any good, so that the space has more points than it asks for.
-    found = minimum(
+    found = find_minimum(
         (*sizes, 1000),
         lambda p: (scores[p[:-1]][0] + 9 * p[-1],),
         [(*start, 0)],
@@ -53,7 +53,7 @@ def test_no_single_change_improves(space, seed):
 def test_separate_choices_are_found(costs, seed):
     """Where choices do not depend on each other, one pass from any start finds the best of each."""
     most = sum(map(len, costs)) * 2 + 1
-    found = minimum(
+    found = find_minimum(
         tuple(map(len, costs)),
         lambda p: (sum(c[n] for c, n in zip(costs, p, strict=True)),),
         [(0,) * len(costs)],
@@ -70,7 +70,7 @@ def test_is_deterministic_and_asks_no_more_than_it_may(space, most, seed):
 
     def run():
         asked = []
-        found = minimum(
+        found = find_minimum(
             sizes, lambda p: asked.append(p) or scores[p], [start], most=most, seed=seed, restarts=2
         )
         return found, asked
@@ -82,5 +82,5 @@ def test_is_deterministic_and_asks_no_more_than_it_may(space, most, seed):
 
 def test_nothing_may_be_asked():
     """Where no point may be asked for, there is none to return."""
-    with pytest.raises(Spent):
-        minimum((2,), lambda point: (0,), [(0,)], most=0)
+    with pytest.raises(BudgetSpent):
+        find_minimum((2,), lambda point: (0,), [(0,)], most=0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
-from layoutmap.cost.search.experts import expert_of, experts, fitting_preset
-from layoutmap.cost.search.figure_cache import KeptFigures
-from layoutmap.cost.search.loop import Figures, Outcome, Tried, least, search
-from layoutmap.cost.search.options import grids, specs_in
-from layoutmap.cost.search.result_table import recompute_text, verdict
+from layoutmap.cost.search.experts import choose_preset, make_expert_map, make_expert_maps
+from layoutmap.cost.search.figure_cache import FigureCache
+from layoutmap.cost.search.loop import Candidate, Figures, Outcome, choose_candidate, search_maps
+from layoutmap.cost.search.options import get_specs, list_grids
+from layoutmap.cost.search.result_table import compare_with_best_expert, explain_recomputing
 from layoutmap.cost.search.space import Space
 from layoutmap.plan.planner import make_table
 from layoutmap.rules.rule_set import RuleSet
@@ -20,15 +20,15 @@ from tests.cost.search.models import costs, model, variables
 LIMIT = 1 << 40
 
 
-MESHES = grids(8, 16, 8)
+MESHES = list_grids(8, 16, 8)
 
 
 def maps_of_experts(of, meshes=MESHES):
-    return [expert for grid in meshes for expert in experts(of, grid, None)]
+    return [expert for grid in meshes for expert in make_expert_maps(of, grid, None)]
 
 
 def run(of, evaluate=None, *, limit=LIMIT, most=150, seed=0, meshes=MESHES, **options):
-    return search(
+    return search_maps(
         of, maps_of_experts(of, meshes), evaluate or costs(of), limit=limit, most=most, seed=seed, **options
     )
 
@@ -41,7 +41,9 @@ def test_agrees_with_an_exhaustive_search(sizes):
     found = run(of, meshes=(grid,), most=2000).best
     space, evaluate = Space(of, grid), costs(of)
     some = itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 97)
-    assert [] == [p for p in some if evaluate(space.map_of(p)).seconds < 0.9994 * found.figures.seconds]
+    assert [] == [
+        p for p in some if evaluate(space.make_layout_map(p)).seconds < 0.9994 * found.figures.seconds
+    ]
 
 
 def test_is_deterministic_for_a_seed():
@@ -83,8 +85,8 @@ def test_kept_rules_are_in_every_map():
         tried.append(layout_map)
         return costs(of)(layout_map)
 
-    own = [*experts(of, grid, None), expert_of("start", of, grid, start)]
-    found = search(of, own, evaluate, limit=LIMIT, most=100).best.layout_map
+    own = [*make_expert_maps(of, grid, None), make_expert_map("start", of, grid, start)]
+    found = search_maps(of, own, evaluate, limit=LIMIT, most=100).best.layout_map
     assert (r".*\.up\.kernel$", "blocks\\.\\d+") == (next(iter(found)), next(iter(found.activations)))
     with_kept = [m for m in tried if m != start]
     assert {("model", "unsharded")} == {m["blocks.1.mlp.up.kernel"].sharding_specs for m in with_kept}
@@ -97,11 +99,11 @@ def test_the_written_rules_give_the_layouts_that_were_chosen():
         for tied in (True, False):
             space = Space(of, grid, tied=tied)
             for point in itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 2003):
-                layouts, _ = space.layouts_of(point)
+                layouts, _ = space.get_layouts(point)
                 table = make_table(
-                    of.variables, space.map_of(point), layers=[f"blocks.{n}" for n in range(2)]
+                    of.variables, space.make_layout_map(point), layers=[f"blocks.{n}" for n in range(2)]
                 )
-                got = {g: {specs_in(table[p].layout) for p in g.paths} for g in layouts}
+                got = {g: {get_specs(table[p].layout) for p in g.paths} for g in layouts}
                 assert {g: {specs} for g, specs in layouts.items()} == got
                 assert () == table.problems
 
@@ -118,7 +120,7 @@ def test_an_interrupt_gives_the_best_so_far():
     outcome = run(of, evaluate)
     assert (5, False) == (outcome.num_tried, outcome.is_complete)
     with pytest.raises(KeyboardInterrupt):
-        search(of, maps_of_experts(of), interrupt, limit=LIMIT, most=9)
+        search_maps(of, maps_of_experts(of), interrupt, limit=LIMIT, most=9)
 
 
 def interrupt(_):
@@ -128,11 +130,11 @@ def interrupt(_):
 def test_the_verdict_is_honest():
     """Where all maps cost the same, the verdict says that they tie; where what was found is faster, by how much."""
     of = model()
-    said = verdict(run(of, lambda _: Figures(1.0, 10), most=60))
+    said = compare_with_best_expert(run(of, lambda _: Figures(1.0, 10), most=60))
     assert said.startswith("ties with") or said.endswith("No searched map beat the built-in ones")
     best = run(of)
     gain = 1 - best.best.figures.seconds / best.experts[0].figures.seconds
-    assert verdict(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01
+    assert compare_with_best_expert(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01
 
 
 def test_ties_go_to_less_memory_and_then_to_fewer_rules():
@@ -140,16 +142,18 @@ def test_ties_go_to_less_memory_and_then_to_fewer_rules():
 
     def tried(name, seconds, peak, num_rules):
         rules = {f"layer_{n}": ("data",) for n in range(num_rules)}
-        return Tried(name, RuleSet("data=8", rules), Figures(seconds, peak), 2000)
+        return Candidate(name, RuleSet("data=8", rules), Figures(seconds, peak), 2000)
 
     small, plain = tried("small", 1.009, 700, 9), tried("plain", 1.009, 705, 2)
     fast, slow = tried("fast", 1.0, 900, 1), tried("slow", 1.02, 100, 0)
     large = tried("large", 0.5, 2001, 0)  # does not fit
-    assert plain is least([fast, small, plain, slow, large])
-    assert (small, fast) == (least([fast, small]), least([fast, slow]))
-    assert slow is least([slow, large])
-    assert large is least([large])
-    assert "and this one takes 22 % less memory" in verdict(Outcome(plain, (fast, slow), 2, True))
+    assert plain is choose_candidate([fast, small, plain, slow, large])
+    assert (small, fast) == (choose_candidate([fast, small]), choose_candidate([fast, slow]))
+    assert slow is choose_candidate([slow, large])
+    assert large is choose_candidate([large])
+    assert "and this one takes 22 % less memory" in compare_with_best_expert(
+        Outcome(plain, (fast, slow), 2, True)
+    )
 
 
 def test_activations_are_recomputed_only_where_that_helps():
@@ -180,7 +184,7 @@ def test_activations_are_recomputed_only_where_that_helps():
     assert (
         needed.num_tried <= len(needed.experts) + 40
     )  # memory lacks by far: only experts' maps are tried without
-    texts = [recompute_text(o, "h.{0..1}", "How.").partition("without that ")[2] for o in outcomes]
+    texts = [explain_recomputing(o, "h.{0..1}", "How.").partition("without that ")[2] for o in outcomes]
     assert ["no map fits", "the best map", "", ""] == [
         " ".join(text.split()[:3]).rstrip(",") for text in texts
     ]
@@ -195,7 +199,7 @@ def test_a_search_begun_again_asks_for_nothing(tmp_path):
         return costs(of)(layout_map)
 
     def kept_run(fingerprint):
-        file = KeptFigures(tmp_path / "figures.json")
+        file = FigureCache(tmp_path / "figures.json")
         found = run(of, file.around(evaluate, fingerprint), most=60).best.layout_map
         file.write()
         return found, len(asked)
@@ -217,7 +221,7 @@ def test_a_file_that_keeps_no_figures_is_refused_and_stays(tmp_path):
         (tmp_path / name).write_text(text)
     for name in ("other.json", "broken.json", "text.json", "texts.json", "pipe", "none/figures.json"):
         with pytest.raises(LayoutMapError, match=f"{name} (keeps no figures|cannot be written)") as caught:
-            KeptFigures(tmp_path / name)
+            FigureCache(tmp_path / name)
         assert caught.value.why
         assert "cache=" in caught.value.fix
     assert "no JSON" == (tmp_path / "text.json").read_text()
@@ -226,7 +230,7 @@ def test_a_file_that_keeps_no_figures_is_refused_and_stays(tmp_path):
 def test_figures_that_cannot_be_written_are_a_warning(tmp_path):
     """What was found counts more; nothing half written is left."""
     (tmp_path / "folder").mkdir()
-    file = KeptFigures(tmp_path / "folder" / "figures.json")
+    file = FigureCache(tmp_path / "folder" / "figures.json")
     (tmp_path / "folder").rmdir()
     with pytest.warns(LayoutMapWarning, match="the figures of the search are not kept"):
         file.write()
@@ -235,5 +239,5 @@ def test_figures_that_cannot_be_written_are_a_warning(tmp_path):
 
 def test_no_preset_is_for_a_model_that_it_does_not_know():
     """A preset fits only if it has a rule for each weight."""
-    assert fitting_preset(model(), MESHES[1]) is None
+    assert choose_preset(model(), MESHES[1]) is None
     assert len(variables()) == len({path for group in model().groups for path in group.paths})

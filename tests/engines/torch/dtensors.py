@@ -52,7 +52,7 @@ def alone() -> Generator[None]:
     with (
         patch.object(devices, "look_after"),  # which each use of the mesh has called
         warnings.catch_warnings(),
-        simulation.on_ranks(native.mesh.flatten().tolist()),
+        simulation.simulate_ranks(native.mesh.flatten().tolist()),
     ):
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         with implicit_replication():

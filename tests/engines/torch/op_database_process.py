@@ -24,7 +24,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.placing import full_tensor
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.scope.devices import simulate_devices
@@ -133,7 +133,7 @@ def outcome(op, sample, layouts, on_mesh, in_place, from_the_end=False):
     """What an operator gives: values, inputs afterwards, gradients, and the state of the generator."""
     made = {}
 
-    @plainly
+    @skip_function_modes
     def arguments():
         numbers = iter(layouts)
 

@@ -24,9 +24,9 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.placing import placed_in, replicated
-from layoutmap.engines.torch.simulation import pieces_of
-from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.placing import make_replicated, move_to_placements
+from layoutmap.engines.torch.simulation import get_pieces
+from layoutmap.engines.torch.specs import get_local
 
 __all__ = ["Program", "shrunk", "verdict"]
 
@@ -398,7 +398,9 @@ def _gathered(tensor: Any) -> tuple[torch.Tensor, bool]:
     tensor = tensor.detach()
     if not hasattr(tensor, "placements"):
         return tensor, True
-    pieces = list(pieces_of(local_of(placed_in(tensor, replicated(tensor.device_mesh)))).values())
+    pieces = list(
+        get_pieces(get_local(move_to_placements(tensor, make_replicated(tensor.device_mesh)))).values()
+    )
     return pieces[0], all(torch.equal(pieces[0].nan_to_num(), each.nan_to_num()) for each in pieces)
 
 

@@ -26,9 +26,9 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.modes import function_modes
-from layoutmap.engines.torch.placing import placed_in
-from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.modes import list_function_modes
+from layoutmap.engines.torch.placing import move_to_placements
+from layoutmap.engines.torch.specs import get_local
 
 PROCESSES = ("torch",)
 
@@ -69,7 +69,7 @@ def test_the_scope_opens_inside_itself():
         inside = x + y
 
     assert torch.equal(torch.full((8, 6), 2.0), whole(inside))
-    assert [] == function_modes()
+    assert [] == list_function_modes()
 
 
 def test_the_scope_is_of_its_thread():
@@ -252,13 +252,13 @@ def test_mistakes_raise_what_torch_raises():
 
 
 LAID_IN_MEMORY = {
-    "redistributed": lambda x, y: placed_in(x.mT, y.placements).mT.flatten(0, 1),
+    "redistributed": lambda x, y: move_to_placements(x.mT, y.placements).mT.flatten(0, 1),
     "a result of what was redistributed": lambda x, y: (
-        placed_in(x.movedim(0, 1), y.placements).exp().movedim(1, 0)[1]
+        move_to_placements(x.movedim(0, 1), y.placements).exp().movedim(1, 0)[1]
     ),
     "operands": lambda x, y: torch.maximum(x.mT, y.mT).mT.flatten(1),
-    "a slice": lambda x, y: placed_in(x.mT, y.placements)[1].mT.flatten(),
-    "slices": lambda x, y: placed_in(x.movedim(0, 1), y.placements).unbind(1)[2].flatten(),
+    "a slice": lambda x, y: move_to_placements(x.mT, y.placements)[1].mT.flatten(),
+    "slices": lambda x, y: move_to_placements(x.movedim(0, 1), y.placements).unbind(1)[2].flatten(),
     "arguments after a shape": lambda x, y: torch.layer_norm(x.mT, (4, 8), y.mT[1], y.mT[2]),
     "three operands": lambda x, y: torch.addcmul(x.permute(2, 0, 1), y.permute(2, 0, 1), x.permute(2, 0, 1)),
 }
@@ -276,9 +276,12 @@ def test_shards_lie_in_memory_as_on_one_device(name):
             with run_on():
                 found = LAID_IN_MEMORY[name](place(a, *one), place(b, *other))
                 expected = LAID_IN_MEMORY[name](place(a, None, None, None), place(b, *layouts[0][1]))
-            with simulation.on_mesh(found.device_mesh):
+            with simulation.simulate_mesh(found.device_mesh):
                 order = sorted(range(found.ndim), key=lambda axis: -found.stride(axis))
-                assert simulation.plain(local_of(found)).permute(order).is_contiguous(), (one, other)
+                assert simulation.get_first_piece(get_local(found)).permute(order).is_contiguous(), (
+                    one,
+                    other,
+                )
             assert torch.equal(whole(expected), whole(found)), (one, other)
 
 

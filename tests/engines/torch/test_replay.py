@@ -309,10 +309,10 @@ def test_skipping_leaves_the_generator_as_drawing_does(draw: RandomFill):
     """Far enough for a jump, or not, to the last bit of the state."""
     for numel in (3, 16, 5_003, (1 << 22) + 37):
         drawn, skipped = (torch.Generator().manual_seed(6) for _ in range(2))
-        draw.next(numel, drawn)
+        draw.draw_next(numel, drawn)
         draw.skip(numel, skipped)
         assert torch.equal(drawn.get_state(), skipped.get_state())
-        assert bits(draw.next(20, drawn)) == bits(draw.next(20, skipped))
+        assert bits(draw.draw_next(20, drawn)) == bits(draw.draw_next(20, skipped))
 
 
 def test_this_torch_lets_its_generator_jump():
@@ -338,7 +338,7 @@ def test_a_stream_gives_the_numbers_of_one_draw(data: Any, draw: RandomFill, num
     """Any runs, further on each time, are those of one draw of all."""
     generator = torch.Generator().manual_seed(8)
     stream = Stream(draw, numel, generator.get_state(), piece)
-    whole = draw.next(numel, generator)
+    whole = draw.draw_next(numel, generator)
     ends = sorted(data.draw(st.lists(st.integers(0, numel), min_size=2, max_size=6)))
     for start, stop in itertools.pairwise(ends):
         if start < stop:

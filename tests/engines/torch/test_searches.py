@@ -18,7 +18,7 @@ from layoutmap.engines.tested import is_before
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import dispatch
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 
 PROCESSES = ("torch",)
 MESH = Mesh(None, "a=2,b=2,c=2")
@@ -38,7 +38,7 @@ def drawn_states(rng, number):
         yield State(placements, DTensorRedistributePlanner._dict_to_ShardOrder(order))
 
 
-@plainly  # as below DTensor's dispatcher
+@skip_function_modes  # as below DTensor's dispatcher
 def ways(search, planner, sources, targets):
     """The way that a search finds from each source to each target; `None`: there is none."""
     found = {}
@@ -65,7 +65,7 @@ def test_the_ways_are_those_of_torch(seed):
     with engine().run_on(MESH):
         found = []
         for search in (dispatch._OWN_SEARCH, DTensorRedistributePlanner.find_min_cost_path):
-            planner = plainly(DTensorRedistributePlanner)(
+            planner = skip_function_modes(DTensorRedistributePlanner)(
                 native, TensorMeta(torch.Size((42, 16)), (16, 1), torch.float32)
             )
             planner.strided_shard_placements_in_target.add(_StridedShard(0, split_factor=7))
@@ -96,7 +96,7 @@ def shard_of(factor):
     return _StridedShard(0, split_factor=factor) if factor else Shard(0)
 
 
-@plainly
+@skip_function_modes
 def counted(mesh, size, factor):
     """The size and offset of a shard over the second mesh dim, of which either may differ between ranks."""
     return shard_of(factor).local_shard_size_and_offset(size, 2, mesh._sym_get_coordinate(1))
@@ -132,7 +132,7 @@ def pieces_like(kind):
     }[kind]
 
 
-@plainly
+@skip_function_modes
 @pytest.mark.parametrize("kind", ["nothing", "sizes", "strides", "offsets"])
 def test_sizes_that_are_read_off_are_those_of_torch(kind, monkeypatch):
     """A simulated tensor has each rank's size, strides and offset; no simulation is entered where all have the same."""

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 
 from layoutmap.adapters import random_states
-from layoutmap.adapters.jax.checkpoints import has_optimizer, restored, stored
-from layoutmap.adapters.jax.inspecting import context_of, described
+from layoutmap.adapters.jax.checkpoints import has_optimizer, list_stored, restore_values
+from layoutmap.adapters.jax.inspecting import describe_arrays, find_context
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
-from layoutmap.adapters.jax.training import TrainState, arrays_of, put_values, train_with
+from layoutmap.adapters.jax.training import TrainState, put_values, split_model, train_with
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
 from layoutmap.core.arguments import describe_type
@@ -28,20 +28,20 @@ __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
 
 
 class JaxAdapter(Adapter):
-    """Knows flax.nnx and pytrees; see `layoutmap.adapters.protocol`."""
+    """Adapter for flax.nnx modules and pytrees (see `layoutmap.adapters.protocol`)."""
 
     name = "jax"
 
     @property
     def engine_name(self) -> str:
-        """`"jax"`."""
+        """Return `"jax"`."""
         return "jax"
 
     def check(self) -> None:
-        """Nothing: what is traced is made in functions, which work anywhere."""
+        """Do nothing, since tracing a model works in every process."""
 
     def owns(self, model: object) -> bool:
-        """Return whether an object is a module of flax.nnx, or a pytree with an array in it."""
+        """Return whether an object is a flax.nnx module or a pytree with an array in it."""
         if isinstance(model, TrainState) or is_nnx(model):
             return True
         return any(map(is_array, jax.tree.leaves(model)))
@@ -51,18 +51,18 @@ class JaxAdapter(Adapter):
         return JaxSession(context)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Put the random states of Python and numpy back afterwards; those of JAX are values of the program."""
-        return random_states.put_back()
+        """Restore the random states of Python and numpy when the block ends. JAX keeps its own in keys."""
+        return random_states.keep_states()
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python and numpy; a program of JAX has its seeds in its keys."""
+        """Seed Python and numpy. A JAX program gets its seeds from its keys."""
         random_states.seed_both(seed)
 
     def complete(self, model: object, batch: object) -> None:
-        """Nothing: a model of JAX has its arrays when it is made, and its optimizer's state begins with a step."""
+        """Do nothing, since a JAX model has its arrays once it is made."""
 
     def with_optimizer(self, model: object, optimizer: object) -> object:
-        """Return the model: it carries no optimizer.
+        """Return the model unchanged, since a JAX model has no optimizer.
 
         Raises:
             ScopeError: What was passed for the optimizer is none of optax.
@@ -77,69 +77,69 @@ class JaxAdapter(Adapter):
 
     def variables(self, model: object) -> dict[str, Variable]:
         """Return the arrays of a model by path, and those of its optimizer's state, in a fixed order."""
-        leaves = arrays_of(model).leaves
+        leaves = split_model(model).leaves
         values = [leaf.value for leaf in leaves]
         found: dict[str, Variable] = {}
         for number, leaf in enumerate(leaves):
 
             def replace(value: object, number: int = number) -> None:
-                current = [leaf.value for leaf in arrays_of(model).leaves]
+                current = [leaf.value for leaf in split_model(model).leaves]
                 put_values(model, [*current[:number], value, *current[number + 1 :]])
 
             found[leaf.path] = Variable(leaf.path, values[number], replace)
         if isinstance(model, TrainState):
-            found |= model.slots()
+            found |= model.list_slots()
         return found
 
     def described(self, model: object, optimizer: object = None) -> list[Stored]:
-        """Return the arrays of a model that any program has made, and those of its optimizer's state."""
-        return described(model, optimizer)
+        """Return the arrays of a model that was built without a scope, and of its optimizer's state."""
+        return describe_arrays(model, optimizer)
 
     def context_of(self, model: object) -> ScopeContext | None:
-        """Return the scope that a model was laid out in."""
-        return context_of(model)
+        """Return the context of the scope that sharded a model, or None."""
+        return find_context(model)
 
     def read(self, variable: Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""
         return variable.read()
 
     def write(self, variable: Variable, value: object) -> None:
-        """Give a variable a value, of JAX or of numpy; it keeps its layout."""
+        """Assign a JAX or numpy value to a variable without changing its layout."""
         variable.write(value)
 
     def forward(self, model: object, batch: object) -> object:
-        """Return what a model returns for a batch, in inference; nested as the model nests it."""
-        return _as_numpy(_trained(model).steps.outputs(batch))
+        """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
+        return _as_numpy(_require_train_state(model).steps.compute_outputs(batch))
 
     def gradients(self, model: object, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the loss of a batch, and its gradient for each weight by path."""
-        loss, gradients = _trained(model).steps.gradients(batch)
+        loss, gradients = _require_train_state(model).steps.compute_gradients(batch)
         return {"loss": float(loss)}, _as_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
-        """Take one step of the optimizer that `train_with` was called with; returns the loss before it."""
-        return {"loss": float(_trained(model).steps.step(batch))}
+        """Run one step of the `train_with` optimizer, and return the loss before it."""
+        return {"loss": float(_require_train_state(model).steps.run_step(batch))}
 
     def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
-        """Return what a checkpoint keeps of a model."""
-        return stored(model, optimizer, saved)
+        """Return the arrays that a checkpoint of a model contains."""
+        return list_stored(model, optimizer, saved)
 
     def restored(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
-        """Return a model and its optimizer's state with other arrays."""
-        return restored(model, optimizer, arrays)
+        """Return a model and its optimizer's state with new arrays."""
+        return restore_values(model, optimizer, arrays)
 
     def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
-        """Return the random states of Python and numpy; those of JAX are arrays of the model."""
-        return {"random": random_states.states(), "optimizer": has_optimizer(model, optimizer)}
+        """Return the random states of Python and numpy. Random keys of JAX are arrays of the model."""
+        return {"random": random_states.read_states(), "optimizer": has_optimizer(model, optimizer)}
 
     def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
-        """Put back what `settings` returned."""
-        random_states.restore(settings["random"])
+        """Restore the random states from the result of `settings`."""
+        random_states.restore_states(settings["random"])
 
 
-def _trained(model: object) -> TrainState:
+def _require_train_state(model: object) -> TrainState:
     if isinstance(model, TrainState):
         return model
     raise ScopeError(
@@ -158,5 +158,5 @@ def _as_numpy(output: object) -> Any:
 
 
 def adapter() -> JaxAdapter:
-    """Return the adapter."""
+    """Return the adapter for JAX models."""
     return JaxAdapter()

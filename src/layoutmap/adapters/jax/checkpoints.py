@@ -1,4 +1,4 @@
-"""The arrays that a checkpoint keeps of a model of JAX and of an optimizer's state; of random keys their data."""
+"""List and replace the arrays that a checkpoint of a JAX model contains. Random keys are stored as their data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.objects import is_nnx_optimizer, is_variable
-from layoutmap.adapters.jax.optimizers import params_of, weights_of
-from layoutmap.adapters.jax.pytrees import named_leaves
-from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
+from layoutmap.adapters.jax.optimizers import describe_weights, find_params
+from layoutmap.adapters.jax.pytrees import list_leaves
+from layoutmap.adapters.jax.slots import Parts, StateLeaf, describe_slots
 from layoutmap.adapters.jax.tracing import is_array, is_key
-from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in, put_values
+from layoutmap.adapters.jax.training import TrainState, put_values, split_model, unwrap_model
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
@@ -28,31 +28,31 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.jax.trees import find_memory
 
 
-def stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
-    """Return the arrays of a model, and those of an optimizer's state."""
-    check_immutable(model_in(model))
+def list_stored(model: object, optimizer: object, saved: Saved | None = None) -> list[Stored]:
+    """Return the arrays that a checkpoint of a model and its optimizer's state contains."""
+    check_immutable(unwrap_model(model))
     found: list[Stored] = []
-    for leaf in arrays_of(model).leaves:
-        array = _data(leaf.value)
+    for leaf in split_model(model).leaves:
+        array = _unwrap_key(leaf.value)
         shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory(array)
         spec = VariableSpec(leaf.path, shape, dtype, leaf.kind, leaf.aliases, memory=memory)
         found.append(Stored(spec, array))
-    state = _state(model, optimizer, make=saved is not None and bool(saved.slots))
-    found += [Stored(spec, _data(leaf)) for spec, leaf in _slots(model, optimizer, state)]
+    state = _find_state(model, optimizer, make=saved is not None and bool(saved.slots))
+    found += [Stored(spec, _unwrap_key(leaf)) for spec, leaf in _list_slots(model, optimizer, state)]
     return found + _step(optimizer)
 
 
-def optimizer_arrays(
+def list_optimizer_arrays(
     model: object, optimizer: object, weights: Mapping[Parts, VariableSpec] | None = None
 ) -> list[Stored]:
-    """Return the arrays of an optimizer's state as they are, each with what it is.
+    """Return the arrays of an optimizer's state, each with its description.
 
     Args:
         model: The model.
         optimizer: The state, or an optimizer of nnx; `None`: the state of a `TrainState`, if it has one.
         weights: The parameters, by the parts of their paths in the state; `None`: those of the model.
     """
-    slots = _slots_as_they_are(model, optimizer, _state(model, optimizer, make=False), weights)
+    slots = _list_raw_slots(model, optimizer, _find_state(model, optimizer, make=False), weights)
     return [Stored(spec, leaf) for spec, leaf in slots] + _step(optimizer)
 
 
@@ -63,20 +63,24 @@ def _step(optimizer: object) -> list[Stored]:
     return [Stored(VariableSpec("optimizer.step", (), step.dtype.name, Kind.SLOT), step)]
 
 
-def restored(model: object, optimizer: object, arrays: Iterable[tuple[str, object]]) -> tuple[object, object]:
-    """Return a model and its optimizer's state with other arrays.
+def restore_values(
+    model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
+) -> tuple[object, object]:
+    """Return a model and its optimizer's state with new arrays.
 
     What Variables of nnx hold is replaced one by one, and freed then; a pytree is replaced by another one.
     """
-    state = _state(model, optimizer, make=True)
-    tree = sys.modules["flax.nnx"].state(model_in(model)) if is_nnx(model_in(model)) else None
-    leaves = [(leaf.path, leaf.value) for leaf in arrays_of(model).leaves]
-    slots = [(spec.path, leaf) for spec, leaf in _slots(model, optimizer, state)]
-    likes = {path: _like(value) for path, value in leaves + slots}
-    holders = dict(zip((path for path, _ in leaves), [] if tree is None else _holders(tree), strict=False))
-    holders |= zip((path for path, _ in slots), _holders(state), strict=True)
+    state = _find_state(model, optimizer, make=True)
+    tree = sys.modules["flax.nnx"].state(unwrap_model(model)) if is_nnx(unwrap_model(model)) else None
+    leaves = [(leaf.path, leaf.value) for leaf in split_model(model).leaves]
+    slots = [(spec.path, leaf) for spec, leaf in _list_slots(model, optimizer, state)]
+    likes = {path: _make_converter(value) for path, value in leaves + slots}
+    holders = dict(
+        zip((path for path, _ in leaves), [] if tree is None else _find_variables(tree), strict=False)
+    )
+    holders |= zip((path for path, _ in slots), _find_variables(state), strict=True)
     if is_nnx_optimizer(optimizer):
-        likes["optimizer.step"] = _like(optimizer.step.get_raw_value())
+        likes["optimizer.step"] = _make_converter(optimizer.step.get_raw_value())
         holders["optimizer.step"] = optimizer.step
     paths = [path for path, _ in leaves], [path for path, _ in slots]
     del leaves, slots
@@ -89,8 +93,8 @@ def restored(model: object, optimizer: object, arrays: Iterable[tuple[str, objec
             new[path] = value
         del array, value
     if any(path in new for path in paths[0]):
-        model = put_values(model, [new.get(leaf.path, leaf.value) for leaf in arrays_of(model).leaves])
-    state = _with_arrays(state, paths[1], new)
+        model = put_values(model, [new.get(leaf.path, leaf.value) for leaf in split_model(model).leaves])
+    state = _replace_arrays(state, paths[1], new)
     if optimizer is not None:
         return model, optimizer if is_nnx_optimizer(optimizer) else state
     if isinstance(model, TrainState) and not any(map(_has_no_value, jax.tree.leaves(state))):
@@ -99,60 +103,62 @@ def restored(model: object, optimizer: object, arrays: Iterable[tuple[str, objec
 
 
 def has_optimizer(model: object, optimizer: object) -> bool:
-    """Whether there is the state of an optimizer to keep, which may have no arrays."""
+    """Return whether there is an optimizer state to save, which may contain no arrays."""
     return optimizer is not None or (isinstance(model, TrainState) and model.opt_state is not None)
 
 
-def _state(model: object, optimizer: object, *, make: bool) -> Any:
-    """The state of an optimizer as a pytree; of a `TrainState` that has not begun, without values, if that is asked."""
+def _find_state(model: object, optimizer: object, *, make: bool) -> Any:
+    """Return the optimizer's state as a pytree. With `make`, a `TrainState` before its first step gives shapes."""
     if is_nnx_optimizer(optimizer):
         return optimizer.opt_state
     if optimizer is not None or not isinstance(model, TrainState):
         return optimizer
     if model.opt_state is not None or not make or model.optimizer is None:
         return model.opt_state
-    return jax.eval_shape(model.optimizer.init, _params(model, None))
+    return jax.eval_shape(model.optimizer.init, _find_params(model, None))
 
 
-def _params(model: object, optimizer: object) -> Any:
+def _find_params(model: object, optimizer: object) -> Any:
     if isinstance(model, TrainState) and optimizer is None:
-        return model.weights()
-    return params_of(model_in(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
+        return model.list_weights()
+    return find_params(unwrap_model(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
 
 
-def _slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, jax.Array]]:
-    """The arrays of an optimizer's state, those without values in the layouts that they are to have."""
-    found = _slots_as_they_are(model, optimizer, state)
-    weights = _params(model, optimizer) if any(_has_no_value(_data(leaf)) for _, leaf in found) else {}
-    return [(spec, _in_weights_layout(leaf, weights, spec)) for spec, leaf in found]
+def _list_slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, jax.Array]]:
+    """Return the arrays of an optimizer's state. Shapes without values get the layouts of their weights."""
+    found = _list_raw_slots(model, optimizer, state)
+    weights = (
+        _find_params(model, optimizer) if any(_has_no_value(_unwrap_key(leaf)) for _, leaf in found) else {}
+    )
+    return [(spec, _copy_weight_layout(leaf, weights, spec)) for spec, leaf in found]
 
 
-def _slots_as_they_are(
+def _list_raw_slots(
     model: object, optimizer: object, state: object, params: Mapping[Parts, VariableSpec] | None = None
 ) -> list[tuple[VariableSpec, Any]]:
-    """The arrays of an optimizer's state, in its order, each with what it is."""
-    leaves = [(parts, leaf) for parts, leaf in named_leaves(state) if is_array(leaf)]
+    """Return the arrays of an optimizer's state in its order, each with its description."""
+    leaves = [(parts, leaf) for parts, leaf in list_leaves(state) if is_array(leaf)]
     if not leaves and callable(getattr(state, "init", None)):
         raise CheckpointError(
             f"optimizer: {describe_type(state)}, it has no state",
             why="an optimizer of optax is two functions; what is saved is what its init returns",
             fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params)",
         )
-    data = [_data(leaf) for _, leaf in leaves]
+    data = [_unwrap_key(leaf) for _, leaf in leaves]
     described = [
         StateLeaf(parts, tuple(array.shape), array.dtype.name)
         for (parts, _), array in zip(leaves, data, strict=True)
     ]
     if params is None:
-        params = weights_of(_params(model, optimizer))[0] if leaves else {}
-    specs = slot_variables(params, described)
+        params = describe_weights(_find_params(model, optimizer))[0] if leaves else {}
+    specs = describe_slots(params, described)
     return [
         (replace(spec, memory=find_memory(leaf)), leaf) for spec, (_, leaf) in zip(specs, leaves, strict=True)
     ]
 
 
-def _in_weights_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
-    """A leaf; of one without values, one in the layout of its weight, if it has its shape."""
+def _copy_weight_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
+    """Give a leaf without values the layout of its weight, if the shapes are equal."""
     weight = weights.get(spec.parent) if spec.parent is not None and _has_no_value(leaf) else None
     if not isinstance(weight, jax.Array) or weight.shape != leaf.shape:
         return leaf
@@ -163,8 +169,8 @@ def _has_no_value(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _holders(tree: object) -> list[Any]:
-    """For each array of a pytree the Variable of nnx that holds it alone, or `None`."""
+def _find_variables(tree: object) -> list[Any]:
+    """Return for each array of a pytree the nnx Variable that contains only this array, or None."""
     found: list[Any] = []
     for node in jax.tree.leaves(tree, is_leaf=is_variable):
         if is_variable(node):
@@ -175,8 +181,8 @@ def _holders(tree: object) -> list[Any]:
     return found
 
 
-def _with_arrays(state: object, paths: Iterable[str], new: dict[str, object]) -> object:
-    """A pytree with other arrays, by the paths of all of its own; Variables in it are changed in place."""
+def _replace_arrays(state: object, paths: Iterable[str], new: dict[str, object]) -> object:
+    """Return a pytree with new arrays by path. nnx Variables in it change in place."""
     rest = iter(paths)
 
     def put(leaf: object) -> object:
@@ -188,8 +194,8 @@ def _with_arrays(state: object, paths: Iterable[str], new: dict[str, object]) ->
     return jax.tree.map(put, state, is_leaf=is_variable)
 
 
-def _data(array: Any) -> Any:
-    """An array; of random keys their data, or what has its shape and layout if the keys have been donated."""
+def _unwrap_key(array: Any) -> Any:
+    """Return random keys as their data, and any other array unchanged. Donated keys give a shape with a layout."""
     if not is_key(array):
         return array
     if not _has_no_value(array) and not array.is_deleted():
@@ -202,14 +208,14 @@ def _data(array: Any) -> Any:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _like(old: Any) -> Callable[[object], object]:
-    """A function that makes arrays like another one, of which it keeps nothing: on its devices, keys of its kind."""
+def _make_converter(old: Any) -> Callable[[object], object]:
+    """Return a function that gives arrays the layout, devices, and key type of an existing one."""
     if isinstance(old, np.ndarray):
         return np.asarray
     if isinstance(old, np.generic):
         return lambda array: np.asarray(array)[()]
     engine = get_engine("jax")
-    layout, sharding = engine.layout_of(old), getattr(old, "sharding", None)
+    layout, sharding = engine.get_layout(old), getattr(old, "sharding", None)
     implementation = jax.random.key_impl(old) if is_key(old) else None
     is_weak = getattr(old, "weak_type", False)
     committed = getattr(old, "committed", False)

@@ -14,9 +14,9 @@ import jax
 import jax.core
 from flax import nnx
 
-from layoutmap.adapters.jax.hidden_arrays import hides_tracer
+from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
 from layoutmap.adapters.jax.module_outputs import TracedOutput
-from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
@@ -27,8 +27,8 @@ Nodes = Iterable[tuple[tuple[object, ...], object]]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldArrays:
-    """The arrays that an attribute holds beside its Variables.
+class AttributeArrays:
+    """Arrays in one attribute of an nnx module that are in no Variable.
 
     Args:
         owner: The module, weakly.
@@ -41,20 +41,20 @@ class HeldArrays:
     path: Keys
 
     def put(self, arrays: Mapping[Keys, object]) -> None:
-        """Assign other arrays, by the path of each."""
+        """Assign new arrays by path."""
         owner = self.owner()
 
-        def new(keys: Sequence[object], value: object) -> object:
-            return arrays.get((*self.path, *map(key_text, keys)), value)
+        def replace_leaf(keys: Sequence[object], value: object) -> object:
+            return arrays.get((*self.path, *map(format_key, keys)), value)
 
-        held = jax.tree_util.tree_map_with_path(new, getattr(owner, self.name), is_leaf=_is_of_flax)
+        held = jax.tree_util.tree_map_with_path(replace_leaf, getattr(owner, self.name), is_leaf=_is_of_flax)
         setattr(owner, self.name, nnx.data(held))
 
 
-def held_arrays(model: object) -> list[HeldArrays]:
-    """Return the attributes that hold arrays which are in no Variable."""
+def find_attribute_arrays(model: object) -> list[AttributeArrays]:
+    """Return the attributes of a model's modules that contain arrays outside of Variables."""
     return [
-        HeldArrays(weakref.ref(node), name, (*map(key_text, path), name))
+        AttributeArrays(weakref.ref(node), name, (*map(format_key, path), name))
         for path, node in [*nnx.iter_graph(model)]
         if isinstance(node, nnx.Pytree)
         for name, value in vars(node).items()
@@ -88,16 +88,16 @@ def check_all_found(nodes: Nodes, state: object) -> None:
             length = next(n for n in range(len(path), -1, -1) if path[:n] in owners)
             owner, name = owners[path[:length]], str(path[length])
             raise ScopeError(
-                f"{'.'.join(map(key_text, path[: length + 1]))}: arrays in a static attribute",
+                f"{'.'.join(map(format_key, path[: length + 1]))}: arrays in a static attribute",
                 facts={"module": type(owner).__name__, "value": describe_type(getattr(owner, name))},
                 why="flax.nnx looks into lists, tuples and dicts only where they are marked as data",
                 fix="mark it where it is assigned: nnx.data(..)",
             )
         if isinstance(node, TracedOutput):  # ours, and nothing of the model
             continue
-        if id(node) not in checked and hides_tracer(node, _is_of_flax):
+        if id(node) not in checked and has_hidden_tracer(node, _is_of_flax):
             raise ScopeError(
-                f"{'.'.join(map(key_text, path))}: an array is hidden in a static attribute",
+                f"{'.'.join(map(format_key, path))}: an array is hidden in a static attribute",
                 facts={"value": describe_type(node)},
                 why="flax.nnx looks for arrays in pytrees only, and this is not one, so it would be lost",
                 fix="make the array an attribute of the module, and use that in the call",

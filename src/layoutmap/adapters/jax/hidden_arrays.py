@@ -13,8 +13,8 @@ import jax.core
 _MOST_LEVELS = 3  # objects below objects: some lead to all of a program
 
 
-def hides_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> bool:
-    """Return whether a function closes over a traced array, or an object that is no pytree has one below it."""
+def has_hidden_tracer(leaf: object, is_of_flax: Callable[[object], bool]) -> bool:
+    """Return whether a function's closure, or an object that is no pytree, contains a traced array."""
     seen, todo = set[int](), [(leaf, 0)]
     while todo:
         each, depth = todo.pop()

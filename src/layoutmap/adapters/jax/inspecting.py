@@ -1,4 +1,4 @@
-"""The variables of a model of JAX that any program has made, with its optimizer's state; and the scope of ours."""
+"""Describe the variables of any JAX model and its optimizer, and find the scope that sharded a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.adapters.jax.checkpoints import optimizer_arrays
+from layoutmap.adapters.jax.checkpoints import list_optimizer_arrays
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.objects import is_nnx_optimizer
-from layoutmap.adapters.jax.optimizers import weights_of
-from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in
+from layoutmap.adapters.jax.optimizers import describe_weights
+from layoutmap.adapters.jax.training import TrainState, split_model, unwrap_model
 from layoutmap.adapters.protocol import ScopeContext, Stored
 from layoutmap.core.variables import Kind
 
@@ -20,37 +20,37 @@ _contexts: dict[int, tuple[weakref.ref[object], ScopeContext]] = {}
 _STATE = "opt_state"
 
 
-def described(model: Any, optimizer: object = None) -> list[Stored]:
-    """Return the arrays of a model as variables of a plan, and those of an optimizer's state as slots."""
-    check_immutable(model_in(model))
-    parts = arrays_of(model)
+def describe_arrays(model: Any, optimizer: object = None) -> list[Stored]:
+    """Return a model's arrays as variables of a plan, and those of its optimizer's state as slots."""
+    check_immutable(unwrap_model(model))
+    parts = split_model(model)
     specs = parts.specs
     found = [Stored(specs[number], parts.leaves[number].value) for number in parts.order or range(len(specs))]
     if is_nnx_optimizer(model):
         return [replace(each, variable=replace(each.variable, kind=Kind.SLOT)) for each in found]
-    if optimizer is None and _has_both(model):
-        found_weights = weights_of(model.params)[0].items()
+    if optimizer is None and _is_flax_train_state(model):
+        found_weights = describe_weights(model.params)[0].items()
         weights = {parts: replace(spec, path=f"params.{spec.path}") for parts, spec in found_weights}
         found = [each for each in found if not each.variable.path.startswith(f"{_STATE}.")]
-        return found + optimizer_arrays(model, model.opt_state, weights)
-    return found + optimizer_arrays(model, optimizer)
+        return found + list_optimizer_arrays(model, model.opt_state, weights)
+    return found + list_optimizer_arrays(model, optimizer)
 
 
-def _has_both(model: object) -> bool:
-    """Whether a pytree is a train state, as flax has one: parameters, and the state of their optimizer."""
+def _is_flax_train_state(model: object) -> bool:
+    """Return whether a pytree is like flax's `TrainState`, with parameters and their optimizer's state."""
     is_pytree = not isinstance(model, TrainState) and not is_nnx(model)
     return is_pytree and hasattr(model, "params") and hasattr(model, _STATE)
 
 
 def note_context(model: object, context: ScopeContext) -> None:
-    """Note the scope that a model is laid out in, for as long as it lives; a dict or a tuple cannot be noted."""
-    for each in (model, model_in(model)):
+    """Record the scope that shards a model, while the model lives. A dict or tuple cannot be recorded."""
+    for each in (model, unwrap_model(model)):
         key = id(each)
         with suppress(TypeError):
             _contexts[key] = weakref.ref(each, lambda _, key=key: _contexts.pop(key, None)), context
 
 
-def context_of(model: object) -> ScopeContext | None:
-    """Return the scope that a model was laid out in."""
+def find_context(model: object) -> ScopeContext | None:
+    """Return the context of the scope that sharded a model, or None."""
     ref, context = _contexts.get(id(model), (None, None))
     return context if ref is not None and ref() is model else None

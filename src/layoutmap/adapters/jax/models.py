@@ -36,16 +36,16 @@ def put_values(model: object, values: Sequence[object]) -> Any:
     return pytrees.take_apart(model).put_together(values)
 
 
-def lay_out_outputs(model: object, policy: LayoutPolicy) -> None:
-    """Have the modules of a model return arrays in the layouts of rules for activations; a pytree has no modules."""
+def constrain_outputs(model: object, policy: LayoutPolicy) -> None:
+    """Make an nnx model's modules apply activation rules to their outputs. Do nothing for a pytree."""
     if is_nnx(model):
         from layoutmap.adapters.jax import nnx
 
-        nnx.lay_out_outputs(model, policy)
+        nnx.constrain_outputs(model, policy)
 
 
 def make_unsharded(make: Callable[[], object], model_in: Callable[[object], Any]) -> Any:
-    """Call a function that makes a model, whose own annotations shard nothing.
+    """Call a function that makes a model, and ignore the model's own sharding annotations.
 
     Args:
         make: The function.

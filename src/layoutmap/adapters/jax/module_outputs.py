@@ -26,8 +26,8 @@ _PLAIN = "_layoutmap_plain"
 
 
 @dataclass(frozen=True)
-class Output:
-    """The layout of what a module returns.
+class OutputLayout:
+    """Layout of a module's output.
 
     Args:
         layout: The layout of the rule.
@@ -39,11 +39,13 @@ class Output:
     batch_dim: str | None
     path: str = field(compare=False)
 
-    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Return what a module returns, its arrays in their layouts."""
-        return self._laid_out(call(*args, **kwargs))
+    def call_module(
+        self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Return a module's output with its arrays in their layouts."""
+        return self._apply_layout(call(*args, **kwargs))
 
-    def _laid_out(self, result: object) -> object:
+    def _apply_layout(self, result: object) -> object:
         policy, relayout = LayoutPolicy(self.layout.mesh, self.batch_dim), get_engine("jax").relayout
         leaves, tree_def = jax.tree.flatten(result)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -67,44 +69,46 @@ class TracedOutput:
     tracer: Tracer
     path: str
 
-    def of(self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Return what a module returns, or what the tracer has in its place."""
-        function = _recomputed(call) if self.tracer.recomputes(self.path) else call
+    def call_module(
+        self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Return a module's output, or the tracer's replacement for it."""
+        function = _make_recomputing_call(call) if self.tracer.should_recompute(self.path) else call
         return self.tracer.call(self.path, function, args, kwargs)
 
 
-def _recomputed(call: Any) -> Callable[..., object]:
-    """A module's call of which only the input is kept for the backward pass; settings of Python stay what they are."""
+def _make_recomputing_call(call: Any) -> Callable[..., object]:
+    """Return a module's call that recomputes activations in the backward pass. Python settings stay static."""
 
-    def recomputed(*args: object, **kwargs: object) -> object:
+    def call_recomputing(*args: object, **kwargs: object) -> object:
         given = {str(number): value for number, value in enumerate(args)} | kwargs
         settings: dict[str, object] = {k: value for k, value in given.items() if isinstance(value, _SETTINGS)}
         arrays = {k: value for k, value in given.items() if k not in settings}
 
-        def plain(module: nnx.Module, arrays: dict[str, object]) -> object:
+        def call_with_arrays(module: nnx.Module, arrays: dict[str, object]) -> object:
             every: dict[str, object] = settings | arrays
             return call.func(module, *(every.pop(str(number)) for number in range(len(args))), **every)
 
-        remat: Any = nnx.remat(plain)
+        remat: Any = nnx.remat(call_with_arrays)
         return remat(*call.args, arrays)
 
-    return recomputed
+    return call_recomputing
 
 
 _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
-def with_output(module: nnx.Module, output: Output | TracedOutput) -> None:  # why: decisions/0073
-    """Have a module return arrays in a layout, or tell a tracer of its calls."""
-    without_output(module)
+def set_output(module: nnx.Module, output: OutputLayout | TracedOutput) -> None:  # why: decisions/0073
+    """Make a module constrain its output to a layout, or report its calls to a tracer."""
+    remove_output(module)
     is_pytree = not jax.tree_util.all_leaves([module])
     # Not setattr: flax takes what is set so for an attribute of the model.
-    object.__setattr__(module, "__class__", _class(type(module), is_pytree))
+    object.__setattr__(module, "__class__", _make_subclass(type(module), is_pytree))
     vars(module)[_ATTRIBUTE] = output
 
 
-def without_output(module: nnx.Module) -> None:
-    """Make a module again what it was."""
+def remove_output(module: nnx.Module) -> None:
+    """Undo `set_output`."""
     plain = getattr(type(module), _PLAIN, None)
     if plain is not None:
         object.__setattr__(module, "__class__", plain)
@@ -112,31 +116,31 @@ def without_output(module: nnx.Module) -> None:
 
 
 @functools.cache
-def _class(plain: Any, is_pytree: bool) -> type[nnx.Module]:
-    """Return the class of modules of a class whose output has a layout."""
+def _make_subclass(plain: Any, is_pytree: bool) -> type[nnx.Module]:
+    """Return a subclass of a module class that applies the module's `OutputLayout` or `TracedOutput`."""
 
     @functools.wraps(plain.__call__)
     def call(self: object, *args: object, **kwargs: object) -> object:
         plain_call = functools.partial(plain.__call__, self)
         output = vars(self).get(_ATTRIBUTE)  # a module that is made anew, of this type, has none
-        return plain_call(*args, **kwargs) if output is None else output.of(plain_call, args, kwargs)
+        return plain_call(*args, **kwargs) if output is None else output.call_module(plain_call, args, kwargs)
 
-    def copied(self: object) -> Any:
+    def copy_module(self: object) -> Any:
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         return made
 
-    def reduced(self: object, protocol: object) -> tuple[object, ...]:
-        """Of what is unpickled, no array is in a layout, so it is a plain module."""
-        module = copied(self)
-        without_output(module)
+    def reduce_module(self: object, protocol: object) -> tuple[object, ...]:
+        """Return the module's pickled form with its original class, since unpickled arrays are unsharded."""
+        module = copy_module(self)
+        remove_output(module)
         make, arguments, *rest = module.__reduce_ex__(protocol)
-        return _unpickled, (make, arguments), *rest
+        return _restore_module, (make, arguments), *rest
 
-    body = {"__call__": call, "__copy__": copied, "__reduce_ex__": reduced, _PLAIN: plain}
+    body = {"__call__": call, "__copy__": copy_module, "__reduce_ex__": reduce_module, _PLAIN: plain}
     body |= {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(plain)(plain.__name__, (plain,), body, pytree=is_pytree)
 
 
-def _unpickled(make: Callable[..., object], arguments: Sequence[object]) -> object:
+def _restore_module(make: Callable[..., object], arguments: Sequence[object]) -> object:
     return make(*arguments)

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import jax
 
-from layoutmap.adapters.jax.hidden_arrays import hides_tracer
+from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
 from layoutmap.adapters.jax.objects import is_nnx, is_object, is_variable
-from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 
 
 def check_immutable(model: object) -> None:  # why: decisions/0073
-    """Check that a model has no mutable array, and no traced one that a plan would not find.
+    """Refuse a model with a mutable array, or with a traced array that JAX does not find.
 
     Args:
         model: A module of flax.nnx, or any pytree.
@@ -34,7 +34,9 @@ def check_immutable(model: object) -> None:  # why: decisions/0073
                 if is_variable(leaf)
                 else "return its value: jax.freeze(ref); and make a Ref where it is used",
             )
-        if not is_nnx(model) and hides_tracer(leaf, _is_of_flax):  # of a module flax.nnx knows the attribute
+        if not is_nnx(model) and has_hidden_tracer(
+            leaf, _is_of_flax
+        ):  # of a module flax.nnx knows the attribute
             raise ScopeError(
                 f"{path or 'the model'}: an array is hidden in an object",
                 facts={"value": describe_type(leaf)},
@@ -50,7 +52,7 @@ def _list_leaves(model: object) -> Iterator[tuple[str, object]]:
     else:
         found = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_variable)[0]
     for keys, leaf in found:
-        path = ".".join(map(key_text, keys))
+        path = ".".join(map(format_key, keys))
         yield path, leaf
         if is_variable(leaf) and not leaf.hijax:
             yield from ((path, value) for value in jax.tree.leaves(leaf.get_raw_value()))

@@ -1,4 +1,4 @@
-"""Modules of flax.nnx: their variables by path, what each is for, and shared ones."""
+"""Find the variables of flax.nnx modules by path, their roles, and the variables that modules share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 from flax import nnx
 
 from layoutmap.adapters.jax import pytrees
-from layoutmap.adapters.jax.held_arrays import check_all_found, held_arrays, note_arrays
-from layoutmap.adapters.jax.module_outputs import Output, TracedOutput, with_output, without_output
-from layoutmap.adapters.jax.pytrees import Leaf, Parts, kind_of
-from layoutmap.adapters.jax.roles import uses
+from layoutmap.adapters.jax.held_arrays import check_all_found, find_attribute_arrays, note_arrays
+from layoutmap.adapters.jax.module_outputs import OutputLayout, TracedOutput, remove_output, set_output
+from layoutmap.adapters.jax.pytrees import Leaf, Parts, infer_kind
+from layoutmap.adapters.jax.roles import find_uses
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Tracer
 from layoutmap.core.variables import Kind
@@ -31,37 +31,37 @@ def take_apart(model: nnx.Module) -> Parts:
     note_arrays(nodes)
     graph, state = nnx.split(model)
     check_all_found(nodes, state)
-    variables = {_texts(path): each for path, each in nnx.to_flat_state(state)}
-    shared = _Shared(model)
+    variables = {_format_keys(path): each for path, each in nnx.to_flat_state(state)}
+    shared = _SharedPaths(model)
     modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
-    used = uses(modules)
+    used = find_uses(modules)
     paths: list[Sequence[str]] = []
 
-    def leaf(keys: Sequence[str], value: object) -> Leaf:
+    def describe_leaf(keys: Sequence[str], value: object) -> Leaf:
         length = next(n for n in range(len(keys) + 1) if tuple(keys[:n]) in variables)
         variable = variables[tuple(keys[:length])]
         if not isinstance(variable, nnx.Variable):
             paths.append(keys)
-            return Leaf(_path(keys), value, kind_of(value))
+            return Leaf(_format_path(keys), value, infer_kind(value))
         inner = keys[length + 1 :]  # without "value", the attribute of the variable that holds it
         path = (*keys[:length], *inner)
         paths.append(path)
-        aliases = tuple(_path(other) for other in shared.other_paths(path))
-        kind, annotation = _kind_of(variable), _annotation(variable)
-        return Leaf(_path(path), value, kind, aliases, annotation, used.get(path))
+        aliases = tuple(_format_path(other) for other in shared.find_other_paths(path))
+        kind, annotation = _infer_kind(variable), _read_annotation(variable)
+        return Leaf(_format_path(path), value, kind, aliases, annotation, used.get(path))
 
-    parts = pytrees.take_apart(state, leaf)
+    parts = pytrees.take_apart(state, describe_leaf)
 
     def put_together(arrays: Sequence[object]) -> nnx.Module:
         return nnx.merge(graph, parts.put_together(arrays))
 
-    layers = [path for same, _ in _layers(modules, shared) for path in same]
-    places = [*_places(model, paths)]
+    layers = [path for same, _ in _iterate_layers(modules, shared) for path in same]
+    places = [*_find_positions(model, paths)]
     return Parts(parts.leaves, put_together, layers, sorted(range(len(places)), key=places.__getitem__))
 
 
-def _places(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
-    """Return where arrays are among the attributes of each module on the way: flax sorts them by name."""
+def _find_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
+    """Yield each array's position among the sorted attributes of each module on its path."""
     known: dict[int, dict[str, tuple[int, object]]] = {}
     for keys in paths:
         place: list[int] = []
@@ -69,63 +69,63 @@ def _places(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[
         for key in keys:
             members = known.get(id(node))
             if members is None:
-                numbered = enumerate(_members(node))
+                numbered = enumerate(_iterate_members(node))
                 members = known[id(node)] = {name: (number, value) for number, (name, value) in numbered}
             number, node = members.get(key, (0, None))
             place.append(number)
         yield place
 
 
-def _members(node: object) -> Iterator[tuple[str, object]]:
-    """Return what a module or a container in it has, in its order."""
+def _iterate_members(node: object) -> Iterator[tuple[str, object]]:
+    """Yield the names and values in a module or container, in its order."""
     if isinstance(node, nnx.Pytree):
         yield from vars(node).items()
     elif not isinstance(node, nnx.Variable):
         for path, value in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]:
-            yield _path(path), value
+            yield _format_path(path), value
 
 
 def put_values(model: nnx.Module, values: Sequence[object]) -> None:
-    """Give a module other arrays, in the order of its parts; it stays the same object."""
+    """Assign new arrays to a module, in the order of its parts. The module stays the same object."""
     new = nnx.to_flat_state(pytrees.take_apart(nnx.state(model)).put_together(values))
     nnx.update(model, nnx.from_flat_state([each for each in new if isinstance(each[1], nnx.Variable)]))
-    arrays = {_texts(path): value for path, value in new if not isinstance(value, nnx.Variable)}
-    for held in held_arrays(model) if arrays else ():
+    arrays = {_format_keys(path): value for path, value in new if not isinstance(value, nnx.Variable)}
+    for held in find_attribute_arrays(model) if arrays else ():
         held.put(arrays)
 
 
-def _texts(keys: Sequence[object]) -> tuple[str, ...]:
-    return tuple(map(pytrees.key_text, keys))
+def _format_keys(keys: Sequence[object]) -> tuple[str, ...]:
+    return tuple(map(pytrees.format_key, keys))
 
 
-def _path(keys: Sequence[object]) -> str:
-    return ".".join(_texts(keys))
+def _format_path(keys: Sequence[object]) -> str:
+    return ".".join(_format_keys(keys))
 
 
-def _kind_of(variable: nnx.Variable[object]) -> Kind:
+def _infer_kind(variable: nnx.Variable[object]) -> Kind:
     if isinstance(variable, nnx.RngState):
         return Kind.RNG
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
-def _annotation(variable: nnx.Variable[object]) -> str:  # why: decisions/0073
+def _read_annotation(variable: nnx.Variable[object]) -> str:  # why: decisions/0073
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # of a Format of JAX
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""
 
 
-class _Shared:
-    """The paths of what is in several places, module or variable."""
+class _SharedPaths:
+    """Paths of the modules and variables that a model contains more than once."""
 
     def __init__(self, model: nnx.Module) -> None:
-        self._groups = [[_texts(path) for path in paths] for paths in nnx.find_duplicates(model)]
+        self._groups = [[_format_keys(path) for path in paths] for paths in nnx.find_duplicates(model)]
         self._numbers: dict[tuple[str, ...], dict[int, None]] = {}
         for number, paths in enumerate(self._groups):
             for path in paths:
                 self._numbers.setdefault(path, {})[number] = None
 
-    def other_paths(self, path: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Return the other paths of what has this one, or is inside of what has several."""
+    def find_other_paths(self, path: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Yield the other paths of a shared object, or of an object inside a shared one."""
         keys = tuple(path)
         starts = [keys[:length] for length in range(len(keys) + 1)] if self._numbers else ()
         for number in sorted({number for start in starts for number in self._numbers.get(start, ())}):
@@ -134,40 +134,40 @@ class _Shared:
             yield from ((*other, *keys[len(own) :]) for other in paths if other != own)
 
 
-def _layers(
-    modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _Shared
+def _iterate_layers(
+    modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _SharedPaths
 ) -> Iterator[tuple[list[str], nnx.Module]]:
-    """Return each module inside of a model that can be called, with all its paths."""
+    """Yield each callable module inside a model, with all its paths."""
     for path, module in modules:
         if path and callable(module):
-            keys = _texts(path)
-            yield [_path(keys), *map(_path, shared.other_paths(keys))], module
+            keys = _format_keys(path)
+            yield [_format_path(keys), *map(_format_path, shared.find_other_paths(keys))], module
 
 
-def _layers_of(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
-    return [*_layers([*nnx.iter_modules(model)], _Shared(model))]
+def _list_layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
+    return [*_iterate_layers([*nnx.iter_modules(model)], _SharedPaths(model))]
 
 
-def lay_out_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
+def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
     """Have each module with a rule for activations return arrays in the rule's layout, and all others none."""
-    for paths, module in _layers_of(model):
+    for paths, module in _list_layers_with_paths(model):
         rules = ((path, policy.find_activation_layout(path)) for path in paths)
         path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
         if layout is None:
-            without_output(module)
+            remove_output(module)
         else:
-            with_output(module, Output(layout, policy.batch_dim, path))
+            set_output(module, OutputLayout(layout, policy.batch_dim, path))
 
 
-def named_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """Return each module inside of a model that can be called, with the first of its paths."""
-    return [(paths[0], module) for paths, module in _layers_of(model)]
+def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """Return each callable module inside a model, with its first path."""
+    return [(paths[0], module) for paths, module in _list_layers_with_paths(model)]
 
 
 def trace_outputs(model: nnx.Module, tracer: Tracer) -> None:
     """Have each module tell a tracer of its calls."""
-    for path, module in named_layers(model):
-        with_output(module, TracedOutput(tracer, path))
+    for path, module in list_layers(model):
+        set_output(module, TracedOutput(tracer, path))
 
 
 @contextmanager

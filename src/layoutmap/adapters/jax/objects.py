@@ -16,7 +16,7 @@ import jax
 
 from layoutmap.adapters.jax.outputs import Input
 from layoutmap.adapters.jax.private import has_plain_value, put_value
-from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.errors import ScopeError, join_names
 
 if TYPE_CHECKING:
@@ -34,22 +34,22 @@ def is_nnx(model: object) -> TypeGuard[nnx.Module]:
 
 
 def is_object(value: object) -> bool:
-    """Whether a value is a module of nnx, an optimizer, or another object that holds Variables."""
+    """Return whether a value is an nnx module, an optimizer, or another object that contains Variables."""
     return _is_of_nnx(value, "Pytree")
 
 
 def is_variable(value: object) -> TypeGuard[nnx.Variable[Any]]:
-    """Whether a value is a Variable of nnx."""
+    """Return whether a value is an nnx Variable."""
     return _is_of_nnx(value, "Variable")
 
 
 def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
-    """Whether an object is an optimizer of nnx."""
+    """Return whether an object is an nnx optimizer."""
     return _is_of_nnx(state, "Optimizer")
 
 
 class StepObjects:  # why: decisions/0186
-    """The objects of one call, looked through together: what two of them share is found once.
+    """nnx objects in one call of a step, inspected together so that arrays they share are found once.
 
     Args:
         nodes: The objects. They are not kept alive.
@@ -63,38 +63,38 @@ class StepObjects:  # why: decisions/0186
     def __init__(self, nodes: Sequence[object]):
         from flax import nnx
 
-        from layoutmap.adapters.jax.held_arrays import held_arrays
+        from layoutmap.adapters.jax.held_arrays import find_attribute_arrays
 
         self._nodes = [weakref.ref(node, self._forget) for node in nodes]
         graphdef, state = nnx.split(tuple(nodes))
         places = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]
         self._places = [place for _, place in places]
-        self._keys = [tuple(map(key_text, path)) for path, _ in places]
-        self._held = held_arrays(tuple(nodes))
+        self._keys = [tuple(map(format_key, path)) for path, _ in places]
+        self._held = find_attribute_arrays(tuple(nodes))
         self._is_plain = list(map(has_plain_value, self._places))
         self._values_tree = jax.tree.structure(self._values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self._owners = [path[0].key for path in paths]
-        self.names = self._by_owner(map(_name, paths))
+        self.names = self._group_by_owner(map(_name, paths))
         self.structure = graphdef, jax.tree.structure(state)
         self.token = -1
         self._seen: list[tuple[Callable[[], object], list[int], list[object]]] = []
-        self._look(nodes)
+        self._record_contents(nodes)
 
-    def are(self, nodes: Sequence[object]) -> bool:
-        """Whether these are the same objects, with the same content but for the values of Variables."""
+    def is_unchanged(self, nodes: Sequence[object]) -> bool:
+        """Return whether these are the same objects, unchanged except for the values of Variables."""
         return (
             len(nodes) == len(self._nodes)
             and all(node is ref() for node, ref in zip(nodes, self._nodes, strict=True))
-            and all(list(map(id, _content(seen()) or ())) == ids for seen, ids, _ in self._seen)
+            and all(list(map(id, _list_content(seen()) or ())) == ids for seen, ids, _ in self._seen)
         )
 
     def read(self) -> list[list[Any]] | None:
-        """Return the arrays of each object; `None`: a Variable holds another number of them than before."""
+        """Return the arrays of each object, or None if a Variable has another number of arrays than before."""
         leaves, tree = jax.tree.flatten(self._values())
-        return self._by_owner(leaves) if tree == self._values_tree else None
+        return self._group_by_owner(leaves) if tree == self._values_tree else None
 
-    def _by_owner(self, leaves: Iterable[object]) -> list[list[Any]]:
+    def _group_by_owner(self, leaves: Iterable[object]) -> list[list[Any]]:
         grouped: list[list[Any]] = [[] for _ in self._nodes]
         for owner, leaf in zip(self._owners, leaves, strict=True):
             grouped[owner].append(leaf)
@@ -123,23 +123,23 @@ class StepObjects:  # why: decisions/0186
             for each in self._held:
                 each.put(held)
             self._seen = []
-            self._look([node() for node in self._nodes])
+            self._record_contents([node() for node in self._nodes])
 
     def _values(self) -> list[object]:
         return [place.get_raw_value() if is_variable(place) else place for place in self._places]
 
-    def _look(self, nodes: Sequence[object]) -> None:
-        """Note what each container has. The nodes themselves are noted weakly, all below is theirs."""
+    def _record_contents(self, nodes: Sequence[object]) -> None:
+        """Record the content of each container. Only the nodes themselves are referenced weakly."""
         todo, known = list(nodes), set[int]()
         while todo:
             container = todo.pop()
-            content = _content(container)
+            content = _list_content(container)
             if content is None or id(container) in known:
                 continue
             known.add(id(container))
             if not isinstance(container, tuple):
                 is_node = any(container is node for node in nodes)
-                seen = weakref.ref(container) if is_node else _always(container)
+                seen = weakref.ref(container) if is_node else _make_constant(container)
                 self._seen.append((seen, list(map(id, content)), list(content)))
             todo += content
 
@@ -147,12 +147,12 @@ class StepObjects:  # why: decisions/0186
         self._places, self._seen = [], []
 
 
-def _always(value: object) -> Callable[[], object]:
+def _make_constant(value: object) -> Callable[[], object]:
     return lambda: value
 
 
-def _content(container: object) -> Iterable[object] | None:
-    """The values in a container, by key; `None`: it is no container."""
+def _list_content(container: object) -> Iterable[object] | None:
+    """Return the values in a container, or None for a value that is no container."""
     if isinstance(container, dict):
         return container.values()
     if isinstance(container, (list, tuple)):
@@ -173,10 +173,10 @@ def open_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
     return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
 
-def closed_objects(
+def find_changed_arrays(
     structure: object, nodes: Sequence[object], before: Sequence[object], inputs: Sequence[Input]
 ) -> dict[int, object]:
-    """Return the arrays of objects that a step has changed or that were donated, by the number of the leaf.
+    """Return the arrays of objects that a step has changed or that were donated, by leaf number.
 
     Args:
         structure: The structure of the objects before.

@@ -1,4 +1,4 @@
-"""Optimizers of optax: their state described, made in its layouts, or redistributed to them; and `nnx.Optimizer`."""
+"""Describe, create, and redistribute the state of optax optimizers and of `nnx.Optimizer`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.objects import is_variable
-from layoutmap.adapters.jax.pytrees import named_leaves
-from layoutmap.adapters.jax.slots import Parts, StateLeaf, slot_variables
+from layoutmap.adapters.jax.pytrees import list_leaves
+from layoutmap.adapters.jax.slots import Parts, StateLeaf, describe_slots
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, ScopeError
 from layoutmap.core.layout import Layout
@@ -36,8 +36,8 @@ class OptimizerVariables:
     slots: list[VariableSpec]
 
 
-def params_of(params: object, wrt: Any = None) -> object:
-    """The pytree of parameters: what was given, or the state of a module of nnx."""
+def find_params(params: object, wrt: Any = None) -> object:
+    """Return the pytree of parameters, which for an nnx module is its state."""
     if not is_nnx(params):
         return params
     from flax import nnx
@@ -45,8 +45,8 @@ def params_of(params: object, wrt: Any = None) -> object:
     return nnx.state(params, nnx.Param if wrt is None else wrt)
 
 
-def weights_of(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, str], Layout]]:
-    """Return parameters by the parts of their paths, and the layout of each that has one, by `key`.
+def describe_weights(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[str, str], Layout]]:
+    """Return parameters by the parts of their paths, and the layouts of sharded ones by `key`.
 
     Args:
         params: A pytree of arrays, or of what has their shapes and element types.
@@ -55,7 +55,7 @@ def weights_of(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[st
         LayoutError: A parameter is no array.
     """
     engine, weights, layouts = get_engine("jax"), dict[Parts, VariableSpec](), dict[tuple[str, str], Layout]()
-    for parts, leaf in named_leaves(params):
+    for parts, leaf in list_leaves(params):
         path = ".".join(parts) or "params"
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise LayoutError(
@@ -63,25 +63,25 @@ def weights_of(params: object) -> tuple[dict[Parts, VariableSpec], dict[tuple[st
                 why=f"params has {describe_type(leaf)} there, and an optimizer keeps slots for arrays",
                 fix="pass the arrays only, as in eqx.filter(model, eqx.is_array) or nnx.state(model, nnx.Param)",
             )
-        weights[parts] = weight = VariableSpec(path, *_shape_and_dtype(leaf))
-        layout = engine.layout_of(leaf)
+        weights[parts] = weight = VariableSpec(path, *_read_shape_and_dtype(leaf))
+        layout = engine.get_layout(leaf)
         if layout is not None:
             layouts[weight.key] = layout
     return weights, layouts
 
 
 def describe(init: Callable[[object], object], params: object) -> OptimizerVariables:
-    """Describe an optimizer's parameters and state; computes nothing.
+    """Describe an optimizer's parameters and state without computing anything.
 
     Args:
         init: Returns the state of the optimizer for the parameters, as optax's `init` does.
-        params: See `weights_of`.
+        params: See `describe_weights`.
 
     Raises:
         LayoutError: A parameter is no array.
         ScopeError: `init` cannot be traced.
     """
-    weights, layouts = weights_of(params)
+    weights, layouts = describe_weights(params)
     try:
         state = jax.eval_shape(init, params)
     except jax.errors.ConcretizationTypeError as error:
@@ -90,8 +90,8 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
             why=f"it reads values of the parameters: {str(error).partition(chr(10))[0]}",
             fix="make the state first, then lay it out: layout_map.apply_optimizer(tx.init(params), params)",
         ) from error
-    leaves = [StateLeaf(parts, *_shape_and_dtype(leaf)) for parts, leaf in named_leaves(state)]
-    return OptimizerVariables(list(weights.values()), layouts, slot_variables(weights, leaves))
+    leaves = [StateLeaf(parts, *_read_shape_and_dtype(leaf)) for parts, leaf in list_leaves(state)]
+    return OptimizerVariables(list(weights.values()), layouts, describe_slots(weights, leaves))
 
 
 def make_state(init: Callable[[object], object], params: object, layouts: Sequence[Layout]) -> object:
@@ -105,23 +105,23 @@ def make_state(init: Callable[[object], object], params: object, layouts: Sequen
 
 
 def move_state(state: object, layouts: Sequence[Layout]) -> object:
-    """Return an optimizer's state with its leaves in their layouts; Variables of nnx are changed in place."""
+    """Return an optimizer's state redistributed to these layouts. nnx Variables change in place."""
     moved = iter(layouts)
 
-    def moved_leaf(leaf: object) -> object:
+    def move_leaf(leaf: object) -> object:
         return get_engine("jax").relayout(leaf, next(moved))
 
     def move(leaf: Any) -> object:
         if not hasattr(leaf, "set_raw_value"):
-            return moved_leaf(leaf)
-        leaf.set_raw_value(jax.tree.map(moved_leaf, leaf.get_raw_value()))
+            return move_leaf(leaf)
+        leaf.set_raw_value(jax.tree.map(move_leaf, leaf.get_raw_value()))
         return leaf
 
     return jax.tree.map(move, state, is_leaf=is_variable)
 
 
-def nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[object], object]) -> object:
-    """Return an `nnx.Optimizer` whose state is made by a function, and not by `tx.init`."""
+def make_nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[object], object]) -> object:
+    """Return an `nnx.Optimizer` with a state that a function makes instead of `tx.init`."""
     from flax import nnx
 
     class Made:
@@ -133,7 +133,7 @@ def nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[object], 
     return optimizer
 
 
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
+def _read_shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
     # The state of a random generator is counted as the numbers that it is made of.
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     return tuple(leaf.shape), "uint32" if is_key else jnp.dtype(leaf.dtype).name

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from layoutmap.core.errors import LayoutError
-from layoutmap.engines.jax.programs import CALLS, inner_jaxprs
+from layoutmap.engines.jax.programs import CALLS, iterate_inner_jaxprs
 
 Tree = Any  # a tree of JAX, which has no type
 Place = tuple[Tree, int]
@@ -103,14 +103,14 @@ def find_sources(jaxpr: Jaxpr) -> list[int]:
     """
     sources: dict[Var | Literal, int] = {var: 1 << number for number, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        inner = next(inner_jaxprs(eqn.params.values()), None) if eqn.primitive.name in CALLS else None
+        inner = next(iterate_inner_jaxprs(eqn.params.values()), None) if eqn.primitive.name in CALLS else None
         if inner and [len(inner.invars), len(inner.outvars)] == [len(eqn.invars), len(eqn.outvars)]:
             updated = find_sources(inner)
         elif eqn.primitive.name in _REORDERING:
             updated = [0] * len(eqn.outvars)
         else:
             updated = [
-                sum(1 << n for n, each in enumerate(eqn.invars) if _shape(each) == _shape(var))
+                sum(1 << n for n, each in enumerate(eqn.invars) if _read_shape(each) == _read_shape(var))
                 for var in eqn.outvars
             ]
         for var, operands in zip(eqn.outvars, updated, strict=True):
@@ -121,7 +121,7 @@ def find_sources(jaxpr: Jaxpr) -> list[int]:
     return [0 if isinstance(var, Literal) else sources.get(var, 0) for var in jaxpr.outvars]
 
 
-def _shape(var: Var | Literal) -> object:
+def _read_shape(var: Var | Literal) -> object:
     return getattr(var.aval, "shape", None)
 
 

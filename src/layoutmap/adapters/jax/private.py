@@ -21,7 +21,7 @@ from layoutmap.engines.patches import Attribute, Patches
 _NAME = "_origin_msg"
 
 
-def _patches() -> Patches:
+def _make_patches() -> Patches:
     try:
         from jax._src.interpreters.partial_eval import DynamicJaxprTracer as Traced
     except ImportError:
@@ -29,12 +29,12 @@ def _patches() -> Patches:
     return Patches([Attribute(Traced, _NAME, lambda _: lambda tracer: "")] if _NAME in vars(Traced) else [])
 
 
-_PATCHES = _patches()
+_PATCHES = _make_patches()
 
 
-def short_messages() -> AbstractContextManager[None]:
-    """While open, errors of JAX do not say from which operations a traced array comes."""
-    return _PATCHES.used()
+def shorten_messages() -> AbstractContextManager[None]:
+    """Omit the origin of traced arrays from JAX's error messages while the context is open."""
+    return _PATCHES.activate()
 
 
 def has_plain_value(variable: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Pytrees: their arrays by path, and what makes a pytree of other arrays."""
+"""Split a pytree into its arrays by path, and rebuild it with new arrays."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Parts:
 
 
 def take_apart(tree: object, describe: Describe | None = None) -> Parts:
-    """Return a pytree as its arrays; what is no array stays where it is.
+    """Split a pytree into its arrays and a function that rebuilds it. Other leaves keep their places.
 
     Args:
         tree: The pytree.
@@ -87,10 +87,10 @@ def take_apart(tree: object, describe: Describe | None = None) -> Parts:
     values = [value for _, value in found]
     places = [place for place, value in enumerate(values) if is_array(value)]
     if describe is None:
-        named = named_leaves(tree)
-        leaves = [Leaf(".".join(named[n][0]), values[n], kind_of(values[n])) for n in places]
+        named = list_leaves(tree)
+        leaves = [Leaf(".".join(named[n][0]), values[n], infer_kind(values[n])) for n in places]
     else:
-        leaves = [describe([*map(key_text, found[place][0])], values[place]) for place in places]
+        leaves = [describe([*map(format_key, found[place][0])], values[place]) for place in places]
     _check_distinct(leaves, tree)
 
     def put_together(arrays: Sequence[object]) -> object:
@@ -102,30 +102,30 @@ def take_apart(tree: object, describe: Describe | None = None) -> Parts:
     return Parts(leaves, put_together)
 
 
-def named_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:
-    """The leaves of a pytree, in its order, with the parts of their paths; a box of flax is no part of one."""
+def list_leaves(tree: object) -> list[tuple[tuple[str, ...], object]]:
+    """Return a pytree's leaves in order, with the parts of their paths. A flax box adds no part."""
     return [
-        ((*map(key_text, path), *map(key_text, inner[1:])), leaf)
+        ((*map(format_key, path), *map(format_key, inner[1:])), leaf)
         for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_flax_box)[0]
         for inner, leaf in jax.tree_util.tree_flatten_with_path(node)[0]
     ]
 
 
-def kind_of(value: Any) -> Kind:
-    """Return what an array is for, as far as the array itself says it."""
+def infer_kind(value: Any) -> Kind:
+    """Return an array's role, as far as its element type shows it."""
     if is_key(value):
         return Kind.RNG
     return Kind.WEIGHT if jnp.issubdtype(value.dtype, jnp.inexact) else Kind.STATE
 
 
-def key_text(key: object) -> str:
-    """Return one part of a path: the name of an attribute, the key of a dict, a number in a sequence.
+def format_key(key: object) -> str:
+    """Return one part of a path: an attribute name, a dict key, or a position in a sequence.
 
     A dict's key that is a tuple, such as a path of flax, is joined by dots.
     """
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
-            return key_text(getattr(key, attribute))
+            return format_key(getattr(key, attribute))
     return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 

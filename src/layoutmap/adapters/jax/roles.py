@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from flax import nnx
 
-from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.variables import Use
 
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
@@ -18,8 +18,8 @@ _HEAD_SIZE = "head_dim"
 """Names that attention modules have for the size of a head."""
 
 
-def uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], Use]:
-    """Return what the axes of the weights of modules are for, as far as it is known, by their keys."""
+def find_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], Use]:
+    """Return the known roles of the axes of modules' weights, by the keys of each weight."""
     head_sizes = {
         id(each): size
         for _, module in modules
@@ -29,25 +29,25 @@ def uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[s
     }
     found: dict[tuple[str, ...], Use] = {}
     for keys, module in modules:
-        for attribute, roles in _roles(module):
+        for attribute, roles in _iterate_roles(module):
             if len(roles) == len(getattr(getattr(module, attribute, None), "shape", ())):
-                path = tuple(map(key_text, (*keys, attribute)))
+                path = tuple(map(format_key, (*keys, attribute)))
                 found[path] = Use(tuple(roles), head_sizes.get(id(module)))
     return found
 
 
-def _roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
-    """Return the attributes that hold a module's weights, and the roles of each one's axes."""
+def _iterate_roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the attribute of each weight of a module with the roles of its axes."""
     if isinstance(module, nnx.LinearGeneral):
         batch = [""] * len(module.batch_axis)
-        out = _numbered("out", len(module.out_features))
-        yield "kernel", (*batch, *_numbered("in", len(module.in_features)), *out)
+        out = _number_roles("out", len(module.out_features))
+        yield "kernel", (*batch, *_number_roles("in", len(module.in_features)), *out)
         yield "bias", (*batch, *out)
     elif isinstance(module, nnx.Linear):
         yield "kernel", ("in.0", "out.0")
         yield "bias", ("out.0",)
     elif isinstance(module, nnx.Einsum):
-        yield from _of_equation(module.einsum_str or "")
+        yield from _read_equation(module.einsum_str or "")
     elif isinstance(module, nnx.Conv):
         yield "kernel", (*[""] * (len(module.kernel_shape) - 2), "in.0", "out.0")
         yield "bias", ("out.0",)
@@ -61,16 +61,16 @@ def _roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
         yield "bias", ("out.0",)
 
 
-def _numbered(role: str, number: int) -> list[str]:
+def _number_roles(role: str, number: int) -> list[str]:
     return [f"{role}.{i}" for i in range(number)]
 
 
-def _of_equation(equation: str) -> Iterator[tuple[str, Sequence[str]]]:
+def _read_equation(equation: str) -> Iterator[tuple[str, Sequence[str]]]:
     operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     summed = [letter for letter in kernel if letter in inputs and letter not in result]
     put_out = [letter for letter in result if letter in kernel and letter not in inputs]
-    names = dict(zip(summed, _numbered("in", len(summed)), strict=True))
-    names |= dict(zip(put_out, _numbered("out", len(put_out)), strict=True))
+    names = dict(zip(summed, _number_roles("in", len(summed)), strict=True))
+    names |= dict(zip(put_out, _number_roles("out", len(put_out)), strict=True))
     yield "kernel", [names.get(letter, "") for letter in kernel]
     yield "bias", [names.get(letter, "") for letter in result if letter in kernel]

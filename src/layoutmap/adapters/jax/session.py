@@ -11,11 +11,11 @@ import jax
 import jax.core
 
 from layoutmap.adapters.jax.inspecting import note_context
-from layoutmap.adapters.jax.models import is_nnx, lay_out_outputs, make_unsharded
+from layoutmap.adapters.jax.models import constrain_outputs, is_nnx, make_unsharded
 from layoutmap.adapters.jax.mutable_arrays import check_immutable
 from layoutmap.adapters.jax.pytrees import Leaf, Parts
 from layoutmap.adapters.jax.tracing import Traced, is_key, trace
-from layoutmap.adapters.jax.training import TrainState, arrays_of, model_in, put_values
+from layoutmap.adapters.jax.training import TrainState, put_values, split_model, unwrap_model
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
@@ -51,27 +51,27 @@ class JaxSession:
         )
 
     def build(self, make: Callable[[], object]) -> Any:
-        """Return the model that a function makes, its arrays in their layouts; a plan has shapes in their place."""
+        """Return the model that a function makes, with its arrays in their layouts. A plan gets shapes."""
         parts: Any = None
 
         def run() -> tuple[object, Sequence[object]]:
             nonlocal parts
-            model = make_unsharded(make, model_in)
-            check_immutable(model_in(model))
-            parts = arrays_of(model)
+            model = make_unsharded(make, unwrap_model)
+            check_immutable(unwrap_model(model))
+            parts = split_model(model)
             return model, [leaf.value for leaf in parts.leaves]
 
         model, arrays = trace(run)
         assignments = self._assign(model, parts, arrays)
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-            return self._with(model, parts.put_together(shapes))
-        return self._with(model, parts.put_together(self._materialize(assignments, arrays)))
+            return self._finish(model, parts.put_together(shapes))
+        return self._finish(model, parts.put_together(self._materialize(assignments, arrays)))
 
-    def _with(self, made: object, model: object) -> object:
-        """Return a model, its outputs laid out, in the `TrainState` that it was made in."""
+    def _finish(self, made: object, model: object) -> object:
+        """Return a model that applies activation rules, in the `TrainState` that it was made in."""
         if not self._context.plan_only:
-            lay_out_outputs(model, self._context.policy)
+            constrain_outputs(model, self._context.policy)
         if isinstance(made, TrainState):
             made.model, made.policy = model, self._context.policy
             model = made
@@ -80,8 +80,8 @@ class JaxSession:
 
     def take(self, model: object) -> object:
         """Lay out a model that exists. A module stays the same object, a pytree is replaced by another one."""
-        check_immutable(model_in(model))
-        parts = arrays_of(model)
+        check_immutable(unwrap_model(model))
+        parts = split_model(model)
         arrays = [leaf.value for leaf in parts.leaves]
         for leaf in parts.leaves:
             if isinstance(leaf.value, jax.core.Tracer):
@@ -91,14 +91,14 @@ class JaxSession:
                     fix="lay it out before jax.jit, or make it with layout_map.build",
                 )
         laid_out = put_values(model, self._materialize(self._assign(model, parts, arrays), arrays))
-        lay_out_outputs(model_in(laid_out), self._context.policy)
+        constrain_outputs(unwrap_model(laid_out), self._context.policy)
         note_context(laid_out, self._context)
         if isinstance(model, TrainState):
             model.policy = self._context.policy
         return laid_out
 
     def made(self, model: object) -> bool:
-        """Return whether a model was made here: not if its arrays of JAX have values."""
+        """Return whether this session made a model, which is not so if its arrays had values before."""
         if isinstance(model, TrainState):
             return self.made(model.model)
         if not is_nnx(model):
@@ -110,11 +110,11 @@ class JaxSession:
         return any(is_made) or _is_made(jax.tree.leaves(nnx.state(model)))
 
     def unbuilt(self) -> Sequence[str]:
-        """Return nothing: a model of JAX has its arrays when it is made."""
+        """Return an empty sequence, since a JAX model has its arrays once it is made."""
         return ()
 
     def complete(self, model: object, inputs: object) -> None:
-        """Nothing: a model of JAX has its arrays when it is made."""
+        """Do nothing, since a JAX model has its arrays once it is made."""
 
     def _assign(self, model: object, parts: Parts, arrays: Sequence[object]) -> Sequence[Assignment]:
         specs = parts.specs
@@ -123,11 +123,11 @@ class JaxSession:
         whys = {
             spec.key: why
             for spec, array in zip(specs, arrays, strict=True)
-            if isinstance(array, Traced) and (why := array.why_global())
+            if isinstance(array, Traced) and (why := array.explain_global())
         }
-        unused = [_unused_annotation(leaf) for leaf in parts.leaves if leaf.annotation]
+        unused = [_make_annotation_note(leaf) for leaf in parts.leaves if leaf.annotation]
         if parts.layers is None and self._context.policy.activations is not None:
-            unused.append(_no_layers(model_in(model)))
+            unused.append(_make_pytree_warning(unwrap_model(model)))
         assigned = self._context.assign(
             [specs[number] for number in order], whys, unused, True, parts.layers, free_activations=True
         )
@@ -147,19 +147,19 @@ class JaxSession:
         if context.across:
             # The others exist in each process: they are moved from there, and must be the same.
             sums = (
-                (a.variable.path, compute_checksum(context.engine.to_numpy(_data(array))))
+                (a.variable.path, compute_checksum(context.engine.to_numpy(_get_data(array))))
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))
                 if str(number) not in todo
             )
             check_values(sums, context.gather)
         made = context.create(
             {key: assignment for key, (assignment, _) in todo.items()},
-            {key: array.initializer() for key, (_, array) in todo.items()},
+            {key: array.make_initializer() for key, (_, array) in todo.items()},
         )
         return [
             made[key]
             if (key := str(number)) in made
-            else context.engine.relayout(_value(array), assignment.layout)
+            else context.engine.relayout(_get_value(array), assignment.layout)
             for number, (assignment, array) in enumerate(zip(assignments, arrays, strict=True))
         ]
 
@@ -173,16 +173,16 @@ def _is_tracer(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _value(array: object) -> Any:
+def _get_value(array: object) -> Any:
     return array.seed() if isinstance(array, Traced) else array
 
 
-def _data(array: object) -> Any:
-    value = _value(array)
+def _get_data(array: object) -> Any:
+    value = _get_value(array)
     return jax.random.key_data(value) if is_key(value) else value
 
 
-def _unused_annotation(leaf: Leaf) -> Unsupported:
+def _make_annotation_note(leaf: Leaf) -> Unsupported:
     return Unsupported(
         leaf.path,
         f"its annotation {leaf.annotation} has no effect",
@@ -193,7 +193,7 @@ def _unused_annotation(leaf: Leaf) -> Unsupported:
     )
 
 
-def _no_layers(model: object) -> Unsupported:
+def _make_pytree_warning(model: object) -> Unsupported:
     return Unsupported(
         type(model).__name__,
         "the rules of layout_map.activations lay out nothing",

@@ -1,4 +1,4 @@
-"""Which parameter each leaf of an optimizer's state belongs to, and what its axes mean; pure.
+"""Find the parameter of each leaf of an optimizer's state, and the parameter's axes that its axes stand for.
 
 A leaf belongs to the parameter whose path is in its own path: `0.mu.blocks.3.kernel` to `blocks.3.kernel`. Its axes are
 those of the parameter that have the same sizes, in the same order:
@@ -50,8 +50,8 @@ class StateLeaf:
 
 
 # why: decisions/0020
-def slot_variables(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateLeaf]) -> list[VariableSpec]:
-    """Describe the leaves of an optimizer's state, in order: each with its parameter and what its axes mean.
+def describe_slots(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateLeaf]) -> list[VariableSpec]:
+    """Return the leaves of an optimizer's state as variables, each with its parameter and axes.
 
     Args:
         params: The parameters, by the parts of their paths in the tree that the optimizer was initialized with.
@@ -59,17 +59,17 @@ def slot_variables(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateL
 
     Example:
         >>> params = {("up", "kernel"): VariableSpec("up.kernel", (64, 256), "float32")}
-        >>> (slot,) = slot_variables(params, [StateLeaf(("0", "v_col", "up", "kernel"), (256,), "float32")])
+        >>> (slot,) = describe_slots(params, [StateLeaf(("0", "v_col", "up", "kernel"), (256,), "float32")])
         >>> slot.path, slot.parent, slot.axes
         ('optimizer.up.kernel.0.v_col', 'up.kernel', ((1,),))
     """
-    slots = [_slot(params, leaf) for leaf in leaves]
+    slots = [_describe_slot(params, leaf) for leaf in leaves]
     paths = make_unique_names([slot.path for slot in slots])
     return [replace(slot, path=path) for slot, path in zip(slots, paths, strict=True)]
 
 
-def _slot(params: Mapping[Parts, VariableSpec], leaf: StateLeaf) -> VariableSpec:
-    found = _window(params, leaf.parts)
+def _describe_slot(params: Mapping[Parts, VariableSpec], leaf: StateLeaf) -> VariableSpec:
+    found = _find_parameter(params, leaf.parts)
     if found is None:
         return VariableSpec(".".join(("optimizer", *leaf.parts)), leaf.shape, leaf.dtype, Kind.SLOT)
     start, end = found
@@ -78,7 +78,7 @@ def _slot(params: Mapping[Parts, VariableSpec], leaf: StateLeaf) -> VariableSpec
     if leaf.shape != parent.shape:
         name = leaf.parts[start - 1] if start else ""
         number = int(leaf.parts[end]) if end < len(leaf.parts) and leaf.parts[end].isdecimal() else None
-        axes = axes_of(leaf.shape, parent.shape, name, number)
+        axes = match_axes(leaf.shape, parent.shape, name, number)
     return VariableSpec(
         ".".join(("optimizer", parent.path, *leaf.parts[:start], *leaf.parts[end:])),
         leaf.shape,
@@ -91,8 +91,8 @@ def _slot(params: Mapping[Parts, VariableSpec], leaf: StateLeaf) -> VariableSpec
     )
 
 
-def _window(params: Mapping[Parts, VariableSpec], parts: Parts) -> tuple[int, int] | None:
-    """Where a parameter's path is in a leaf's; of several the longest, and of these the last."""
+def _find_parameter(params: Mapping[Parts, VariableSpec], parts: Parts) -> tuple[int, int] | None:
+    """Return the span of a parameter's path in a leaf's path: the longest one, and of these the last."""
     for length in range(len(parts), -1, -1):
         for start in range(len(parts) - length, -1, -1):
             if parts[start : start + length] in params:
@@ -101,8 +101,10 @@ def _window(params: Mapping[Parts, VariableSpec], parts: Parts) -> tuple[int, in
 
 
 @cache
-def axes_of(shape: tuple[int, ...], of: tuple[int, ...], name: str = "", number: int | None = None) -> Axes:
-    """The axes of a parameter that the axes of another shape are made of: as many as have the same sizes, in order.
+def match_axes(
+    shape: tuple[int, ...], of: tuple[int, ...], name: str = "", number: int | None = None
+) -> Axes:
+    """Return the parameter's axes for each axis of a slot, matching as many equal sizes as possible in order.
 
     Args:
         shape: The other shape.
@@ -111,7 +113,7 @@ def axes_of(shape: tuple[int, ...], of: tuple[int, ...], name: str = "", number:
         number: Its number among those of the parameter: the axis that it is for, if that has its size.
 
     Example:
-        >>> axes_of((3, 8, 16), (8, 16)), axes_of((16, 16), (8, 16)), axes_of((8,), (8, 8), "v_col")
+        >>> match_axes((3, 8, 16), (8, 16)), match_axes((16, 16), (8, 16)), match_axes((8,), (8, 8), "v_col")
         (((), (0,), (1,)), ((), (1,)), ((1,),))
     """
     if name in _REMOVED and len(of) > 1:

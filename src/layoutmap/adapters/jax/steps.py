@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layoutmap.adapters.fingerprints import hash_lowered, versions
-from layoutmap.adapters.jax.objects import StepObjects, closed_objects, is_object, open_objects
+from layoutmap.adapters.fingerprints import hash_lowered, list_versions
+from layoutmap.adapters.jax.objects import StepObjects, find_changed_arrays, is_object, open_objects
 from layoutmap.adapters.jax.outputs import Input, Place, Tree, choose_shardings
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapWarning, MeshError, ScopeError, shorten_repr
@@ -71,7 +71,7 @@ def jit_step(
     batch_dim: str | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> Any:
-    """Compile a training step whose results stay in the layouts that its arguments have.
+    """Compile a training step whose results keep the layouts of its arguments.
 
     Under plain `jax.jit` the compiler chooses the layouts of results, and weights drift: a step later some are
     replicated. Here a result has an argument's layouts if it replaces it: the first result the first argument, the
@@ -149,7 +149,7 @@ class _Variant(NamedTuple):
         return sum(isinstance(key, int) for key in self.keys)
 
     def fill_tree(self, leaves: Iterable[object], *, with_constants: bool = True) -> list[Any]:
-        """Return the arguments of some leaves; constants can be `None`."""
+        """Return the arguments with these leaves, and with the constants or None in place of them."""
         return _fill(self.tree, {n: x if with_constants else None for n, _, x in self.constants}, leaves)
 
     def format_path(self, path: tuple[Any, ...]) -> str:
@@ -183,7 +183,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Program:  # why: decisions/0186
-    """A step, compiled for arguments of certain shapes and layouts, as a function of their leaves."""
+    """Step that is compiled for certain shapes and layouts, as a function of its arguments' leaves."""
 
     shardings: Sequence[NamedSharding]  # of the leaves
     donated: Sequence[bool]
@@ -195,7 +195,7 @@ class _Program:  # why: decisions/0186
 
 
 class JitStep:
-    """A compiled step; `jit_step` makes it."""
+    """Compiled training step, as `jit_step` returns it."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class JitStep:
         self._has_stepped = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the step; the first time for arguments of this kind, compile it."""
+        """Run the step, and compile it first for arguments with new shapes or layouts."""
         call = self._read_call(args, kwargs)
         # To compare signatures is faster than to hash one, since their parts are mostly the same objects.
         if call.signature != self._last[0]:
@@ -239,7 +239,7 @@ class JitStep:
         return self._run(call, *self._last[1])
 
     def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
-        """Return the step lowered for arguments, as `jax.jit(..).lower` does; nothing is run.
+        """Return the step lowered for these arguments without running it, as `jax.jit(..).lower` does.
 
         Objects of nnx are lists of their arrays in what it returns, and leaves that are no arrays are `None`.
 
@@ -303,7 +303,7 @@ class JitStep:
     def _read_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
         """Return objects of nnx that were looked through, and their arrays."""
         objects = self._objects
-        arrays = objects.read() if objects is not None and objects.are(nodes) else None
+        arrays = objects.read() if objects is not None and objects.is_unchanged(nodes) else None
         if objects is None or arrays is None:
             self._objects = objects = StepObjects(nodes)
             arrays = objects.read() or []
@@ -374,7 +374,7 @@ class JitStep:
                 jax.block_until_ready(call.leaves)
                 gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
                 lowered = hash_lowered(self._name, program.compiled.lower(*shapes))
-                check_program(self._name, [*versions("jax", "jaxlib"), lowered], gather)
+                check_program(self._name, [*list_versions("jax", "jaxlib"), lowered], gather)
             self._programs[signature] = program
         return self._programs[signature], places
 
@@ -407,7 +407,9 @@ class JitStep:
             program.constants = find_constants(program.tree, dict(enumerate(found)))
             arrays = [leaf for n, leaf in enumerate(found) if n not in program.constants]
             changed_from = [inputs[n] for n in of_objects]
-            return arrays, closed_objects(structure, opened, before, changed_from) if variant.nodes else {}
+            return arrays, find_changed_arrays(
+                structure, opened, before, changed_from
+            ) if variant.nodes else {}
 
         run.__name__ = run.__qualname__ = self._name
         donate = [n for n, each in enumerate(inputs) if each.is_donated]
@@ -440,7 +442,7 @@ class JitStep:
     def _find_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
         for name, leaf in zip(names, leaves, strict=True):
-            layout = get_engine("jax").layout_of(leaf)
+            layout = get_engine("jax").get_layout(leaf)
             if layout is None:
                 continue
             if first is None:
@@ -479,7 +481,7 @@ class JitStep:
         return False
 
     def _check_rows(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> None:
-        """Check that a batch can be split evenly; of several processes each has rows of its own, which JAX checks."""
+        """Refuse a batch with uneven shards. With several processes, JAX checks the rows of each."""
         if not shape or self._batch_dim is None or native.is_multi_process:
             return
         layout, size = Layout.batch_sharded(mesh, self._batch_dim, len(shape)), mesh.dim_size(self._batch_dim)
@@ -565,7 +567,7 @@ class JitStep:
                 )
 
     def _check_leaves(self, call: _Call, leaves: Sequence[object], donated: Sequence[bool] = ()) -> None:
-        """Check that arrays have values, and that no donated one is passed twice; XLA would end the process."""
+        """Refuse deleted arrays, and donated arrays that are passed twice, because XLA would end the process."""
         seen: dict[int, int] = {}
         for number, leaf in enumerate(leaves):
             first = seen.setdefault(id(leaf), number)

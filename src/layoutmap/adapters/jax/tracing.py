@@ -20,10 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from layoutmap.adapters.jax.private import short_messages
+from layoutmap.adapters.jax.private import shorten_messages
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
-from layoutmap.engines.jax.programs import closed_of, is_ref, undisturbed, why_global
+from layoutmap.engines.jax.programs import (
+    find_global_reason,
+    is_ref,
+    leave_program_context,
+    make_closed_jaxpr,
+)
 
 _MAX_SEED_SIZE = 1024
 """Elements of the largest array that is computed beforehand and passed to programs."""
@@ -62,7 +67,7 @@ def trace(
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        with undisturbed(), short_messages():
+        with leave_program_context(), shorten_messages():
             closed = jax.make_jaxpr(run)()
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
@@ -106,9 +111,9 @@ class Traced:
         """The element type."""
         return self.result.aval.dtype
 
-    def why_global(self) -> str:
-        """Return why one device must compute its global value; empty if it need not."""
-        return "" if self.is_seed else self.operations.slice(self.result).why_global
+    def explain_global(self) -> str:
+        """Return the reason that one device must compute the global value, or an empty text."""
+        return "" if self.is_seed else self.operations.slice(self.result).global_reason
 
     @property
     def is_seed(self) -> bool:
@@ -117,18 +122,18 @@ class Traced:
 
     def seed(self) -> jax.Array:
         """Compute it, if it is a seed."""
-        return self.operations.seeds([self.result])[0]
+        return self.operations.read_seeds([self.result])[0]
 
-    def initializer(self) -> Initializer:
-        """Return its initializer."""
+    def make_initializer(self) -> Initializer:
+        """Return an initializer that computes this array from its seeds."""
         part = self.operations.slice(self.result)
-        seed = self.operations.seeds(part.takes)
+        seed = self.operations.read_seeds(part.takes)
 
-        def global_value() -> jax.Array:
-            with undisturbed():
+        def compute_global_value() -> jax.Array:
+            with leave_program_context():
                 return part.run(seed)
 
-        return Initializer(global_value, Program(part.key, seed, part.run), recipe=part.text)
+        return Initializer(compute_global_value, Program(part.key, seed, part.run), recipe=part.format_text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +143,13 @@ class _Slice:
     closed: ClosedJaxpr
     takes: Sequence[Var]
     key: Hashable
-    why_global: str
+    global_reason: str
 
     def run(self, seed: Sequence[object]) -> jax.Array:
         """Compute the array, one operation after the other, as the function itself does."""
         return jaxpr_as_fun(self.closed)(*seed)[0]
 
-    def text(self) -> str:
+    def format_text(self) -> str:
         return str(self.closed)
 
 
@@ -164,10 +169,10 @@ class Operations:
         reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
         self._used = {var for var in reads if not isinstance(var, Literal)}
         self._seed_eqns: list[JaxprEqn] = []
-        self._seeds: set[Var] = {var for var in jaxpr.constvars if _may_be_seed(var.aval)}
+        self._seeds: set[Var] = {var for var in jaxpr.constvars if _can_be_seed(var.aval)}
         for eqn in jaxpr.eqns:
             from_seeds = all(isinstance(v, Literal) or v in self._seeds for v in eqn.invars)
-            if from_seeds and not eqn.effects and all(_may_be_seed(v.aval) for v in eqn.outvars):
+            if from_seeds and not eqn.effects and all(_can_be_seed(v.aval) for v in eqn.outvars):
                 self._seed_eqns.append(eqn)
                 self._seeds.update(eqn.outvars)
         self._slices: dict[Var, _Slice] = {}
@@ -177,10 +182,10 @@ class Operations:
         """Return whether a value is computed beforehand."""
         return isinstance(var, Literal) or var in self._seeds
 
-    def seeds(self, wanted: Sequence[Var]) -> list[jax.Array]:
+    def read_seeds(self, wanted: Sequence[Var]) -> list[jax.Array]:
         """Return the values of seeds."""
         return [
-            jnp.asarray(var.val, _dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
+            jnp.asarray(var.val, _read_dtype(var)) if isinstance(var, Literal) else self._seed_values[var]
             for var in wanted
         ]
 
@@ -190,25 +195,25 @@ class Operations:
         values = {var: self._consts[var] for var in self._consts if var in self._seeds}
         made = [var for eqn in self._seed_eqns for var in eqn.outvars if var in self._used]
         takes = list(values)
-        with undisturbed():
-            results = jaxpr_as_fun(closed_of(self._seed_eqns, takes, made))(*values.values())
+        with leave_program_context():
+            results = jaxpr_as_fun(make_closed_jaxpr(self._seed_eqns, takes, made))(*values.values())
         return values | dict(zip(made, results, strict=True))
 
     def slice(self, result: Var) -> _Slice:
         """Return the operations that lead to a value, from its seeds."""
         if result not in self._slices:
-            eqns, needs = self._leading_to(result)
+            eqns, needs = self._find_operations(result)
             takes = [var for var in needs if var in self._seeds]
             consts = {var: self._consts[var] for var in needs if var not in self._seeds}
-            closed = closed_of(eqns, takes, [result], consts)
-            key = _key_of(closed)
+            closed = make_closed_jaxpr(eqns, takes, [result], consts)
+            key = _make_key(closed)
             if key not in self._whys:
-                self._whys[key] = why_global(closed)
+                self._whys[key] = find_global_reason(closed)
             self._slices[result] = _Slice(closed, takes, key, self._whys[key])
         return self._slices[result]
 
-    def _leading_to(self, result: Var) -> tuple[list[JaxprEqn], list[Var]]:
-        """Return the operations that lead to a value from seeds and constants, in order, and these."""
+    def _find_operations(self, result: Var) -> tuple[list[JaxprEqn], list[Var]]:
+        """Return the operations that compute a value, in order, and the seeds and constants they use."""
         numbers: set[int] = set()
         needs: dict[Var, None] = {}
         todo = [result]
@@ -230,20 +235,20 @@ class Operations:
         return [self._eqns[number] for number in sorted(numbers)], order
 
 
-def _dtype(var: Any) -> np.dtype:
+def _read_dtype(var: Any) -> np.dtype:
     return var.aval.dtype
 
 
-def _may_be_seed(aval: Any) -> bool:
+def _can_be_seed(aval: Any) -> bool:
     return isinstance(aval, jax.core.ShapedArray) and math.prod(aval.shape) <= _MAX_SEED_SIZE
 
 
-def _key_of(closed: ClosedJaxpr) -> Hashable:
-    """Return what is equal only for slices that compute the same from their seeds."""
+def _make_key(closed: ClosedJaxpr) -> Hashable:
+    """Return a key that is equal only for slices that compute the same values from their seeds."""
     jaxpr = closed.jaxpr
     numbers: dict[Var, int] = {}
 
-    def names(variables: Iterable[Var | Literal]) -> tuple[Hashable, ...]:
+    def describe_variables(variables: Iterable[Var | Literal]) -> tuple[Hashable, ...]:
         return tuple(
             (v.aval, np.asarray(v.val).tobytes())
             if isinstance(v, Literal)
@@ -252,24 +257,24 @@ def _key_of(closed: ClosedJaxpr) -> Hashable:
         )
 
     consts = _Unequal() if closed.consts else None
-    takes = names((*jaxpr.constvars, *jaxpr.invars))
+    takes = describe_variables((*jaxpr.constvars, *jaxpr.invars))
     steps = tuple(
         (
             eqn.primitive,
-            names(eqn.invars),
-            names(eqn.outvars),
-            tuple(map(_hashable, sorted(eqn.params.items()))),
+            describe_variables(eqn.invars),
+            describe_variables(eqn.outvars),
+            tuple(map(_make_hashable, sorted(eqn.params.items()))),
         )
         for eqn in jaxpr.eqns
     )
-    return consts, takes, steps, names(jaxpr.outvars)
+    return consts, takes, steps, describe_variables(jaxpr.outvars)
 
 
 class _Unequal:
     """A stand-in for a value that cannot be compared: it is equal to nothing but itself."""
 
 
-def _hashable(parameter: tuple[str, object]) -> Hashable:
+def _make_hashable(parameter: tuple[str, object]) -> Hashable:
     try:
         hash(parameter)
     except TypeError:

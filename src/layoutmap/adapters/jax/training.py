@@ -1,4 +1,4 @@
-"""How a model is trained, said once: what calls it, its loss and its optimizer.
+"""Describe how a model is trained: its forward function, its loss, and its optimizer.
 
 JAX programs keep these in their own step. `check_parity` runs a step itself, so it has to know them.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from layoutmap.adapters.jax import models
 from layoutmap.adapters.jax.models import is_nnx, take_apart
-from layoutmap.adapters.jax.pytrees import Parts, key_text
+from layoutmap.adapters.jax.pytrees import Parts, format_key
 from layoutmap.adapters.jax.steps import jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError, shorten_repr
@@ -54,20 +54,20 @@ class TrainState:
         self._steps = self._steps or Steps(self)
         return self._steps
 
-    def weights(self) -> dict[str, jax.Array]:
-        """Return the arrays that are trained, by path."""
+    def list_weights(self) -> dict[str, jax.Array]:
+        """Return the trained arrays by path."""
         values = {leaf.path: leaf.value for leaf in take_apart(self.model).leaves}
         return {path: values[path] for path in self.steps.trained}
 
-    def slots(self) -> dict[str, Variable]:
-        """Return the arrays of the optimizer's state by path: the weight's, and what the optimizer calls them."""
+    def list_slots(self) -> dict[str, Variable]:
+        """Return the arrays of the optimizer's state by path, which is the weight's path and the slot's name."""
         if self.opt_state is None:
             return {}
         found, tree_def = jax.tree_util.tree_flatten_with_path(self.opt_state)
         slots: dict[str, Variable] = {}
         weights = {*self.steps.trained}
         for number, (keys, value) in enumerate(found):
-            names = sorted(map(key_text, keys), key=lambda name: name not in weights)  # the weight first
+            names = sorted(map(format_key, keys), key=lambda name: name not in weights)  # the weight first
             path = ".".join(("optimizer", *names))
 
             def replace(new: object, number: int = number) -> None:
@@ -89,7 +89,7 @@ def train_with(
     optimizer: object = None,
     forward: Callable[..., object] | None = None,
 ) -> TrainState:
-    """Say how a model is trained, for `layoutmap.check_parity`; a program's own step does not need it.
+    """Describe how a model is trained, for `layoutmap.check_parity`. Your own training step does not need it.
 
     Args:
         model: A module of flax.nnx, or any pytree of arrays.
@@ -108,14 +108,14 @@ def train_with(
     return TrainState(model, forward, loss, optimizer)
 
 
-def model_in(model: object) -> Any:
-    """Return a model, which may be in a `TrainState`."""
+def unwrap_model(model: object) -> Any:
+    """Return a model without the `TrainState` that it may be in."""
     return model.model if isinstance(model, TrainState) else model
 
 
-def arrays_of(model: object) -> Parts:
-    """Return the parts of a model, which may be in a `TrainState`."""
-    return take_apart(model_in(model))
+def split_model(model: object) -> Parts:
+    """Return the arrays of a model, which may be in a `TrainState`, and its structure."""
+    return take_apart(unwrap_model(model))
 
 
 def put_values(model: object, values: Sequence[object]) -> Any:
@@ -142,18 +142,18 @@ class Steps:
             if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
         compiled = jax.jit if state.policy is None else jit_step
-        self._gradients = compiled(jax.value_and_grad(self._loss, has_aux=True))
-        self._update = compiled(self._updated)
-        self._forward = jax.jit(self._outputs)
+        self._gradients = compiled(jax.value_and_grad(self._compute_loss, has_aux=True))
+        self._update = compiled(self._compute_update)
+        self._forward = jax.jit(self._compute_outputs)
 
-    def outputs(self, batch: object) -> object:
-        """Return what the model returns for a batch, in inference."""
-        return self._forward(self._values(), self._placed(inputs_of(batch)))
+    def compute_outputs(self, batch: object) -> object:
+        """Return the model's inference outputs for a batch."""
+        return self._forward(self._values(), self._place_batch(find_inputs(batch)))
 
-    def gradients(self, batch: object) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss of a batch and its gradients; nothing is changed."""
-        weights, others = self._apart(self._values())
-        batch = self._placed(with_targets(batch, self._state))
+    def compute_gradients(self, batch: object) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the loss of a batch and its gradients, without changing the model."""
+        weights, others = self._split_values(self._values())
+        batch = self._place_batch(split_batch(batch, self._state))
         (loss, _), gradients = self._gradients(weights, others, batch)
         if self._state.policy is not None:
             gradients = {
@@ -161,8 +161,8 @@ class Steps:
             }
         return loss, gradients
 
-    def step(self, batch: object) -> jax.Array:
-        """Take one step of the optimizer; returns the loss before it."""
+    def run_step(self, batch: object) -> jax.Array:
+        """Run one step of the optimizer, and return the loss before it."""
         state = self._state
         if state.optimizer is None:
             raise ScopeError(
@@ -170,10 +170,10 @@ class Steps:
                 why="JAX models do not have one",
                 fix="pass one: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
             )
-        weights, others = self._apart(self._values())
+        weights, others = self._split_values(self._values())
         if state.opt_state is None:
             state.opt_state = state.optimizer.init(weights)
-        batch = self._placed(with_targets(batch, state))
+        batch = self._place_batch(split_batch(batch, state))
         weights, others, state.opt_state, loss = self._update(weights, others, state.opt_state, batch)
         new = weights | others
         put_values(state, [new[leaf.path] for leaf in self._parts.leaves])
@@ -182,38 +182,44 @@ class Steps:
     def _values(self) -> Arrays:
         return {leaf.path: leaf.value for leaf in take_apart(self._state.model).leaves}
 
-    def _apart(self, values: Arrays) -> tuple[Arrays, Arrays]:
+    def _split_values(self, values: Arrays) -> tuple[Arrays, Arrays]:
         weights = {path: values[path] for path in self.trained}
         return weights, {path: value for path, value in values.items() if path not in weights}
 
-    def _model(self, values: Arrays) -> Any:
+    def _make_model(self, values: Arrays) -> Any:
         return self._parts.put_together([values[leaf.path] for leaf in self._parts.leaves])
 
-    def _outputs(self, values: Arrays, inputs: object) -> object:
-        model = self._model(values)
+    def _compute_outputs(self, values: Arrays, inputs: object) -> object:
+        model = self._make_model(values)
         if is_nnx(model):
             model.eval()
         return self._call(model, inputs)
 
     def _call(self, model: object, inputs: object) -> object:
-        return called(model, self._state.forward, inputs)
+        return call_model(model, self._state.forward, inputs)
 
-    def _loss(self, weights: Arrays, others: Arrays, batch: tuple[object, object]) -> tuple[object, Arrays]:
+    def _compute_loss(
+        self, weights: Arrays, others: Arrays, batch: tuple[object, object]
+    ) -> tuple[object, Arrays]:
         inputs, targets = batch
-        model = self._model({**weights, **others})
+        model = self._make_model({**weights, **others})
         output = self._call(model, inputs)
         loss = self._state.loss
         value = output if loss is None else loss(output, targets)
         after = {leaf.path: leaf.value for leaf in take_apart(model).leaves}
         return value, {path: after[path] for path in others}
 
-    def _updated(self, weights: Arrays, others: Arrays, opt_state: object, batch: object) -> tuple[Any, ...]:
-        (loss, others), gradients = jax.value_and_grad(self._loss, has_aux=True)(weights, others, batch)
+    def _compute_update(
+        self, weights: Arrays, others: Arrays, opt_state: object, batch: object
+    ) -> tuple[Any, ...]:
+        (loss, others), gradients = jax.value_and_grad(self._compute_loss, has_aux=True)(
+            weights, others, batch
+        )
         updates, opt_state = self._state.optimizer.update(gradients, opt_state, weights)
         weights = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
         return weights, others, opt_state, loss
 
-    def _placed(self, batch: object) -> object:
+    def _place_batch(self, batch: object) -> object:
         policy, engine = self._state.policy, get_engine("jax")
         if policy is None:
             return jax.tree.map(jnp.asarray, batch)
@@ -222,19 +228,19 @@ class Steps:
         )
 
 
-def called(model: Any, forward: Callable[..., object] | None, inputs: Any) -> object:
-    """Return what a model returns for its inputs."""
+def call_model(model: Any, forward: Callable[..., object] | None, inputs: Any) -> object:
+    """Return a model's outputs for its inputs."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     return model(*args, **kwargs) if forward is None else forward(model, *args, **kwargs)
 
 
-def inputs_of(batch: object) -> Any:
+def find_inputs(batch: object) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
     inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets beside it
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
-def with_targets(batch: object, state: TrainState) -> tuple[object, object]:
+def split_batch(batch: object, state: TrainState) -> tuple[object, object]:
     """Return the inputs of a batch, and its targets.
 
     Raises:
@@ -248,5 +254,5 @@ def with_targets(batch: object, state: TrainState) -> tuple[object, object]:
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
-        return inputs_of(batch), ()
-    return inputs_of(batch), batch[1]
+        return find_inputs(batch), ()
+    return find_inputs(batch), batch[1]

@@ -36,13 +36,13 @@ class Variable:
         Raises:
             AttributeError: It has none.
         """
-        layout = get_engine("jax").layout_of(self.array)
+        layout = get_engine("jax").get_layout(self.array)
         if layout is None:
             raise AttributeError(f"{self.path} is a plain array and has no layout")
         return layout
 
     def read(self) -> NumpyArray:
-        """Return the global value, as a numpy array; of random keys, their data.
+        """Return the global value as a numpy array. For random keys, return their data.
 
         Raises:
             PlanError: It has none.
@@ -51,7 +51,7 @@ class Variable:
         return get_engine("jax").to_numpy(self.array)
 
     def write(self, value: object) -> None:
-        """Give it a value, of JAX or of numpy; it keeps its layout.
+        """Assign a JAX or numpy value without changing the layout.
 
         Raises:
             PlanError: It is only planned.
@@ -59,7 +59,7 @@ class Variable:
         self._check()
         if is_key(self.array) and not is_key(value):
             value = jax.random.wrap_key_data(jax.numpy.asarray(value), impl=jax.random.key_impl(self.array))
-        layout = get_engine("jax").layout_of(self.array)
+        layout = get_engine("jax").get_layout(self.array)
         self.array = jax.numpy.asarray(value) if layout is None else get_engine("jax").relayout(value, layout)
         self.replace(self.array)
 

@@ -11,8 +11,10 @@ from layoutmap.adapters.keras.private import in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 
 
-def laying_out(layer: object, session: KerasSession, plain: Callable[..., object]) -> Callable[..., object]:
-    """Return a layer's `call`, or what stands for it, that returns arrays in their layout.
+def wrap_call_with_layouts(
+    layer: object, session: KerasSession, plain: Callable[..., object]
+) -> Callable[..., object]:
+    """Return a layer's `call` or equivalent that returns arrays in the layouts of activation rules.
 
     Args:
         layer: The layer; its path may not be known yet, and is looked up when it is called.
@@ -26,7 +28,7 @@ def laying_out(layer: object, session: KerasSession, plain: Callable[..., object
         # Keras finds out shapes with sizes that it makes up, and a plan has no arrays.
         if in_symbolic_scope() or session.context.plan_only:
             return outputs
-        path, layout = session.output_layout(layer)
+        path, layout = session.find_output_layout(layer)
         if layout is None:
             return outputs
         flat = keras.tree.flatten(outputs)
@@ -35,7 +37,7 @@ def laying_out(layer: object, session: KerasSession, plain: Callable[..., object
         layouts = session.policy.choose_output_layouts(layout, shapes, path)
         chosen = {id(array): each for array, each in zip(arrays, layouts, strict=True) if each is not None}
         placed = [
-            session.backend.lay_out(each, chosen[id(each)], session) if id(each) in chosen else each
+            session.backend.relayout_output(each, chosen[id(each)], session) if id(each) in chosen else each
             for each in flat
         ]
         return keras.tree.pack_sequence_as(outputs, placed)

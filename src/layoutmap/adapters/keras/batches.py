@@ -11,20 +11,20 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import ScopeError
 
 
-def checking_callbacks(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return `fit` of a model that refuses a TensorBoard that would fail at the end of the first epoch."""
+def wrap_fit_for_callbacks(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return a `fit` that refuses TensorBoard options that would fail at the end of the first epoch."""
 
     @functools.wraps(fit)
-    def checked_fit(*args: object, **kwargs: object) -> object:
+    def fit_with_callbacks(*args: object, **kwargs: object) -> object:
         given = kwargs.get("callbacks")
         for each in getattr(given, "callbacks", None) or keras.tree.flatten(given):
             if isinstance(each, keras.callbacks.TensorBoard) and each.histogram_freq:
-                for option in session.backend.unreadable_boards:
+                for option in session.backend.unsupported_board_options:
                     if getattr(each, option):
                         _refuse(option, session)
         return fit(*args, **kwargs)
 
-    return checked_fit
+    return fit_with_callbacks
 
 
 def _refuse(option: str, session: KerasSession) -> None:
@@ -35,11 +35,11 @@ def _refuse(option: str, session: KerasSession) -> None:
     )
 
 
-def sharding_batches(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return `fit` of a model that warns at its end if no batch could be sharded over the scope's batch dim."""
+def wrap_fit_for_batches(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return a `fit` that warns at its end if no batch could be sharded over the scope's batch dim."""
 
     @functools.wraps(fit)
-    def checked_fit(*args: object, **kwargs: object) -> object:
+    def fit_with_batches(*args: object, **kwargs: object) -> object:
         batches = session.policy.batches
         batches.clear()
         result = fit(*args, **kwargs)
@@ -47,4 +47,4 @@ def sharding_batches(fit: Callable[..., object], session: KerasSession) -> Calla
             session.policy.warn_of_uneven_batch("fit", "keras")
         return result
 
-    return checked_fit
+    return fit_with_batches

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.data_states import restore_state, state_of
+from layoutmap.adapters.data_states import read_state, restore_state
 
 
 class CheckpointCallback(keras.callbacks.Callback):
@@ -61,7 +61,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._is_new = False  # whether there is a step that was not offered to the manager
 
     def batches(self) -> Iterator[object]:  # why: decisions/0081
-        """Yield batches of the data, for `fit`: from the one after the last that was trained on.
+        """Yield batches for `fit`, starting after the last batch that was trained on.
 
         Keras reads some batches before it trains on them. So the state of the data is noted after each batch, and
         saved with the step that trains on it.
@@ -81,9 +81,9 @@ class CheckpointCallback(keras.callbacks.Callback):
         """
         if self.step in self._states:
             restore_state(self._data, self._states[self.step])
-        self._states = {self.step: state_of(self._data)}
+        self._states = {self.step: read_state(self._data)}
         for step, batch in enumerate(self._data, self.step + 1):
-            self._states[step] = state_of(self._data)
+            self._states[step] = read_state(self._data)
             yield batch
 
     def set_model(self, model: keras.Model) -> None:
@@ -128,11 +128,11 @@ class CheckpointCallback(keras.callbacks.Callback):
         if self._data is None:
             return found
         return found | {
-            "data": self._states[self.step] if self.step in self._states else state_of(self._data)
+            "data": self._states[self.step] if self.step in self._states else read_state(self._data)
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run stood."""
+        """Restore the position of a saved run."""
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         if self._data is not None:
             self._states = {}
@@ -147,6 +147,6 @@ class CheckpointCallback(keras.callbacks.Callback):
             self._unsynced.stop_training = True
 
 
-def after_each_batch(function: Callable[[], None]) -> keras.callbacks.Callback:
-    """A callback that calls a function after each batch of training."""
+def make_batch_callback(function: Callable[[], None]) -> keras.callbacks.Callback:
+    """Return a callback that calls a function after each training batch."""
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: function())

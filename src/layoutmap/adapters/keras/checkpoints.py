@@ -13,31 +13,38 @@ from dataclasses import replace
 from typing import Any, cast
 
 from layoutmap.adapters import random_states
-from layoutmap.adapters.keras.describing import Entry, describe
-from layoutmap.adapters.keras.names import is_given, is_noted, like_keras, note_given, split_number, unnote
+from layoutmap.adapters.keras.describing import Entry, describe_variables
+from layoutmap.adapters.keras.names import (
+    forget_given,
+    is_given,
+    is_noted,
+    note_given,
+    parse_default_name,
+    split_number,
+)
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import (
-    global_seed_state,
+    get_global_seed_state,
     is_default,
     is_global_seed,
     set_global_seed,
-    without_number,
+    strip_number,
 )
-from layoutmap.adapters.keras.protocol import backend_name, backend_of, read_variable
+from layoutmap.adapters.keras.protocol import get_backend, get_backend_name, read_variable
 from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.training import complete
 from layoutmap.adapters.keras.untracked import find_untracked
-from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.adapters.protocol import Keeping, Saved, Stored
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.core.variables import Kind
 
 
 class KerasKeeping(Keeping):
-    """Knows what checkpoints and plans hold of a Keras model; see `layoutmap.adapters.protocol`."""
+    """Saving and loading of Keras models (see `layoutmap.adapters.protocol.Keeping`)."""
 
     def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
-        """Return the variables of a model with their values, those of its optimizer too.
+        """Return the variables of a model and its optimizer with their values.
 
         An optimizer without slots makes them if some were saved. What an optimizer has before it is built, such as its
         learning rate, is no slot yet, so a model that loads it needs none.
@@ -46,14 +53,14 @@ class KerasKeeping(Keeping):
             CheckpointError: The model has no weights yet, or the names of its layers do not tell which were saved.
         """
         if saved is not None:
-            check_names(saved.settings.get("layers", {}), _names(model))
+            check_names(saved.settings.get("layers", {}), _collect_default_names(model))
             if saved.slots:
                 complete(model, None)
-        entries = _synced_entries(model)
+        entries = _describe_synced_model(model)
         _check_built(model, entries)
         own = getattr(model, "optimizer", None)
         no_slots = set() if own is None or own.built else set(map(id, own.variables))
-        value_of = backend_of(backend_name()).value_of
+        value_of = get_backend(get_backend_name()).read_value
         return [
             Stored(
                 replace(each.spec, kind=Kind.METRIC) if id(each.variable) in no_slots else each.spec,
@@ -63,36 +70,39 @@ class KerasKeeping(Keeping):
         ]
 
     def described(self, model: object, optimizer: object = None) -> list[Stored]:
-        """Return the variables of a model that any program has made, and the slots of its or another optimizer."""
-        return [Stored(each.spec, each.variable.value) for each in _synced_entries(model, optimizer)]
+        """Return the variables of an existing model, and the slots of its optimizer or a given one."""
+        return [Stored(each.spec, each.variable.value) for each in _describe_synced_model(model, optimizer)]
 
     def restored(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
-        """Give variables other values."""
-        variables = {each.spec.path: each.variable for each in _entries(model)}
+        """Assign new values to variables."""
+        variables = {each.spec.path: each.variable for each in _describe_model(model)}
         for path, array in arrays:
             variables[path].assign(array)
         return model, optimizer
 
     def settings(self, model: object, optimizer: object = None) -> dict[str, object]:
-        """Return names of layers, and the random states of Python, of numpy, of Keras and of its backend."""
-        generator = global_seed_state()
+        """Return names of layers, and the random states of Python, numpy, Keras, and its backend."""
+        generator = get_global_seed_state()
         seed = None if generator is None else read_variable(generator).tolist()
-        own = backend_of(backend_name()).random_states()
-        return {"random": random_states.states() | own | {"keras": seed}, "layers": _names(model)}
+        own = get_backend(get_backend_name()).read_random_states()
+        return {
+            "random": random_states.read_states() | own | {"keras": seed},
+            "layers": _collect_default_names(model),
+        }
 
     def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
-        """Put back what `settings` returned, on this backend or another one."""
+        """Restore the random states in the result of `settings`, which another backend may have written."""
         states = settings.get("random", {})
         if "keras" in states:
             set_global_seed(states["keras"])
-        backend_of(backend_name()).restore_random_states(states)
-        random_states.restore(states)  # last: a generator of Keras's is made with a number of Python's
+        get_backend(get_backend_name()).restore_random_states(states)
+        random_states.restore_states(states)  # last: a generator of Keras's is made with a number of Python's
 
     # why: decisions/0081
     def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
-        """Call a function once, after the next `compile` of a model that gives it an optimizer."""
+        """Call a function once, after the next `compile` that gives the model an optimizer."""
         before = model.__dict__.get("compile")
         plain = model.compile
 
@@ -111,21 +121,21 @@ class KerasKeeping(Keeping):
         return True
 
 
-def _synced_entries(model: Any, optimizer: object = None) -> list[Entry]:
+def _describe_synced_model(model: Any, optimizer: object = None) -> list[Entry]:
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()  # in `fit`, Keras on JAX keeps new values from the model until an epoch ends
-    return _entries(model, optimizer)
+    return _describe_model(model, optimizer)
 
 
-def _entries(model: Any, optimizer: Any = None) -> list[Entry]:
-    """The variables of a model, as a plan of it alone has them."""
+def _describe_model(model: Any, optimizer: Any = None) -> list[Entry]:
+    """Return the variables of a model as a plan of this model alone lists them."""
     registry = Registry()
     layers = list(model._flatten_layers())
     for layer in layers:
         registry.add_layer(layer)
-    session = session_of(model)
+    session = get_session(model)
     optimizer = optimizer or getattr(model, "optimizer", None)
-    with _numbered_anew(layers):
+    with _renumbered_names(layers):
         for each in [*model.variables, *getattr(model, "metrics_variables", ())]:
             registry.add(each)
         for found in find_untracked(model):
@@ -135,15 +145,15 @@ def _entries(model: Any, optimizer: Any = None) -> list[Entry]:
             registry.add_optimizer(optimizer)
             for slot in optimizer.variables:
                 registry.add(slot)
-                parent = None if session is None else session.registry.parent_of(slot)
+                parent = None if session is None else session.registry.find_parent(slot)
                 if parent is not None:
                     registry.set_parent(slot, parent)
-        return describe(registry)
+        return describe_variables(registry)
 
 
 @contextmanager
-def _numbered_anew(layers: Iterable[object]) -> Generator[None]:  # why: decisions/0081
-    """While open, names of layers that a scope knows nothing of count as Keras's own if they look like it."""
+def _renumbered_names(layers: Iterable[object]) -> Generator[None]:  # why: decisions/0081
+    """Treat default-looking names of layers outside any scope as numbered by Keras until the block ends."""
     unknown = [layer for layer in layers if not is_noted(layer)]
     for layer in unknown:
         note_given(layer, ())
@@ -151,26 +161,26 @@ def _numbered_anew(layers: Iterable[object]) -> Generator[None]:  # why: decisio
         yield
     finally:
         for layer in unknown:
-            unnote(layer)
+            forget_given(layer)
 
 
 Names = Mapping[str, Sequence[Any]]
 """The names that layers show whose paths are numbers, and whether they were given them, by path."""
 
 
-def _names(model: Any) -> Names:
-    """Where layers beside each other have names that look like Keras's: each one's, and whether it was given.
+def _collect_default_names(model: Any) -> Names:
+    """Return names of sibling layers that look like Keras's defaults, and whether each was passed by the user.
 
     Their paths are the numbers of these names in order. If Keras made all of them up, or none, that order is the same
     wherever the model is built. If some were given, it may not be, and weights of one shape would be exchanged.
     """
     groups: dict[tuple[str, str], dict[str, Sequence[object]]] = {}
     given = {id(layer): is_given(layer) for layer in model._flatten_layers()}
-    with _numbered_anew(list(model._flatten_layers())):
+    with _renumbered_names(list(model._flatten_layers())):
         for path, layer in find_layers(model):
             owner, _, name = path.rpartition(".")
-            found = like_keras(layer)
-            if found is not None and like_keras(layer, name) is not None:
+            found = parse_default_name(layer)
+            if found is not None and parse_default_name(layer, name) is not None:
                 groups.setdefault((owner, found[0]), {})[path] = [layer.name, given.get(id(layer))]
     several = (group for group in groups.values() if len(group) > 1)
     return {
@@ -182,7 +192,7 @@ def _names(model: Any) -> Names:
 
 
 def check_names(saved: Names, own: Names) -> None:
-    """Raise if layers may be other ones than those that were saved under their paths: see `_names`."""
+    """Raise if layers may be other ones than those that were saved under their paths: see `_collect_default_names`."""
     if not _are_names(saved):
         raise CheckpointError(
             "the checkpoint has no names of layers",
@@ -228,7 +238,7 @@ def _check_built(model: Any, entries: Iterable[Entry]) -> None:
     ]
     if unbuilt:
         raise CheckpointError(
-            f"{without_number(model.name)}: it has no weights yet",
+            f"{strip_number(model.name)}: it has no weights yet",
             facts={"not built": join_names(unbuilt)},
             why="its layers make their weights when they are first called, and nothing has called them",
             fix="call it first, as in model(keras.Input(...)); to load it, pass inputs= to layoutmap.load",

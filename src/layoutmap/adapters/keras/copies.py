@@ -1,4 +1,4 @@
-"""Copies of what a scope has laid out, and models around it that are made outside: laid out, too, or warned of.
+"""Shard copies of sharded models, and warn about or refuse unsharded models that contain sharded layers.
 
 copy.deepcopy    makes the copy in the scope again, so it has the same layouts
 pickle           holds values and a configuration, and may be read where other devices are: a warning
@@ -19,7 +19,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.current import current
+from layoutmap.adapters.current import get_current_session
 from layoutmap.adapters.keras.private import CLONING, LOADING, H5IOStore
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning, ScopeError
@@ -32,8 +32,10 @@ _MARK = "layoutmap"
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
-def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., object]]:  # why: decisions/0056
-    """Return what to wrap on a layer for its copies."""
+def make_copy_wraps(
+    layer: Any, session: KerasSession
+) -> dict[str, Callable[..., object]]:  # why: decisions/0056
+    """Return the methods to wrap on a layer so that copies are sharded or warned about."""
     own = getattr(layer, "__deepcopy__", None)
     plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config
 
@@ -56,7 +58,7 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., obj
 
     @functools.wraps(plain_config)
     def get_config() -> object:
-        if current() is None and _frame_in(CLONING) is not None:
+        if get_current_session() is None and _find_frame(CLONING) is not None:
             _warn(
                 "a model in layouts is cloned outside of a scope, and the clone has none",
                 why="clone_model makes new layers, which are plain where no scope is open",
@@ -67,8 +69,8 @@ def copy_wraps(layer: Any, session: KerasSession) -> dict[str, Callable[..., obj
     return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex, "get_config": get_config}
 
 
-def marking(save: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return `save_own_variables` of a layer that marks the file for `load_model`."""
+def wrap_save_own_variables(save: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return a `save_own_variables` that marks the file so that `load_model` outside a scope warns."""
 
     @functools.wraps(save)
     def save_own_variables(store: Any) -> None:
@@ -81,16 +83,16 @@ def marking(save: Callable[..., object], session: KerasSession) -> Callable[...,
 
 
 def watch_loads() -> Closing:
-    """Return the watch over files that are loaded outside of a scope; it ends when nobody holds it."""
-    return _PATCHES.used()
+    """Return a watch over files that are loaded outside a scope, which ends when it is garbage collected."""
+    return _PATCHES.activate()
 
 
-def _getting(plain: Callable[..., object]) -> Callable[..., object]:
+def _wrap_store_get(plain: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(plain)
     def get(store: Any, path: str) -> object:
         # Keras asks for the model itself once, by an empty path, before it asks for layers.
-        if not path and current() is None and _MARK in store.h5_file.attrs:
-            loading = _frame_in(LOADING, "load_model")
+        if not path and get_current_session() is None and _MARK in store.h5_file.attrs:
+            loading = _find_frame(LOADING, "load_model")
             if loading is not None:
                 _warn(
                     f"{loading.f_locals['filepath']}: a model in layouts was saved to it, "
@@ -105,10 +107,10 @@ def _getting(plain: Callable[..., object]) -> Callable[..., object]:
 
 
 # It stays after a scope, since the layers that Keras makes of a file know nothing of this library.
-_PATCHES = Patches([Attribute(H5IOStore, "get", _getting)])
+_PATCHES = Patches([Attribute(H5IOStore, "get", _wrap_store_get)])
 
 
-def warn_of_plain_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
+def warn_of_unsharded_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
     """Warn of a model that was made outside of the scope of some of its layers."""
     names = ", ".join(layer.name for layer in plain[:5])
     more = f" and {len(plain) - 5} more" if len(plain) > 5 else ""
@@ -120,8 +122,8 @@ def warn_of_plain_layers(model: keras.Model, plain: list[keras.Layer]) -> None:
     )
 
 
-def step_of(model: object, names: Container[str]) -> str:
-    """Return the name of the step that a model is taking, if it is one of some; else an empty text."""
+def find_running_step(model: object, names: Container[str]) -> str:
+    """Return the name of the step that a model is running, out of some names, or an empty text."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name in names and frame.f_locals.get("self") is model:
@@ -130,8 +132,8 @@ def step_of(model: object, names: Container[str]) -> str:
     return ""
 
 
-def of_two_kinds(model: keras.Model, step: str) -> ScopeError:
-    """Return the error for a model with layers in layouts that was made outside of their scope."""
+def make_mixed_model_error(model: keras.Model, step: str) -> ScopeError:
+    """Return the error for a model with sharded layers that was created outside their scope."""
     return ScopeError(
         f"{model.name}: its {step} cannot have layers in layouts, since it was made outside of their scope",
         why="its batches, its other layers and its optimizer are plain, which the layers in layouts are not",
@@ -140,8 +142,8 @@ def of_two_kinds(model: keras.Model, step: str) -> ScopeError:
     )
 
 
-def _frame_in(module: str, function: str = "") -> types.FrameType | None:
-    """Return the innermost frame of a module, or of a function of it; `None`: none is running."""
+def _find_frame(module: str, function: str = "") -> types.FrameType | None:
+    """Return the innermost running frame of a module, or of one of its functions, or None."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == module and function in ("", frame.f_code.co_name):

@@ -34,7 +34,7 @@ _FLOAT8 = (
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """From what a variable is derived, and how.
+    """Parent weight of a derived variable, and the parent's axes that its axes consist of.
 
     Args:
         parent: The name of the parent in the same layer; that of the variable itself, if it has taken its place.
@@ -47,8 +47,8 @@ class Derivation:
     axes: Axes
 
 
-def derivations(layers: Iterable[Any]) -> dict[int, Derivation]:  # why: decisions/0020
-    """The known derivations of variables in some layers, by the id of the variable."""
+def find_derivations(layers: Iterable[Any]) -> dict[int, Derivation]:  # why: decisions/0020
+    """Return the known derivations of variables in some layers, by the id of the variable."""
     found: dict[int, Derivation] = {}
     for layer in layers:
         if not layer.built:
@@ -78,7 +78,7 @@ class ReducedSlot:
     axes: Axes
 
 
-def reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
+def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
     """Yield the slots of an optimizer that have fewer axes than their weight."""
     inner = getattr(optimizer, "inner_optimizer", None) or optimizer
     if not isinstance(inner, keras.optimizers.Adafactor) or not inner.built:
@@ -96,86 +96,88 @@ def reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
 _Derived = Iterator[tuple[keras.Variable | None, Derivation]]
 
 
-def _get(layer: object, name: str) -> Any:
-    """A variable of a layer by its attribute; `None` if it has none of this name, or computes it."""
+def _get_variable(layer: object, name: str) -> Any:
+    """Return the variable in a layer's attribute, or None if it is missing or computed."""
     value = vars(layer).get(name)
     return value if isinstance(value, keras.Variable) else None
 
 
-def _lora(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
+def _derive_lora(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
+    """Yield the LoRA factors of a weight with their derivations."""
     last = len(shape) - 1
     rest = tuple((axis,) for axis in range(last))
-    yield _get(layer, f"lora_{name}_a"), Derivation(name, shape, (*rest, ()))
-    yield _get(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
+    yield _get_variable(layer, f"lora_{name}_a"), Derivation(name, shape, (*rest, ()))
+    yield _get_variable(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
 
 
-def _quantized(
+def _derive_quantized(
     layer: keras.Layer, name: str, shape: tuple[int, ...], table: Axes, kept: tuple[int, ...]
 ) -> _Derived:
-    """Weights in few bits, and what they are scaled by."""
+    """Yield the quantized form of a weight and its scales with their derivations."""
     mode = getattr(layer, "quantization_mode", None)
     if mode is None:
         return
     if mode == "int4":
         for attribute in (f"_{name}", name):  # kept apart, or not
-            yield _get(layer, attribute), Derivation(name, shape, table)
-    yield _get(layer, f"quantized_{name}"), Derivation(name, shape, table)
+            yield _get_variable(layer, attribute), Derivation(name, shape, table)
+    yield _get_variable(layer, f"quantized_{name}"), Derivation(name, shape, table)
     for scale in (f"{name}_scale", f"{name}_zero"):
-        variable = _get(layer, scale)
+        variable = _get_variable(layer, scale)
         rank = 0 if variable is None else len(variable.shape)
         yield variable, Derivation(name, shape, table if rank == 2 else (kept,) * rank)
     (summed,) = (of for of in table if of != kept)
     for row in ("g_idx", "awq_scales"):
-        yield _get(layer, row), Derivation(name, shape, (summed,))
+        yield _get_variable(layer, row), Derivation(name, shape, (summed,))
 
 
-def _float8(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
+def _derive_float8(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
+    """Yield the float8 scales of a kernel with their derivations."""
     if getattr(layer, "quantization_mode", None) == "float8":
         for name in _FLOAT8:
-            variable = _get(layer, name)
+            variable = _get_variable(layer, name)
             yield (
                 variable,
                 Derivation("kernel", shape, ((),) * (0 if variable is None else len(variable.shape))),
             )
 
 
-def _of_dense(layer: keras.Layer) -> _Derived:
-    table, kernel = _get(layer, "quantized_kernel"), _get(layer, "_kernel")
+def _derive_from_dense(layer: keras.Layer) -> _Derived:
+    table, kernel = _get_variable(layer, "quantized_kernel"), _get_variable(layer, "_kernel")
     if table is None and kernel is None:  # between two forms
         return
     shape = (kernel.shape[0] if table is None else table.shape[1], layer.units)
-    yield from _lora(layer, "kernel", shape)
-    yield from _float8(layer, shape)
+    yield from _derive_lora(layer, "kernel", shape)
+    yield from _derive_float8(layer, shape)
     as_table: Axes = ((1,), (0,)) if table is not None else ((0,), (1,))
-    yield from _quantized(layer, "kernel", shape, as_table, (1,))
+    yield from _derive_quantized(layer, "kernel", shape, as_table, (1,))
 
 
-def _of_einsum_dense(layer: keras.Layer) -> _Derived:
-    kernel = _get(layer, "_kernel")
+def _derive_from_einsum_dense(layer: keras.Layer) -> _Derived:
+    kernel = _get_variable(layer, "_kernel")
     shape = getattr(layer, "original_kernel_shape", None) or (None if kernel is None else kernel.shape)
     if shape is None:
         return
     shape = tuple(shape)
-    yield from _lora(layer, "kernel", shape)
-    yield from _float8(layer, shape)
+    yield from _derive_lora(layer, "kernel", shape)
+    yield from _derive_float8(layer, shape)
     mode = getattr(layer, "quantization_mode", None)
     if mode in ("gptq", "awq"):
         # Its columns are one axis of three if the largest comes last, and two if it comes first.
         split = 1 if len(shape) == 2 or shape.index(max(shape)) == 0 else 2
         rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
-        yield from _quantized(layer, "kernel", shape, (columns, rows), columns)
+        yield from _derive_quantized(layer, "kernel", shape, (columns, rows), columns)
     elif mode in ("int8", "int4"):
-        axes = _axes_of_scale(layer, len(shape))
+        axes = _find_scale_axes(layer, len(shape))
         columns = tuple(sorted(axis for of in axes for axis in of))
         rows = tuple(axis for axis in range(len(shape)) if axis not in columns)
         if mode == "int8":
-            yield _get(layer, "kernel_scale"), Derivation("kernel", shape, axes)
+            yield _get_variable(layer, "kernel_scale"), Derivation("kernel", shape, axes)
         else:
-            yield from _quantized(layer, "kernel", shape, (rows, columns), columns)
+            yield from _derive_quantized(layer, "kernel", shape, (rows, columns), columns)
 
 
-def _axes_of_scale(layer: keras.Layer, rank: int) -> Axes:
-    """The axes of a kernel that each axis of its scale is made of: Keras tells the scale's shape for any kernel."""
+def _find_scale_axes(layer: keras.Layer, rank: int) -> Axes:
+    """Return the kernel axes in each axis of its scale, found by the scale's shape for prime sizes."""
     sizes = _PRIMES[:rank]
     return tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
 
@@ -183,23 +185,23 @@ def _axes_of_scale(layer: keras.Layer, rank: int) -> Axes:
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # sizes that tell an axis
 
 
-def _of_conv(layer: keras.Layer) -> _Derived:
-    kernel = _get(layer, "_kernel")
+def _derive_from_conv(layer: keras.Layer) -> _Derived:
+    kernel = _get_variable(layer, "_kernel")
     if kernel is not None:
-        yield from _lora(layer, "kernel", tuple(kernel.shape))
+        yield from _derive_lora(layer, "kernel", tuple(kernel.shape))
 
 
-def _of_embedding(layer: keras.Layer) -> _Derived:
+def _derive_from_embedding(layer: keras.Layer) -> _Derived:
     shape = (layer.input_dim, layer.output_dim)
-    yield from _lora(layer, "embeddings", shape)
-    yield from _quantized(layer, "embeddings", shape, ((0,), (1,)), (0,))
+    yield from _derive_lora(layer, "embeddings", shape)
+    yield from _derive_quantized(layer, "embeddings", shape, ((0,), (1,)), (0,))
     if isinstance(layer, keras.layers.ReversibleEmbedding) and not layer.tie_weights:
-        yield from _quantized(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
+        yield from _derive_quantized(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
 
 
 _KINDS: Sequence[tuple[Any, Callable[..., _Derived]]] = (
-    (keras.layers.Dense, _of_dense),
-    (keras.layers.EinsumDense, _of_einsum_dense),
-    (keras.layers.Embedding, _of_embedding),
-    ((keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D), _of_conv),
+    (keras.layers.Dense, _derive_from_dense),
+    (keras.layers.EinsumDense, _derive_from_einsum_dense),
+    (keras.layers.Embedding, _derive_from_embedding),
+    ((keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D), _derive_from_conv),
 )

@@ -13,8 +13,8 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 
 
-def keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) -> object:
-    """A layout map of Keras's with a key for each name that matches that name alone.
+def make_keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) -> object:
+    """Return a `keras.distribution.LayoutMap` with one key for each name, which matches only that name.
 
     Args:
         mesh: The mesh of the layouts.
@@ -24,13 +24,15 @@ def keras_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) ->
     Raises:
         MeshError: The `DeviceMesh` has other dims, or there are not as many devices.
     """
-    made = keras.distribution.LayoutMap(_checked(mesh, device_mesh) if device_mesh else _device_mesh(mesh))
+    made = keras.distribution.LayoutMap(
+        _check_device_mesh(mesh, device_mesh) if device_mesh else _make_device_mesh(mesh)
+    )
     for name, layout in layouts.items():
         made[re.escape(name)] = tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)
     return made
 
 
-def _checked(mesh: Mesh, device_mesh: Any) -> object:
+def _check_device_mesh(mesh: Mesh, device_mesh: Any) -> object:
     dims = list(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
     if dims != list(mesh.dim_sizes.items()):
         raise MeshError(
@@ -42,7 +44,7 @@ def _checked(mesh: Mesh, device_mesh: Any) -> object:
     return device_mesh
 
 
-def _device_mesh(mesh: Mesh) -> object:
+def _make_device_mesh(mesh: Mesh) -> object:
     names = [name.rpartition("device:")[2].lower() for name in mesh.devices or ()]
     devices = names or keras.distribution.list_devices()
     if len(devices) != mesh.size:

@@ -7,12 +7,12 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.paths import sublayers
+from layoutmap.adapters.keras.paths import list_sublayers
 from layoutmap.core.errors import ScopeError
 
 
 def make_existing_error(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions/0027
-    """Return the error for a layer or an optimizer that would make variables in a scope and was not made in it."""
+    """Return the error for an existing layer or optimizer that would create variables in a scope."""
     kinds = {keras.Optimizer: "optimizer", keras.Model: "model"}
     kind = next((name for each, name in kinds.items() if isinstance(thing, each)), "layer")
     where = "plan() was called" if plan_only else "the scope was opened"
@@ -29,10 +29,10 @@ def make_existing_error(thing: Any, plan_only: bool) -> ScopeError:  # why: deci
 
 
 def find_existing_layers(layers: Iterable[object], is_known: Callable[[object], bool]) -> Iterator[object]:
-    """The layers below some that are in no scope."""
+    """Yield the layers below some layers that are in no scope."""
     todo, seen = list(layers), set[int]()
     while todo:
-        for layer in sublayers(todo.pop()):
+        for layer in list_sublayers(todo.pop()):
             if id(layer) not in seen and not is_known(layer):
                 seen.add(id(layer))
                 todo.append(layer)

@@ -13,11 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from layoutmap.adapters.keras.private import dataset_of
+from layoutmap.adapters.keras.private import find_dataset
 
 
 class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array in a file, while the file is open; in memory from then on, if somebody keeps it."""
+    """Array in an open file, read into memory before the file closes if it is still referenced."""
 
     def __init__(self, dataset: Any, dtype: np.dtype[Any]):
         self._source = dataset
@@ -29,7 +29,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
+        """Number of axes."""
         return len(self.shape)
 
     def __getitem__(self, index: Any) -> Any:
@@ -40,7 +40,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._source if dtype is None else self._source.astype(dtype)
 
     def __array_ufunc__(self, ufunc: object, method: str, *inputs: object, **kwargs: object) -> object:
-        return getattr(ufunc, method)(*map(_in_memory, inputs), **kwargs)
+        return getattr(ufunc, method)(*map(_load_array, inputs), **kwargs)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -63,13 +63,13 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
         return getattr(np.asarray(self), name)
 
     def keep(self) -> None:
-        """Read all of it, once."""
+        """Read the whole array into memory once."""
         if not isinstance(self._source, np.ndarray):
             self._source = self[()]
 
 
 class FileStore:
-    """A store of Keras's that hands out arrays which are still in the file."""
+    """Keras store that returns arrays without reading their values from the file."""
 
     def __init__(self, store: object):
         self._store = store
@@ -77,32 +77,32 @@ class FileStore:
         self._opened: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> object:
-        dataset = dataset_of(self._store, key, self._opened)
-        dtype = None if dataset is None else _dtype_of(dataset)
+        dataset = find_dataset(self._store, key, self._opened)
+        dtype = None if dataset is None else _read_dtype(dataset)
         if dtype is None:
-            return self._plain[key]
+            return self._keras_store[key]
         array = FileArray(dataset, dtype)
         self._given.append(weakref.ref(array))
         return array
 
     def __contains__(self, key: str) -> bool:
-        return key in self._plain
+        return key in self._keras_store
 
     def __len__(self) -> int:
-        return len(self._plain)
+        return len(self._keras_store)
 
     def keys(self) -> Any:
-        """The names of the arrays."""
-        return self._plain.keys()
+        """Return the names of the arrays."""
+        return self._keras_store.keys()
 
     @property
-    def _plain(self) -> Any:
-        """The store, which may now close one file to open another."""
+    def _keras_store(self) -> Any:
+        """Store of Keras, which may now close one file to open another."""
         self.keep()
         return self._store
 
     def keep(self) -> None:
-        """Read what somebody still holds, before the file is closed."""
+        """Read the arrays that are still referenced, before the file is closed."""
         for given in self._given:
             array = given()
             if array is not None:
@@ -110,18 +110,18 @@ class FileStore:
         self._given.clear()
 
     def close(self) -> None:
-        """Read what somebody still holds, and close what was opened here."""
+        """Read the arrays that are still referenced, and close the files opened here."""
         self.keep()
         while self._opened:
             self._opened.popitem()[1].close()
 
 
-def _dtype_of(dataset: Any) -> np.dtype[Any] | None:
-    """The type of a dataset's elements; `None` if they are no numbers."""
+def _read_dtype(dataset: Any) -> np.dtype[Any] | None:
+    """Return the dtype of a dataset's elements, or None if they are not numbers."""
     if dataset.attrs.get("dtype") == "bfloat16":  # as Keras marks them
         return np.dtype(ml_dtypes.bfloat16)
     return dataset.dtype if dataset.dtype.kind in "biufc" else None
 
 
-def _in_memory(value: object) -> object:
+def _load_array(value: object) -> object:
     return np.asarray(value) if isinstance(value, FileArray) else value

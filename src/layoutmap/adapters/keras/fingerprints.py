@@ -1,4 +1,4 @@
-"""The fingerprint of a Keras model: its layers, how they are joined, and what `compile` was given."""
+"""Compute the fingerprint of a Keras model from its layers, connections, and `compile` settings."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from layoutmap.adapters.fingerprints import describe_function, describe_value
-from layoutmap.adapters.keras.names import stable_names
+from layoutmap.adapters.keras.names import renumber_names
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import Functional
 from layoutmap.engines.agreement import Part
 
 
 def describe_model(model: Any, step: str) -> Iterator[Part]:
-    """Yield what makes the program of a step, `"train"`, `"test"`, or `"predict"`, of a model."""
+    """Yield all that determines the program of a model's step: `"train"`, `"test"`, or `"predict"`."""
     layers: dict[int, tuple[str, Any]] = {}
     for path, layer in [("", model), *find_layers(model)]:
         layers.setdefault(id(layer), (path, layer))
@@ -27,7 +27,7 @@ def describe_model(model: Any, step: str) -> Iterator[Part]:
         else:
             yield f"{name}: call", describe_function(kind.call)
         if isinstance(layer, Functional):
-            names = dict(zip(map(id, layer.operations), stable_names(layer.operations), strict=True))
+            names = dict(zip(map(id, layer.operations), renumber_names(layer.operations), strict=True))
             for node in (node for nodes in layer._nodes_by_depth.values() for node in nodes):
                 inputs = [names.get(id(parent.operation)) for parent in node.parent_nodes]
                 yield f"{name}: inputs of {names[id(node.operation)]}", str(inputs)
@@ -41,7 +41,7 @@ def describe_model(model: Any, step: str) -> Iterator[Part]:
 
 
 def _describe_settings(prefix: str, thing: Any) -> Iterator[Part]:
-    """Yield the plain settings and the functions of an object of Keras; nothing where it has no configuration."""
+    """Yield the scalar settings and the functions in a Keras object's configuration, if it has one."""
     try:
         with warnings.catch_warnings(action="ignore"):  # a lambda cannot be saved
             config = thing.get_config()

@@ -17,39 +17,39 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.current import current, warn_if_elsewhere
+from layoutmap.adapters.current import get_current_session, warn_in_inner_task
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer, saving_lib
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 
 
-def _making_variables(plain: Callable[..., None]) -> Callable[..., None]:
+def _wrap_variable_init(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def init(variable: object, initializer: object, *args: object, **kwargs: object) -> None:
-        session = current()
+        session = get_current_session()
         if not _is_ours(session) or getattr(_inside, "variable", None) is variable:
             plain(variable, initializer, *args, **kwargs)
             return
-        refusal = session.why_not_here()
+        refusal = session.find_existing_error()
         if refusal is not None:
             raise _Refused(refusal) if _is_being_built(sys._getframe()) else refusal
         with temporarily(
             _inside, "variable", variable
         ):  # where another library wraps this, it may come twice
-            session.variable_created(variable, plain, initializer, args, kwargs)
+            session.create_variable(variable, plain, initializer, args, kwargs)
 
     return init
 
 
-def _making_layers(found: Any) -> object:
+def _wrap_layer_new(found: Any) -> object:
     plain: Callable[..., object] = found.__func__
 
     @functools.wraps(plain)
-    def new(cls: type, *args: object, **kwargs: object) -> object:
+    def create_layer(cls: type, *args: object, **kwargs: object) -> object:
         layer = plain(cls, *args, **kwargs)
-        session = current()
+        session = get_current_session()
         if _is_ours(session):
-            session.layer_created(layer, given=[v for v in (*args, *kwargs.values()) if isinstance(v, str)])
+            session.note_layer(layer, given=[v for v in (*args, *kwargs.values()) if isinstance(v, str)])
         elif session is not None:
             raise ScopeError(
                 f"{cls.__name__}: a Keras layer is built in a scope for {session.library} models",
@@ -57,17 +57,17 @@ def _making_layers(found: Any) -> object:
                 fix='pass library="keras"',
             )
         else:
-            warn_if_elsewhere("keras", cls.__name__)
+            warn_in_inner_task("keras", cls.__name__)
         return layer
 
-    return staticmethod(new)
+    return staticmethod(create_layer)
 
 
 class _Refused(BaseException):
     """An error on its way out of Keras, which catches any `Exception` of a layer that it builds by calling it."""
 
 
-def _building(plain: Callable[..., None]) -> Callable[..., None]:
+def _wrap_maybe_build(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def maybe_build(layer: object, call_spec: object) -> None:
         try:
@@ -81,41 +81,41 @@ def _building(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_being_built(frame: Any) -> bool:
-    """Whether a frame runs, at any depth, inside of what takes the place of `Layer._maybe_build`."""
+    """Return whether a frame runs, at any depth, inside the wrapped `Layer._maybe_build`."""
     while frame is not None and (frame.f_code.co_name, frame.f_code.co_filename) != ("maybe_build", __file__):
         frame = frame.f_back
     return frame is not None
 
 
-def _drawing(plain: Callable[..., object]) -> Callable[..., object]:
+def _wrap_seed_draw(plain: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(plain)
     def draw(generator: object, ordered: bool = True) -> object:
-        session = current()
+        session = get_current_session()
         if not _is_ours(session):
             return plain(generator, ordered)
-        with session.drawing(generator):
+        with session.advance_or_restore_seed(generator):
             return plain(generator, ordered)
 
     return draw
 
 
-def _making_optimizers(plain: Callable[..., None]) -> Callable[..., None]:
+def _wrap_optimizer_init(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def optimizer(self: object, *args: object, **kwargs: object) -> None:
-        session = current()
+    def init_optimizer(self: object, *args: object, **kwargs: object) -> None:
+        session = get_current_session()
         if _is_ours(session):
-            session.optimizer_created(self)
+            session.note_optimizer(self)
         plain(self, *args, **kwargs)
 
-    return optimizer
+    return init_optimizer
 
 
-def _silenced(plain: Callable[..., object]) -> Callable[..., object]:
+def _silence_in_scope(plain: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(plain)
-    def silent(*args: object, **kwargs: object) -> object:
-        return plain(*args, **kwargs) if current() is None else None
+    def skip_in_scope(*args: object, **kwargs: object) -> object:
+        return plain(*args, **kwargs) if get_current_session() is None else None
 
-    return silent
+    return skip_in_scope
 
 
 def _is_ours(session: Any) -> bool:
@@ -125,11 +125,11 @@ def _is_ours(session: Any) -> bool:
 _inside = threading.local()
 _PATCHES = Patches(
     [
-        Attribute(CommonVariable, "__init__", _making_variables),
-        Attribute(Layer, "__new__", _making_layers),
-        Attribute(Layer, "_maybe_build", _building),
-        Attribute(keras.random.SeedGenerator, "next", _drawing),
-        Attribute(BaseOptimizer, "__init__", _making_optimizers),
+        Attribute(CommonVariable, "__init__", _wrap_variable_init),
+        Attribute(Layer, "__new__", _wrap_layer_new),
+        Attribute(Layer, "_maybe_build", _wrap_maybe_build),
+        Attribute(keras.random.SeedGenerator, "next", _wrap_seed_draw),
+        Attribute(BaseOptimizer, "__init__", _wrap_optimizer_init),
         # Keras 3.15 makes a layer each time it asks for one of these, for every object in a file.
         Attribute(saving_lib, "get_attr_skipset", functools.cache),
     ]
@@ -137,16 +137,16 @@ _PATCHES = Patches(
 
 
 @functools.cache
-def _quiet(methods: tuple[tuple[object, str], ...]) -> Patches:
-    return Patches(Attribute(owner, name, _silenced) for owner, name in methods)
+def _make_silencing_patches(methods: tuple[tuple[object, str], ...]) -> Patches:
+    return Patches(Attribute(owner, name, _silence_in_scope) for owner, name in methods)
 
 
 @contextmanager
-def installed(quiet: Sequence[tuple[object, str]] = ()) -> Iterator[None]:
-    """Keep the class hooks in place for a while; threads and nested scopes share them.
+def install_hooks(quiet: Sequence[tuple[object, str]] = ()) -> Iterator[None]:
+    """Install the class hooks until the block ends. Threads and nested scopes share them.
 
     Args:
         quiet: Classes, and methods of theirs that do nothing on a thread that is in a scope; the same in each call.
     """
-    with _PATCHES.used(), _quiet(tuple(quiet)).used():
+    with _PATCHES.activate(), _make_silencing_patches(tuple(quiet)).activate():
         yield

@@ -21,22 +21,22 @@ from layoutmap.adapters.keras.private import draw_seed
 from layoutmap.core.initializers import Initializer, Program
 
 
-def why_global(initializer: object, global_init: Mapping[str, str]) -> str:
-    """Return why a variable's global value must be computed on one device; empty if its shards can be computed apart.
+def find_global_reason(initializer: object, global_init: Mapping[str, str]) -> str:
+    """Return why a variable's global value must be computed on one device, or an empty text.
 
     Args:
         initializer: What Keras would call for the value.
         global_init: Those of Keras's own initializers, by class name, that cannot be split, and why; `Constant` means
             one that is an array.
     """
-    if not _is_kerass_own(initializer):
+    if not _is_keras_initializer(initializer):
         return f"{_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
     if isinstance(initializer, keras.initializers.Constant) and math.prod(np.shape(initializer.value)) == 1:
         return ""
     return global_init.get(type(initializer).__name__, "")
 
 
-def initializer_of(
+def make_initializer(
     initializer: Any, shape: tuple[int, ...], dtype: str, plain: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
     """Return the initializer of a variable.
@@ -47,7 +47,7 @@ def initializer_of(
         dtype: The variable's type.
         plain: Takes a seed off the mesh, where its generator may have been laid out.
     """
-    if not _is_kerass_own(initializer):
+    if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())
     config.pop("seed", None)
@@ -56,50 +56,50 @@ def initializer_of(
         seed = plain(draw_seed(initializer.seed))  # advances a seed generator, once
     seeded = copy.copy(initializer)
 
-    def function(seed: object) -> object:
+    def compute_value(seed: object) -> object:
         own = copy.copy(seeded)
         if hasattr(own, "seed"):
-            own.seed = _Given(seed)
+            own.seed = _FixedSeed(seed)
         return keras.ops.convert_to_tensor(own(shape, dtype=dtype), dtype=dtype)
 
-    settings = json.dumps(config, sort_keys=True, default=_exactly)
+    settings = json.dumps(config, sort_keys=True, default=_encode_setting)
     key = (type(initializer), settings, shape, dtype)
     return Initializer(
-        lambda: function(seed),
-        Program(key, seed, function),
+        lambda: compute_value(seed),
+        Program(key, seed, compute_value),
         recipe=lambda: f"{type(initializer).__name__} {settings}",
     )
 
 
-def initializer_of_seed(initializer: keras.Initializer, shape: tuple[int, ...], dtype: str) -> Initializer:
-    """Return the initializer of a seed generator's state: where processes agree on seeds, they agree on it too."""
+def make_seed_initializer(initializer: keras.Initializer, shape: tuple[int, ...], dtype: str) -> Initializer:
+    """Return the initializer of a seed generator's state, on which processes agree if their seeds do."""
 
-    def value() -> object:
+    def compute_state() -> object:
         return keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype)
 
-    return Initializer(value, Program(("seed", shape, dtype), value(), lambda seed: seed))
+    return Initializer(compute_state, Program(("seed", shape, dtype), compute_state(), lambda seed: seed))
 
 
-def draws_a_seed(initializer: object) -> bool:
-    """Whether an initializer of Keras's own draws its seed from a generator, when it is called."""
-    return _is_kerass_own(initializer) and isinstance(
+def has_seed_generator(initializer: object) -> bool:
+    """Return whether a Keras initializer draws its seed from a generator when it is called."""
+    return _is_keras_initializer(initializer) and isinstance(
         getattr(initializer, "seed", None), keras.random.SeedGenerator
     )
 
 
-def may_draw(initializer: object) -> bool:
-    """Whether an initializer may draw from a generator when it is called."""
-    return draws_a_seed(initializer) or not _is_kerass_own(initializer)
+def can_draw(initializer: object) -> bool:
+    """Return whether an initializer may draw from a generator when it is called."""
+    return has_seed_generator(initializer) or not _is_keras_initializer(initializer)
 
 
-def with_its_seed(initializer: Any, plain: Callable[[object], object]) -> object:
-    """An initializer that `draws_a_seed`, with the seed that it draws now."""
+def freeze_seed(initializer: Any, plain: Callable[[object], object]) -> object:
+    """Return a copy of an initializer with the seed that its generator gives now."""
     drawn = copy.copy(initializer)
-    drawn.seed = _Given(plain(draw_seed(initializer.seed)))
+    drawn.seed = _FixedSeed(plain(draw_seed(initializer.seed)))
     return drawn
 
 
-class _Given(keras.random.SeedGenerator):
+class _FixedSeed(keras.random.SeedGenerator):
     """A seed that is drawn already, in the form in which every backend takes one."""
 
     def __init__(self, seed: object):
@@ -107,19 +107,19 @@ class _Given(keras.random.SeedGenerator):
         self.__dict__["seed"] = seed
 
     def next(self, ordered: bool = True) -> object:
-        """The seed."""
+        """Return the seed."""
         return self.__dict__["seed"]
 
 
-def _exactly(value: object) -> object:
-    """A setting that JSON does not know, as text that no other value has; `repr` shortens arrays."""
+def _encode_setting(value: object) -> object:
+    """Return a setting that JSON cannot store as an unambiguous text. `repr` would shorten arrays."""
     if not hasattr(value, "shape"):
         return repr(value)
     array = np.asarray(value)
     return [str(array.dtype), list(array.shape), array.tobytes().hex()]
 
 
-def _is_kerass_own(initializer: object) -> bool:
+def _is_keras_initializer(initializer: object) -> bool:
     return isinstance(initializer, keras.initializers.Initializer) and type(
         initializer
     ).__module__.startswith("keras.src.initializers.")

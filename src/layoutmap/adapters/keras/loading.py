@@ -20,7 +20,7 @@ import numpy as np
 
 from layoutmap.adapters.keras.files import FileArray, FileStore
 from layoutmap.adapters.keras.private import H5IOStore, in_stateless_scope
-from layoutmap.adapters.keras.protocol import KerasSession, backend_name, backend_of
+from layoutmap.adapters.keras.protocol import KerasSession, get_backend, get_backend_name
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
@@ -29,7 +29,7 @@ _FILES = (".weights.h5", ".weights.json", ".keras")
 
 
 def is_on_host(value: object) -> bool:
-    """Whether something is an array that is on no device: of numpy, or in a file."""
+    """Return whether a value is an array outside any device: in numpy or in a file."""
     if isinstance(value, (np.ndarray, FileArray)):
         return True
     if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
@@ -38,31 +38,31 @@ def is_on_host(value: object) -> bool:
     return like_an_array and not hasattr(value, "__dlpack__")  # that is how tensors of others are told
 
 
-def from_host(assignment: Assignment, value: Any) -> object:
-    """An array of the engine from one on the host, of which each different shard is read once."""
-    engine = get_engine(backend_of(backend_name()).engine_name)
+def place_host_array(assignment: Assignment, value: Any) -> object:
+    """Return an engine array made from a host array, reading each distinct shard once."""
+    engine = get_engine(get_backend(get_backend_name()).engine_name)
     name = assignment.variable.dtype
-    dtype = engine.canonical(np.empty(0, getattr(ml_dtypes, name, name))).dtype
+    dtype = engine.canonicalize(np.empty(0, getattr(ml_dtypes, name, name))).dtype
     held = replace(assignment, variable=replace(assignment.variable, dtype=dtype.name))
     return engine.from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
 
 
-def sharded_on_the_host(variable: object, assignment: Assignment) -> None:
-    """Have a variable take what is assigned to it from the host shard by shard, in a scope and after it."""
+def shard_host_assignments(variable: object, assignment: Assignment) -> None:
+    """Make a variable take host arrays shard by shard when they are assigned, even after the scope."""
     # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
-    variable.__dict__["_convert_to_tensor"] = functools.partial(_converted, variable, assignment)
+    variable.__dict__["_convert_to_tensor"] = functools.partial(_convert_value, variable, assignment)
 
 
-def _converted(variable: Any, assignment: Assignment, value: object, dtype: object = None) -> object:
+def _convert_value(variable: Any, assignment: Assignment, value: object, dtype: object = None) -> object:
     plain = type(variable)._convert_to_tensor
     if not is_on_host(value):
         return plain(variable, value, dtype=dtype)
     check_shape(variable, assignment.variable.path, value)
-    backend = backend_of(backend_name())
+    backend = get_backend(get_backend_name())
     if in_stateless_scope() or backend.is_tracing():
         return plain(variable, np.asarray(value), dtype=dtype)
-    with backend.outside():
-        return from_host(assignment, value)
+    with backend.leave_tracing():
+        return place_host_array(assignment, value)
 
 
 def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
@@ -80,8 +80,8 @@ def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
         )
 
 
-def loading(thing: Any, session: KerasSession) -> Callable[..., object]:
-    """`load_own_variables` of a layer or an optimizer, which reads from a file what the devices here hold."""
+def wrap_load_own_variables(thing: Any, session: KerasSession) -> Callable[..., object]:
+    """Return a `load_own_variables` that reads only the shards of this process's devices from a file."""
     plain = thing.load_own_variables
 
     @functools.wraps(plain)
@@ -94,8 +94,8 @@ def loading(thing: Any, session: KerasSession) -> Callable[..., object]:
             found = session.on_thread.mismatches
             if found is None:
                 return plain(files)
-            if _only_assigns(plain):
-                with _only_checked(_variables_of(thing), session, found):
+            if _is_assign_only(plain):
+                with _check_assignments(_list_variables(thing), session, found):
                     return plain(files)
         finally:
             files.close()
@@ -103,8 +103,8 @@ def loading(thing: Any, session: KerasSession) -> Callable[..., object]:
     return load_own_variables
 
 
-def loading_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., object]:
-    """`load_weights` that looks at all shapes before it changes anything."""
+def wrap_load_weights(model: Any, sessions: Callable[[], Iterable[KerasSession]]) -> Callable[..., object]:
+    """Return a `load_weights` that checks all shapes before it changes anything."""
     plain = model.load_weights
 
     @functools.wraps(plain)
@@ -140,29 +140,29 @@ def _refuse_other_shapes(name: str, found: dict[str, str]) -> None:
         )
 
 
-def _only_assigns(method: object) -> bool:
-    """Whether it can be called without a trace: Keras's own can, but for layers that compute with what they load."""
+def _is_assign_only(method: object) -> bool:
+    """Return whether a loading method only assigns values, so that a dry run has no side effects."""
     module = method.__module__
     own = module.startswith(("keras.src.layers.", "keras.src.optimizers."))
     return own and ".preprocessing." not in module
 
 
-def _variables_of(thing: Any) -> Iterable[object]:
+def _list_variables(thing: Any) -> Iterable[object]:
     if isinstance(thing, keras.Optimizer):
         return thing.variables
     return [*thing._trainable_variables, *thing._non_trainable_variables]
 
 
 @contextmanager
-def _only_checked(
+def _check_assignments(
     variables: Iterable[object], session: KerasSession, found: dict[str, str]
 ) -> Iterator[None]:
-    """While open, what is assigned to variables is looked at, and not taken; notes those that have another shape."""
+    """Check the shapes of assigned values instead of storing them until the block ends."""
 
     def check(variable: Any, value: Any) -> object:
         wanted, there = tuple(variable.shape), tuple(value.shape)
         if wanted != there:
-            found[session.path_of(variable)] = f"{wanted}, in the file {there}"
+            found[session.find_path(variable)] = f"{wanted}, in the file {there}"
         return value
 
     variables = list(variables)

@@ -12,13 +12,13 @@ import keras
 
 from layoutmap.adapters.keras.describing import Entry
 from layoutmap.adapters.keras.initializers import (
-    draws_a_seed,
-    initializer_of,
-    initializer_of_seed,
-    may_draw,
-    with_its_seed,
+    can_draw,
+    freeze_seed,
+    has_seed_generator,
+    make_initializer,
+    make_seed_initializer,
 )
-from layoutmap.adapters.keras.loading import check_shape, from_host, is_on_host, sharded_on_the_host
+from layoutmap.adapters.keras.loading import check_shape, is_on_host, place_host_array, shard_host_assignments
 from layoutmap.adapters.keras.pending import end_pending, is_pending
 from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
@@ -36,12 +36,12 @@ class Materializer:
         self._undrawn = deque[weakref.ref[keras.Variable]]()
 
     def made(self, variable: keras.Variable) -> None:
-        """Note a pending variable."""
-        if may_draw(variable._initializer) and not is_seed_state(variable):
+        """Record a pending variable."""
+        if can_draw(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))
 
-    def draw_before(self, variable: object, make_now: Callable[[keras.Variable], None]) -> None:
-        """Draw what plain Keras has drawn before it makes a variable: each variable draws when it is made.
+    def draw_earlier_seeds(self, variable: object, make_now: Callable[[keras.Variable], None]) -> None:
+        """Draw the seeds that unsharded Keras would have drawn before it creates a variable.
 
         Args:
             variable: The variable; does nothing if it does not draw. `None`: up to now.
@@ -54,17 +54,17 @@ class Materializer:
         while self._undrawn and (first := self._undrawn.popleft()()) is not variable:
             if first is None or not is_pending(first):
                 continue
-            if draws_a_seed(first._initializer):
-                with self._initializing():
-                    first._initializer = with_its_seed(first._initializer, self._off_mesh)
+            if has_seed_generator(first._initializer):
+                with self._mark_initializing():
+                    first._initializer = freeze_seed(first._initializer, self._unshard_seed)
             else:
                 make_now(first)
 
     def draw_in_turn(self, make_now: Callable[[keras.Variable], None]) -> None:
         """Draw one by one where Keras's own initializers, which draw seeds alone, are among others that draw."""
         waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
-        if len({draws_a_seed(v._initializer) for v in waiting}) > 1:
-            self.draw_before(None, make_now)
+        if len({has_seed_generator(v._initializer) for v in waiting}) > 1:
+            self.draw_earlier_seeds(None, make_now)
         self._undrawn.clear()
 
     def initialize(self, todo: Sequence[tuple[Entry, Assignment]]) -> None:
@@ -73,43 +73,43 @@ class Materializer:
             order = {id(v): number for number, v in enumerate(self._session.registry.variables())}
             todo = sorted(todo, key=lambda pair: order.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(todo)}
-        with self._initializing():
-            initializers = {key: self._initializer_of(v) for key, (v, _) in keyed.items()}
+        with self._mark_initializing():
+            initializers = {key: self._make_initializer(v) for key, (v, _) in keyed.items()}
             # The state of a generator that a seed was drawn from has a value by now.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create({key: a for key, (_, a) in keyed.items()}, initializers)
         for key, (variable, assignment) in keyed.items():
-            self._first_value(variable, assignment, arrays[key])
+            self._set_first_value(variable, assignment, arrays[key])
 
-    def _initializing(self) -> AbstractContextManager[None]:
-        """While open, what is drawn is drawn in turn."""
+    def _mark_initializing(self) -> AbstractContextManager[None]:
+        """Mark that initializers run until the block ends, so that their draws do not advance earlier ones."""
         return temporarily(self._session.on_thread, "is_initializing", True)
 
-    def initialize_plainly(self, variable: Any) -> None:
-        """Initialize a variable that belongs to no model as Keras does, and forget it."""
+    def initialize_unsharded(self, variable: Any) -> None:
+        """Initialize a variable of no model as Keras does, and stop tracking it."""
         end_pending(variable)
         variable._layout = None
-        with self._session.backend.outside():
+        with self._session.backend.leave_tracing():
             variable._deferred_initialize()
         self._session.registry.forget(variable)
 
     def assign(self, variable: keras.Variable, assignment: Assignment, value: object) -> None:
-        """Give a pending variable an assigned value; its initializer never runs, and its seed is drawn all the same."""
-        if draws_a_seed(variable._initializer):
-            with self._initializing():
-                with_its_seed(variable._initializer, self._off_mesh)
+        """Store a value in a pending variable. Its initializer draws its seed but never runs."""
+        if has_seed_generator(variable._initializer):
+            with self._mark_initializing():
+                freeze_seed(variable._initializer, self._unshard_seed)
         if is_on_host(value):
             check_shape(variable, assignment.variable.path, value)
-            array = from_host(assignment, value)
+            array = place_host_array(assignment, value)
         else:
             array = self._session.engine.relayout(value, assignment.layout)
-        self._first_value(variable, assignment, array)
+        self._set_first_value(variable, assignment, array)
 
     def place(self, variable: keras.Variable, assignment: Assignment) -> None:
         """Place a variable that has its value in its layout."""
         self._store(variable, assignment, self._session.engine.relayout(variable._value, assignment.layout))
 
-    def _first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
+    def _set_first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
         self._store(variable, assignment, array)
         end_pending(variable)  # after that: an interrupt before leaves it pending
         variable._initializer = None
@@ -118,15 +118,15 @@ class Materializer:
         session, layout = self._session, assignment.layout
         held = session.engine.variable(array, name=variable.name, trainable=variable.trainable)
         tag = session.backend.store(variable, held, assignment, session)
-        sharded_on_the_host(variable, assignment)
+        shard_host_assignments(variable, assignment)
         variable.layout = layout
         self._session.registry.set_layout(variable, layout, tag)
 
-    def _initializer_of(self, variable: keras.Variable) -> Initializer:
+    def _make_initializer(self, variable: keras.Variable) -> Initializer:
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
         if self._session.context.across and is_seed_state(variable):
-            return initializer_of_seed(variable._initializer, shape, dtype)
-        return initializer_of(variable._initializer, shape, dtype, self._off_mesh)
+            return make_seed_initializer(variable._initializer, shape, dtype)
+        return make_initializer(variable._initializer, shape, dtype, self._unshard_seed)
 
-    def _off_mesh(self, seed: object) -> object:
+    def _unshard_seed(self, seed: object) -> object:
         return keras.ops.convert_to_tensor(self._session.engine.to_numpy(seed))

@@ -24,20 +24,20 @@ def note_given(layer: object, texts: Iterable[str]) -> None:
     layer.__dict__[_GIVEN] = frozenset(texts)
 
 
-def unnote(layer: object) -> None:
-    """Forget what `note_given` noted."""
+def forget_given(layer: object) -> None:
+    """Remove the record that `note_given` made."""
     layer.__dict__.pop(_GIVEN, None)
 
 
 def is_noted(layer: object) -> bool:
-    """Whether the texts that a layer is constructed with are noted."""
+    """Return whether a layer has a record of the texts that were passed to its constructor."""
     return _GIVEN in layer.__dict__
 
 
-def stable_names(layers: Sequence[Any]) -> list[str]:  # why: decisions/0005
-    """The names of layers that stand beside each other, those that Keras numbered being numbered anew."""
+def renumber_names(layers: Sequence[Any]) -> list[str]:  # why: decisions/0005
+    """Return the names of sibling layers, with Keras's automatic numbers restarted."""
     names = {id(layer): layer.name for layer in layers}
-    numbered = [(*found, layer) for layer in layers if (found := _numbered(layer)) is not None]
+    numbered = [(*found, layer) for layer in layers if (found := _parse_automatic_name(layer)) is not None]
     taken = set(names.values()) - {layer.name for *_, layer in numbered}
     for prefix, _, layer in sorted(numbered, key=lambda entry: entry[:2]):
         count = 0
@@ -49,23 +49,23 @@ def stable_names(layers: Sequence[Any]) -> list[str]:  # why: decisions/0005
 
 
 def is_given(layer: Any) -> bool | None:
-    """Whether a layer was given its name; `None`: nobody can tell."""
+    """Return whether the user named a layer, or None if it is unknown."""
     given = layer.__dict__.get(_GIVEN)
     return None if given is None else layer.name in given
 
 
-def like_keras(layer: Any, name: str | None = None) -> tuple[str, int] | None:
-    """The prefix and number of a layer's name, or another one, if it looks as if Keras had made it up."""
+def parse_default_name(layer: Any, name: str | None = None) -> tuple[str, int] | None:
+    """Return the prefix and number of a name that looks like a default of Keras, or None."""
     prefix, number = split_number(layer.name if name is None else name)
     return (prefix, number) if prefix == to_snake_case(type(layer).__name__) else None
 
 
 def split_number(name: str) -> tuple[str, int]:
-    """A name without its number, and the number; 0 if it has none."""
+    """Return a name without its number, and the number, or 0 without one."""
     found = re.fullmatch(r"(.+?)_(\d+)", name)
     return (found[1], int(found[2])) if found else (name, 0)
 
 
-def _numbered(layer: object) -> tuple[str, int] | None:
-    """The prefix and number of a name that Keras made up, or `None`."""
-    return like_keras(layer) if is_given(layer) is False else None
+def _parse_automatic_name(layer: object) -> tuple[str, int] | None:
+    """Return the prefix and number of a name that Keras generated, or None."""
+    return parse_default_name(layer) if is_given(layer) is False else None

@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary, ref
 import keras
 
 from layoutmap.adapters.keras.describing import Entry, describe_below
-from layoutmap.adapters.keras.names import stable_names
-from layoutmap.adapters.keras.paths import names_below
+from layoutmap.adapters.keras.names import renumber_names
+from layoutmap.adapters.keras.paths import name_sublayers
 from layoutmap.adapters.keras.registry import Registry
 
 
 class PathLookup:  # why: decisions/0005
-    """Finds the paths of single variables of a scope."""
+    """Lookup of the paths of single variables in a scope."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -29,18 +29,18 @@ class PathLookup:  # why: decisions/0005
         self._names: MutableMapping[object, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
 
     def find_entry(self, variable: object, layer: object) -> Entry | None:
-        """Return a variable as the core will see it; `None` if the layer does not hold it."""
+        """Return the entry of a variable in a layer, or None if the layer does not contain it."""
         prefix = ""
         top, seen = layer, {id(layer)}
-        while (above := self._holder(top)) is not None and id(above) not in seen:
+        while (above := self._find_holder(top)) is not None and id(above) not in seen:
             seen.add(id(above))
             prefix = f"{self._name_in(above, top)}.{prefix}"
             top = above
         if not isinstance(top, keras.Model):
-            prefix = f"{self._name_of(top)}.{prefix}"
+            prefix = f"{self._find_name(top)}.{prefix}"
         return describe_below(layer, prefix, variable)
 
-    def _holder(self, layer: keras.Layer) -> keras.Layer:
+    def _find_holder(self, layer: keras.Layer) -> keras.Layer:
         for each in self._registry.layers():
             if self._num_below.get(each, 0) != len(each._layers):
                 self._num_below[each] = len(each._layers)
@@ -54,14 +54,14 @@ class PathLookup:  # why: decisions/0005
         state = len(vars(above)), len(above._layers)
         before, names = self._names.get(above, (None, dict[int, str]()))
         if before != state or id(layer) not in names:
-            names = names_below(above)
+            names = name_sublayers(above)
             self._names[above] = state, names
         return names[id(layer)] if id(layer) in names else str(layer.name)
 
-    def _name_of(self, layer: keras.Layer) -> str:
-        (name,) = stable_names([layer])
+    def _find_name(self, layer: keras.Layer) -> str:
+        (name,) = renumber_names([layer])
         if name == layer.name:
             return name
         beside = [each for each in self._registry.layers() if type(each) is type(layer)]
         alone = [each for each in beside if each is layer or each not in self._above]
-        return stable_names(alone)[next(i for i, each in enumerate(alone) if each is layer)]
+        return renumber_names(alone)[next(i for i, each in enumerate(alone) if each is layer)]

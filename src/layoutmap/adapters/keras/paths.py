@@ -21,8 +21,8 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.names import stable_names
-from layoutmap.adapters.keras.private import Functional, without_number
+from layoutmap.adapters.keras.names import renumber_names
+from layoutmap.adapters.keras.private import Functional, strip_number
 from layoutmap.core.variables import make_unique_names
 
 _MOST_ALIASES = 16
@@ -58,7 +58,7 @@ class Found:
 
 
 def find_variables(root: object) -> list[Found]:
-    """All variables of a layer or model, in a fixed order, each once."""
+    """Return all variables of a layer or model in a fixed order, each once."""
     found: dict[int, Found] = {}
     for path, variable, is_seed in _Walk().paths(root):
         known = found.get(id(variable))
@@ -66,33 +66,33 @@ def find_variables(root: object) -> list[Found]:
             found[id(variable)] = Found(variable, path, is_seed=is_seed)
         elif path != known.path and path not in known.aliases and len(known.aliases) < _MOST_ALIASES:
             known.aliases.append(path)
-    return with_distinct_paths(found.values())
+    return number_equal_paths(found.values())
 
 
-def with_distinct_paths(found: Iterable[Found]) -> list[Found]:
-    """Variables of a model, those of one path numbered."""
+def number_equal_paths(found: Iterable[Found]) -> list[Found]:
+    """Return the variables of a model, with a number added to paths that occur twice."""
     every = list(found)
     for each, path in zip(every, make_unique_names([each.path for each in every]), strict=True):
         each.path = path
     return every
 
 
-def sublayers(layer: object) -> Iterator[keras.Layer]:
-    """The layers directly below a layer, also the model that a `Sequential` keeps inside."""
+def list_sublayers(layer: object) -> Iterator[keras.Layer]:
+    """Yield the direct children of a layer, including the inner model of a `Sequential`."""
     yield from getattr(layer, "_layers", ())
     inner = getattr(layer, "_functional", None)
     if inner is not None:
         yield inner
 
 
-def roots(layers: Sequence[object]) -> list[Any]:
-    """The layers that are in no other one."""
-    below = {id(child) for layer in layers for child in sublayers(layer)}
+def find_roots(layers: Sequence[object]) -> list[Any]:
+    """Return the layers that no other layer contains."""
+    below = {id(child) for layer in layers for child in list_sublayers(layer)}
     return [layer for layer in layers if id(layer) not in below]
 
 
 def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
-    """All layers below a layer or model under each of their paths, in the order of the variables."""
+    """Return all layers below a layer or model under each of their paths, in the order of the variables."""
     found: dict[tuple[str, int], keras.Layer] = {}
     above: set[int] = set()
 
@@ -100,7 +100,7 @@ def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
         if id(owner) in above:  # an object that holds its parent
             return
         above.add(id(owner))
-        for name, child in _children(owner):
+        for name, child in _list_children(owner):
             path = f"{prefix}{name}"
             if isinstance(child, keras.layers.Layer):
                 found.setdefault((path, id(child)), child)
@@ -112,12 +112,12 @@ def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
     return [(path, layer) for (path, _), layer in found.items()]
 
 
-def names_below(layer: object) -> dict[int, str]:
-    """The names that the layers directly below a layer have in it, by the id of the layer."""
+def name_sublayers(layer: object) -> dict[int, str]:
+    """Return the names of a layer's direct children within it, by the id of the child."""
     names: dict[int, str] = {}
 
     def look(owner: object, prefix: str) -> None:
-        for name, child in _children(owner):
+        for name, child in _list_children(owner):
             if isinstance(child, keras.layers.Layer):
                 names.setdefault(id(child), prefix + name)
             elif isinstance(child, (Mapping, list, tuple)):
@@ -127,8 +127,8 @@ def names_below(layer: object) -> dict[int, str]:
     return names
 
 
-def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: str = "") -> str:
-    """The path of an optimizer's variable: `optimizer.`, its weight's path, and what kind of slot it is.
+def make_slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: str = "") -> str:
+    """Return the path of an optimizer's variable: `optimizer.`, its weight's path, and the kind of slot.
 
     Args:
         slot: The variable.
@@ -138,7 +138,7 @@ def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: s
         kind: What kind of slot it is; empty: its name says it.
     """
     if weight is None:
-        path = f"optimizer.{without_number(slot.name)}"
+        path = f"optimizer.{strip_number(slot.name)}"
     else:
         kind = kind or slot.name.removeprefix(weight.path.replace("/", "_") + "_")
         path = f"optimizer.{weight_path}.{kind}"
@@ -149,60 +149,60 @@ def slot_path(slot: Any, weight: Any, weight_path: str, taken: set[str], kind: s
 
 
 class _Walk:
-    """One walk over a model. What is below a shared object is looked at once and repeated under each of its paths."""
+    """One walk over a model, which visits a shared object once and repeats its paths for each occurrence."""
 
     def __init__(self) -> None:
         self._below: dict[int, list[tuple[str, object, bool]]] = {}
         self._above: set[int] = set()
 
     def paths(self, owner: object) -> list[tuple[str, object, bool]]:
-        """Path, variable and whether it is a seed's state, for all that is below an object."""
+        """Return path, variable, and whether it is a seed state, for all variables below an object."""
         if id(owner) in self._above:  # an object that holds its parent
             return []
         if id(owner) not in self._below:
             self._above.add(id(owner))
             self._below[id(owner)] = [
                 (f"{name}.{path}" if path else name, variable, is_seed)
-                for name, child in _children(owner)
-                for path, variable, is_seed in self._at(owner, child)
+                for name, child in _list_children(owner)
+                for path, variable, is_seed in self._walk_child(owner, child)
             ]
             self._above.discard(id(owner))
         return self._below[id(owner)]
 
-    def _at(self, owner: object, child: object) -> list[tuple[str, object, bool]]:
+    def _walk_child(self, owner: object, child: object) -> list[tuple[str, object, bool]]:
         if isinstance(child, keras.Variable):
             return [("", child, isinstance(owner, keras.random.SeedGenerator))]
         return self.paths(child)
 
 
-def _children(owner: object) -> list[tuple[str, object]]:
-    """The values that an object holds, under public names."""
+def _list_children(owner: object) -> list[tuple[str, object]]:
+    """Return the values that an object contains, under public names."""
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items() if _is_walked(value)]
     if isinstance(owner, (list, tuple)):
         return [(str(i), value) for i, value in enumerate(owner) if _is_walked(value)]
     children: list[tuple[str, object]] = []
     if isinstance(owner, (keras.Sequential, Functional)):
-        children += zip(stable_names(owner.layers), owner.layers, strict=True)
-    walked = [(name, value) for name, value in attributes(owner) if _is_walked(value)]
+        children += zip(renumber_names(owner.layers), owner.layers, strict=True)
+    walked = [(name, value) for name, value in list_attributes(owner) if _is_walked(value)]
     single = [(n, v) for n, v in walked if not isinstance(v, (Mapping, list, tuple))]
     children += single + [(n, v) for n, v in walked if isinstance(v, (Mapping, list, tuple))]
     if isinstance(owner, keras.layers.Layer):
-        children += _unattached(owner, children)
+        children += _list_unattached(owner, children)
     return children
 
 
-def attributes(owner: object) -> Iterator[tuple[str, object]]:
-    """The values of an object's attributes, under public names; not Keras's own trackers."""
+def list_attributes(owner: object) -> Iterator[tuple[str, object]]:
+    """Yield an object's attributes under public names, except Keras's own trackers."""
     # torch keeps sublayers apart from the other attributes. They come first, as most are made before a layer's
     # variables: a variable of two paths, as that of a wrapped layer, has the same first path on each backend.
     values = {**(vars(owner).get("_modules") or {}), **vars(owner)}
     for name, value in values.items():
         if name not in _BOOKKEEPING:
-            yield _public_name(owner, name, values), value
+            yield _make_public_name(owner, name, values), value
 
 
-def _public_name(owner: object, name: str, values: Mapping[str, object]) -> str:
+def _make_public_name(owner: object, name: str, values: Mapping[str, object]) -> str:
     public = name.lstrip("_")
     if public == name or not public or public in values:
         return name
@@ -219,11 +219,11 @@ def _is_walked(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(_is_walked(v) for v in value)
 
 
-def _unattached(layer: object, children: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Layers that a layer tracks and no attribute holds: each goes by its own name."""
+def _list_unattached(layer: object, children: list[tuple[str, object]]) -> list[tuple[str, object]]:
+    """Return layers and variables that a layer tracks without an attribute, under their own names."""
     held: set[int] = set()
     for _, child in children:
-        _ids(child, held)
+        _collect_ids(child, held)
     tracked = [
         *getattr(layer, "_layers", ()),
         *getattr(layer, "_trainable_variables", ()),
@@ -233,18 +233,18 @@ def _unattached(layer: object, children: list[tuple[str, object]]) -> list[tuple
     layers = [thing for thing in loose if isinstance(thing, keras.layers.Layer)]
     variables = [thing for thing in loose if not isinstance(thing, keras.layers.Layer)]
     return [
-        *zip(stable_names(layers), layers, strict=True),
-        *((without_number(v.name), v) for v in variables),
+        *zip(renumber_names(layers), layers, strict=True),
+        *((strip_number(v.name), v) for v in variables),
     ]
 
 
-def _ids(child: object, ids: set[int]) -> None:
+def _collect_ids(child: object, ids: set[int]) -> None:
     ids.add(id(child))
     if isinstance(child, keras.random.SeedGenerator):
         ids.add(id(child.state))
     elif isinstance(child, Mapping):
         for value in child.values():
-            _ids(value, ids)
+            _collect_ids(value, ids)
     elif isinstance(child, (list, tuple)):
         for value in child:
-            _ids(value, ids)
+            _collect_ids(value, ids)

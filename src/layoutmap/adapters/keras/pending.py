@@ -24,7 +24,7 @@ _classes: dict[type, type] = {}
 
 
 class _Pending:  # why: decisions/0006
-    """The methods in which a pending variable differs from its class."""
+    """Overridden methods of a variable that has no value yet."""
 
     shape: tuple[int, ...]
     _dtype: Any
@@ -73,12 +73,12 @@ def make_pending(variable: object, session: object) -> None:
 
 
 def is_pending(variable: object) -> bool:
-    """Whether a variable has no value yet."""
+    """Return whether a variable has no value yet."""
     return isinstance(variable, _Pending)
 
 
 def end_pending(variable: object) -> None:
-    """Turn a pending variable back into what it was; it has its value, or is about to."""
+    """Restore the original class of a pending variable that has its value or is about to get it."""
     if isinstance(variable, _Pending):
         variable.__class__ = type(variable).__mro__[2]
         delattr(variable, SESSION)

@@ -43,7 +43,7 @@ import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.engines.patches import Closing
-from layoutmap.engines.tested import Needed, unsupported, warn_if_untested
+from layoutmap.engines.tested import Needed, make_unsupported_error, warn_if_untested
 
 with Needed("keras", ScopeError):
     from keras.src.backend.common import global_state as keras_state
@@ -109,7 +109,7 @@ ATTRIBUTES: Names = (
 
 
 def check_names(more: Names = ()) -> None:
-    """Refuse a Keras whose private names have moved.
+    """Refuse a Keras version that lacks one of the private names.
 
     Args:
         more: Classes or modules, and names that they are to have, beside those that every backend needs.
@@ -118,10 +118,10 @@ def check_names(more: Names = ()) -> None:
         f"{owner.__name__}.{name}"
         for owner, names in (*NAMES, *more)
         for name in names
-        if not any(name in vars(each) for each in _lineage(owner))
+        if not any(name in vars(each) for each in _list_bases(owner))
     ]
     for owner, names in ATTRIBUTES:
-        used = {name for each in _lineage(owner) for name in _names_in(each)}
+        used = {name for each in _list_bases(owner) for name in _list_used_names(each)}
         missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
     if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
         missing.append(_PENDING_LIST)
@@ -140,30 +140,30 @@ def check_names(more: Names = ()) -> None:
     if _COUNTS not in uniquify.__code__.co_consts:
         missing.append(_COUNTS)
     if missing:
-        raise unsupported("keras", ", ".join(missing), ScopeError)
+        raise make_unsupported_error("keras", ", ".join(missing), ScopeError)
 
 
-def _lineage(owner: object) -> list[Any]:
-    """A class and those that it inherits from, but for Python's own; or a module."""
+def _list_bases(owner: object) -> list[Any]:
+    """Return a class and its base classes without `object`, or a module."""
     return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
 
-def _names_in(owner: type) -> Iterator[str]:
-    """The names that the methods of a class use; where another library has replaced one, those of Keras's own."""
+def _list_used_names(owner: type) -> Iterator[str]:
+    """Yield the names that a class's original methods use, even if another library replaced a method."""
     for name, method in list(vars(owner).items()):
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-        if code is not None and code.co_filename != _file_of(owner.__module__):
-            code = _codes_in(owner.__module__).get(f"{owner.__qualname__}.{name}", code)
+        if code is not None and code.co_filename != _find_file(owner.__module__):
+            code = _load_codes(owner.__module__).get(f"{owner.__qualname__}.{name}", code)
         yield from code.co_names if code is not None else ()
 
 
-def _file_of(module: str) -> str | None:
+def _find_file(module: str) -> str | None:
     return getattr(sys.modules.get(module), "__file__", None)
 
 
 @functools.cache
-def _codes_in(module: str) -> dict[str, types.CodeType]:
-    """The code of all functions of a module as it is in its file, by qualified name."""
+def _load_codes(module: str) -> dict[str, types.CodeType]:
+    """Return the code objects of all functions in a module's source, by qualified name."""
     loader: Any = getattr(sys.modules[module], "__loader__", None)
     found: dict[str, types.CodeType] = {}
     todo = [loader.get_code(module)] if hasattr(loader, "get_code") else []
@@ -186,34 +186,34 @@ def check_keras(more: Names = ()) -> None:
         )
 
 
-def without_number(name: str) -> str:
-    """A name, without the number that Keras added to tell it from others of the process, if it did."""
+def strip_number(name: str) -> str:
+    """Return a name without the number that Keras added to make it unique in the process."""
     prefix, _, number = name.rpartition("_")
     counts = global_state.get_global_attribute(_COUNTS) or {}
     return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
 
 
-def counts_of_names() -> dict[str, int]:
-    """How many names of each sort Keras has made up so far in this process."""
+def count_names() -> dict[str, int]:
+    """Return how many names of each prefix Keras has generated so far in this process."""
     return dict(global_state.get_global_attribute(_COUNTS) or {})
 
 
-def as_if_first(path: str, before: dict[str, int]) -> str:
-    """A path of Keras's as it would be in a process that had made nothing before."""
-    counts = counts_of_names()
+def renumber_path(path: str, before: dict[str, int]) -> str:
+    """Return a Keras path with the numbers that it would have in a new process."""
+    counts = count_names()
 
-    def renumbered(name: str) -> str:
+    def renumber(name: str) -> str:
         prefix, _, number = name.rpartition("_")
         first = before.get(prefix, 0)
         if not first or not number.isdecimal() or not first <= int(number) < counts.get(prefix, 0):
             return name
         return f"{prefix}_{int(number) - first}" if int(number) > first else prefix
 
-    return "/".join(map(renumbered, path.split("/")))
+    return "/".join(map(renumber, path.split("/")))
 
 
-class without_value(Closing):
-    """Variables made in here get a shape, a type and an initializer, and no value; Keras's own list forgets them."""
+class deferred_values(Closing):
+    """Create variables in the block with shape, dtype, and initializer, but without a value."""
 
     def __init__(self) -> None:
         self._outer = global_state.get_global_attribute(_STATELESS)
@@ -248,21 +248,21 @@ class _Callback:
             raise
 
 
-def after_stateless_scope(call: Callable[[], None]) -> None:
-    """Have something called when Keras leaves the outermost stateless scope; asking twice calls it once."""
+def call_after_stateless_scope(call: Callable[[], None]) -> None:
+    """Call a function once when Keras leaves the outermost stateless scope."""
     waiting = global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True)
     if not any(isinstance(v, _Callback) and v.call == call for v in waiting):
         waiting.append(_Callback(call))
 
 
-def global_seed_state() -> Any:
-    """The state of Keras's global seed generator, a variable; `None` while there is none."""
+def get_global_seed_state() -> Any:
+    """Return the state variable of Keras's global seed generator, or None without a generator."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
 
 
 def set_global_seed(state: Sequence[int] | None) -> None:
-    """Give Keras's global seed generator a state; `None`: there is none, and the next draw makes one."""
+    """Set the state of Keras's global seed generator, or remove the generator for None."""
     if state is None:
         global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
     else:
@@ -270,8 +270,8 @@ def set_global_seed(state: Sequence[int] | None) -> None:
         variable.assign(np.asarray(state, keras.backend.standardize_dtype(variable.dtype)))
 
 
-def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> object:
-    """The `h5py.Dataset` that a store of Keras's would read for a key; `None` if there is none.
+def find_dataset(store: Any, key: str, opened: dict[str, Any]) -> object:
+    """Return the `h5py.Dataset` that a Keras store would read for a key, or None.
 
     Args:
         store: The store.
@@ -291,17 +291,17 @@ def dataset_of(store: Any, key: str, opened: dict[str, Any]) -> object:
     return None
 
 
-def outermost_layer() -> object:
-    """The layer or model whose call is going on, on this thread, outside of all others; `None`: there is none."""
+def get_outermost_layer() -> object:
+    """Return the outermost layer or model that is being called on this thread, or None."""
     context = global_state.get_global_attribute(_CALL)
     return None if context is None else context.entry_layer
 
 
 def is_global_seed(variable: object) -> bool:
-    """Whether a variable is the state of Keras's global seed generator, which belongs to no model."""
-    return variable is global_seed_state()
+    """Return whether a variable is the state of Keras's global seed generator, which belongs to no model."""
+    return variable is get_global_seed_state()
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a seed generator, in a layer or wherever one is kept."""
+    """Return whether a variable is the state of a seed generator."""
     return variable.name == "seed_generator_state"

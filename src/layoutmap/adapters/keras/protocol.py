@@ -69,7 +69,7 @@ class OnThread(threading.local):
 
 
 class KerasSession(Protocol):  # a protocol, since the module of `Session` imports those that are given one
-    """One scope's work in Keras, as wrapped methods and backends see it."""
+    """Work of one scope in Keras, as wrapped methods and backends use it."""
 
     context: ScopeContext
     policy: LayoutPolicy
@@ -93,133 +93,133 @@ class KerasSession(Protocol):  # a protocol, since the module of `Session` impor
 
     @property
     def engine(self) -> Engine:
-        """The engine that holds the arrays; a plan has none."""
+        """Engine of the scope's arrays. A plan has no engine."""
         ...
 
     def defer(self) -> AbstractContextManager[None]:
-        """While open, variables are made without values; the outermost one materializes them at its end."""
+        """Create variables without values in the block. The end of the outermost block materializes them."""
         ...
 
     def materialize(self) -> None:
-        """Give every variable of the scope its layout, and every pending one its value."""
+        """Set the layout of every variable in the scope, and the value of every pending one."""
         ...
 
     def plan_ahead(self) -> None:
-        """Find the layouts of what is pending, before values come one by one, as from a file."""
+        """Find the layouts of pending variables before their values are assigned one by one from a file."""
         ...
 
-    def optimizer_replaced(self, optimizer: object) -> None:
-        """A model was given another optimizer than this one."""
+    def release_optimizer(self, optimizer: object) -> None:
+        """Stop wrapping an optimizer that a model no longer uses."""
         ...
 
     def refuse_in_a_plan(self, name: str) -> None:
-        """Raise if this is a dry run, in which nothing gets a value."""
+        """Raise if this is a dry run, in which no variable gets a value."""
         ...
 
-    def path_of(self, variable: object) -> str:
-        """Return the object path of a variable, for messages."""
+    def find_path(self, variable: object) -> str:
+        """Return the object path of a variable for messages."""
         ...
 
-    def output_layout(self, layer: object) -> tuple[str, Layout | None]:
-        """Return a layer's path, and the layout of what it returns; `None`: it stays as it is."""
+    def find_output_layout(self, layer: object) -> tuple[str, Layout | None]:
+        """Return a layer's path, and the layout of its outputs or None to keep theirs."""
         ...
 
 
 class Backend(ABC):  # why: decisions/0171
-    """One backend of Keras. What has a body here does nothing, or the usual thing, on most of them."""
+    """One backend of Keras. Methods with a body here suit most backends."""
 
     engine_name: ClassVar[str]
 
     global_init: ClassVar[Mapping[str, str]]
     """Keras's own initializers, by class name, that this backend's engine draws on one device, and why."""
 
-    quiet: ClassVar[Sequence[tuple[object, str]]] = ()
+    silenced_methods: ClassVar[Sequence[tuple[object, str]]] = ()
     """Classes of Keras, and methods of theirs that do nothing on a thread that is in a scope."""
 
     chooses_layouts: ClassVar[bool] = False
     """Whether a compiler chooses the layouts of activations where no rule gives them."""
 
-    one_scope_in: ClassVar[Mapping[str, bool]] = MappingProxyType({})
+    single_scope_steps: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     """Steps of Keras that a model made outside cannot take with layers in layouts; `True`: if it trains others, too."""
 
-    value_of: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
+    read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
     """Returns the value of a variable in the element type that Keras says it has."""
 
-    as_plain: Callable[[Any], object] | None = None
+    make_unsharded_tensor: Callable[[Any], object] | None = None
     """Makes a plain tensor of a numpy array, where Keras's quantizers cannot read weights in layouts."""
 
-    unreadable_boards: ClassVar[Sequence[str]] = ()
+    unsupported_board_options: ClassVar[Sequence[str]] = ()
     """Options of Keras's TensorBoard with which it computes with weights themselves, which fails in layouts."""
 
-    def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
-        """Return classes or modules of Keras, and the private names of theirs that this backend uses."""
+    def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
+        """Return the classes and modules of Keras with the private names that this backend uses."""
         return ()
 
     def compute_on(self, mesh: Mesh) -> None:
-        """Have Keras make tensors on devices of the type of a mesh from now on, its own and those of plain models."""
+        """Make Keras create its tensors, and those of unsharded models, on the mesh's device type from now on."""
         return
 
     @abstractmethod
-    def outside(self) -> AbstractContextManager[object]:
-        """Leave any tracing that goes on, so that what is made in here are real arrays."""
+    def leave_tracing(self) -> AbstractContextManager[object]:
+        """Leave any tracing in the block, so that arrays created there have values."""
 
     @abstractmethod
     def is_tracing(self) -> bool:
-        """Whether the code runs inside a compiled function's trace."""
+        """Return whether the code runs in a compiled function's trace."""
 
     @abstractmethod
     def store(self, variable: object, held: object, assignment: Assignment, session: KerasSession) -> object:
-        """Give a variable its value; later values keep the layout. Returns the tag that slots will carry."""
+        """Store a variable's value so that later values keep its layout, and return the tag for its slots."""
 
-    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:
-        """Return what a layer returns in a layout; gradients find their way back."""
+    def relayout_output(self, array: object, layout: Layout, session: KerasSession) -> object:
+        """Return a layer's output in a layout. Gradients flow through the conversion."""
         return session.engine.relayout(array, layout)
 
-    def values_changed(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
-        """Fix what optimizers and layers remember of variables that have got new values."""
+    def refresh_references(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
+        """Update the references of optimizers and layers to variables with replaced values."""
         return
 
-    def layer_wraps(self, layer: object, session: KerasSession) -> Wraps:
-        """Return what to wrap on a layer or model so that it computes in its layouts."""
+    def make_layer_wraps(self, layer: object, session: KerasSession) -> Wraps:
+        """Return the methods to wrap on a layer or model so that it computes in its layouts."""
         return {}
 
     @staticmethod
     @abstractmethod
-    def training_wraps(model: object, session: KerasSession) -> Wraps:
-        """Return what to wrap on a model so that `fit`, `evaluate` and `predict` work in its layouts."""
+    def make_training_wraps(model: object, session: KerasSession) -> Wraps:
+        """Return the methods to wrap on a model so that `fit`, `evaluate`, and `predict` keep its layouts."""
 
-    def optimizer_wraps(self, optimizer: object, session: KerasSession) -> Wraps:
-        """Return what to wrap on an optimizer so that it updates variables in their layouts."""
+    def make_optimizer_wraps(self, optimizer: object, session: KerasSession) -> Wraps:
+        """Return the methods to wrap on an optimizer so that it updates variables in their layouts."""
         return {}
 
     @staticmethod
-    def unsupported_of(layer: object, path: str, weights: list[str]) -> Iterable[Unsupported]:
-        """Yield what the backend cannot do with a layer, given its path and those of its own weights."""
+    def find_unsupported(layer: object, path: str, weights: list[str]) -> Iterable[Unsupported]:
+        """Yield the operations of a layer that the backend cannot compute."""
         return ()
 
     @abstractmethod
     def gradients(
         self, model: object, x: object, y: object, sample_weight: object
     ) -> tuple[dict[str, object], list[object]]:
-        """Return the losses in training by name, and the gradient for each trainable variable, as numpy arrays.
+        """Return the training losses by name, and the gradients of trainable variables as numpy arrays.
 
         The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
         """
 
-    def comparing(self, model: object) -> AbstractContextManager[object]:
-        """While open, a model is compared with another one: it draws what that one draws, from the same rows.
+    def match_runs(self, model: object) -> AbstractContextManager[object]:
+        """Make compared models use the same random numbers and batch rows until the block ends.
 
         Keras draws from generators that are variables; what is drawn from one of the process depends in here on how
         often the model drew before. Each process passes the whole batch.
         """
         return nullcontext()
 
-    def random_states(self) -> dict[str, object]:
-        """Return the states of generators of the process from which layers draw, by name: numbers and arrays."""
+    def read_random_states(self) -> dict[str, object]:
+        """Return the random states of the process that layers draw from, by name."""
         return {}
 
     def restore_random_states(self, found: Mapping[str, object]) -> None:
-        """Put back what `random_states` returned, where it is in here."""
+        """Restore the states that `read_random_states` returned, as far as they are present."""
         return
 
 
@@ -230,8 +230,8 @@ _BACKENDS = {
 }
 
 
-def backend_of(name: str) -> Backend:
-    """Return the backend of a name.
+def get_backend(name: str) -> Backend:
+    """Return the backend with this name.
 
     Raises:
         ScopeError: There is none.
@@ -248,9 +248,9 @@ def backend_of(name: str) -> Backend:
 
 def read_variable(variable: keras.Variable) -> Any:
     """Return the global value of a variable, as a numpy array."""
-    return get_engine(backend_of(backend_name()).engine_name).to_numpy(variable.value)
+    return get_engine(get_backend(get_backend_name()).engine_name).to_numpy(variable.value)
 
 
-def backend_name() -> str:
-    """Return the backend that Keras runs on."""
+def get_backend_name() -> str:
+    """Return the name of the backend that Keras uses."""
     return keras.backend.backend()

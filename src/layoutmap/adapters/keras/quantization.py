@@ -1,4 +1,4 @@
-"""Layers whose variables Keras replaces, as `quantize` and `enable_lora` do."""
+"""Handle `quantize` and `enable_lora`, in which Keras replaces the variables of a layer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _GONE = object()
 
 
 @contextmanager
-def restored_on_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0056
-    """While open, a layer changes its variables, as `quantize` and `enable_lora` do.
+def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0056
+    """Restore a layer's variables if the block, such as `quantize` or `enable_lora`, raises a plan error.
 
     The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their
     old variables back, with their values: a kernel that was quantized is held until then.
@@ -42,7 +42,7 @@ class _State:
         self._trained = [(v, v.trainable) for _, variables in self._stores for v in variables]
 
     def put_back(self) -> list[keras.Variable]:
-        """Undo what has been done to the layer since; returns the variables that it had got."""
+        """Undo the changes to the layer, and return the variables that it had gained."""
         layer, now = self._layer, dict(self._layer.__dict__)
         old = {id(variable) for variable, _ in self._trained}
         new = [variable for store, _ in self._stores for variable in store if id(variable) not in old]
@@ -66,18 +66,18 @@ class _State:
 
 
 @contextmanager
-def plain_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
-    """While open, a layer's own weights are plain global arrays; what is made of them is laid out as it is assigned.
+def unshard_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
+    """Replace a layer's own weights by unsharded arrays until the block ends.
 
     One layer's weights are gathered on the host then, which is what Keras's quantizers need.
     """
-    as_plain = session.backend.as_plain
+    as_plain = session.backend.make_unsharded_tensor
     if session.context.plan_only or as_plain is None:
         yield
         return
     before: list[tuple[Any, object, object]] = []
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
-        if session.registry.knows(variable) and variable.value is not None:
+        if session.registry.has_variable(variable) and variable.value is not None:
             held = variable._value
             variable._value = as_plain(session.engine.to_numpy(held))
             before.append((variable, held, variable._value))

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Record:
-    """A record of one variable; forgotten when the variable dies."""
+    """Record of one variable, removed when the variable is deleted."""
 
     variable: weakref.ref[Any]
     parent: weakref.ref[object] | None = None
@@ -52,21 +52,21 @@ class Registry:
             self._optimizers.append(weakref.ref(optimizer))
 
     def let_go(self, thing: object) -> None:
-        """Forget a layer or an optimizer, with its variables."""
+        """Remove a layer or an optimizer with its variables."""
         self._layers = [ref for ref in self._layers if ref() is not thing]
         self._optimizers = [ref for ref in self._optimizers if ref() is not thing]
         for variable in getattr(thing, "variables", ()):
             self._forget(id(variable))
 
     def layers(self) -> list[Any]:
-        """Return the layers that are alive."""
+        """Return the layers that still exist."""
         self._layers = [ref for ref in self._layers if ref() is not None]
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
         # Keras makes a hollow object, without __init__, when a Functional model is subclassed.
         return [layer for layer in layers if hasattr(layer, "built")]
 
     def optimizers(self) -> list[Any]:
-        """Return the optimizers that are alive."""
+        """Return the optimizers that still exist."""
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     # -- variables
@@ -80,16 +80,16 @@ class Registry:
             kind: What it is, if it turns out to belong to no layer and no optimizer.
         """
         if id(variable) not in self._records:
-            record = self._record_of(variable)
+            record = self._get_record(variable)
             record.layer, record.kind = None if layer is None else weakref.ref(layer), kind
 
-    def layer_of(self, variable: object) -> object:
-        """Return the layer that made a variable; `None` if none did, or it is not known."""
+    def find_layer(self, variable: object) -> object:
+        """Return the layer that created a variable, or None."""
         record = self._records.get(id(variable))
         return record.layer() if record is not None and record.layer is not None else None
 
-    def kind_of(self, variable: object) -> Kind:
-        """Return what a variable is that belongs to no layer and no optimizer."""
+    def find_kind(self, variable: object) -> Kind:
+        """Return the kind of a variable that belongs to no layer and no optimizer."""
         record = self._records.get(id(variable))
         return record.kind if record is not None else Kind.METRIC
 
@@ -97,8 +97,8 @@ class Registry:
         """Forget a variable."""
         self._forget(id(variable))
 
-    def knows(self, variable: object) -> bool:
-        """Whether a variable was added."""
+    def has_variable(self, variable: object) -> bool:
+        """Return whether a variable was added."""
         return id(variable) in self._records
 
     def variables(self) -> list[Any]:
@@ -106,35 +106,35 @@ class Registry:
         return [v for record in list(self._records.values()) if (v := record.variable()) is not None]
 
     def set_parent(self, variable: object, parent: object) -> None:
-        """Say whose slot a variable is."""
-        self._record_of(variable).parent = weakref.ref(parent)
+        """Record that a variable is a slot of `parent`."""
+        self._get_record(variable).parent = weakref.ref(parent)
 
-    def parent_of(self, variable: object) -> Any:
-        """Return the weight whose slot a variable is; `None` if none is known."""
+    def find_parent(self, variable: object) -> Any:
+        """Return the weight that a slot belongs to, or None."""
         record = self._records.get(id(variable))
         return record.parent() if record is not None and record.parent is not None else None
 
     def set_layout(self, variable: object, layout: Layout, tag: object) -> None:
         """Note where a variable has been placed, and the object that is its `_layout` now."""
-        record = self._record_of(variable)
+        record = self._get_record(variable)
         self._tagged.pop(id(record.tag), None)
         record.tag = tag
         self._tagged[id(tag)] = record
         record.layout = layout  # at last: an interrupt before leaves the variable to be placed again
 
-    def layout_of(self, variable: object) -> Layout | None:
+    def get_layout(self, variable: object) -> Layout | None:
         """Return where a variable has been placed; `None`: nowhere yet."""
         record = self._records.get(id(variable))
         return record.layout if record is not None else None
 
-    def weight_of(self, reference: object) -> object:
-        """Return the variable whose `_layout` this is: Keras hands it on from a weight to the slots of an optimizer."""
+    def find_tagged_weight(self, reference: object) -> object:
+        """Return the variable with this `_layout` tag, which Keras copies from a weight to its slots."""
         if isinstance(reference, weakref.ref):
             return reference()
         record = self._tagged.get(id(reference))
         return record.variable() if record is not None and record.tag is reference else None
 
-    def _record_of(self, variable: object) -> _Record:
+    def _get_record(self, variable: object) -> _Record:
         key = id(variable)
         record = self._records.get(key)
         if record is None or record.variable() is not variable:  # an interrupt can keep one that is dead
@@ -157,13 +157,13 @@ class Table(Generic[T]):
         self._entries: Mapping[int, T] = {}
 
     def is_current(self) -> bool:
-        """Whether it was filled and nothing has been added since."""
+        """Return whether the table was filled and the registry has not changed since."""
         return self._version == self._registry.version
 
     def fill(self, entries: Mapping[int, T]) -> None:
-        """Take what is known now, by the id of the object."""
+        """Store the current entries by the id of the object."""
         self._version, self._entries = self._registry.version, entries
 
     def get(self, thing: object) -> T | None:
-        """Return what is known of an object; `None`: nothing, or nothing that still holds."""
+        """Return the entry of an object, or None if it is missing or outdated."""
         return self._entries.get(id(thing)) if self.is_current() else None

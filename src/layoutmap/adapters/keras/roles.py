@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import keras
 
-from layoutmap.adapters.keras.paths import sublayers
+from layoutmap.adapters.keras.paths import list_sublayers
 from layoutmap.core.variables import Use
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -25,37 +25,37 @@ _HEAD_SIZES = ("head_dim", "key_value_dim")
 """Names that attention layers with all heads in one axis have for the size of a head."""
 
 
-def uses(layers: Iterable[object]) -> dict[int, Use]:
-    """The roles of the axes of weights, as far as they are known, by the id of the variable."""
+def find_uses(layers: Iterable[object]) -> dict[int, Use]:
+    """Return the known roles of the axes of weights, by the id of the variable."""
     layers = list(layers)
     head_sizes = {
         id(child): size
         for layer in layers
-        if (size := _head_size(layer))
-        for child in sublayers(layer)
+        if (size := _find_head_size(layer))
+        for child in list_sublayers(layer)
         if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis of heads
     }
     found: dict[int, Use] = {}
     for layer in layers:
-        for attribute, roles in _roles(layer):
+        for attribute, roles in _list_roles(layer):
             variable = getattr(layer, attribute, None)
             if isinstance(variable, keras.Variable) and len(variable.shape) == len(roles):
                 found.setdefault(id(variable), Use(roles, head_sizes.get(id(layer))))
     return found
 
 
-def _head_size(layer: object) -> int | None:
+def _find_head_size(layer: object) -> int | None:
     sizes = (getattr(layer, name, None) for name in _HEAD_SIZES)
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The attributes that hold a layer's weights, and the roles of each one's axes."""
+def _list_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the attributes of a layer's weights, and the roles of each weight's axes."""
     if isinstance(layer, keras.layers.Dense):
         yield "_kernel", ("in.0", "out.0")
         yield "bias", ("out.0",)
     elif isinstance(layer, keras.layers.EinsumDense):
-        yield from _of_equation(layer.equation, layer.bias_axes or "")
+        yield from _list_einsum_roles(layer.equation, layer.bias_axes or "")
     elif isinstance(layer, _CONVOLUTIONS):
         yield "_kernel", (*("",) * layer.rank, "in.0", "out.0")
         yield "bias", ("out.0",)
@@ -64,7 +64,7 @@ def _roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "reverse_embeddings", ("in.0", "rows")
 
 
-def _of_equation(equation: str, bias_axes: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _list_einsum_roles(equation: str, bias_axes: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     summed = [letter for letter in kernel if letter in inputs and letter not in result]

@@ -22,14 +22,20 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.current import entered, is_entered
+from layoutmap.adapters.current import active_session, is_session_active
 from layoutmap.adapters.keras import private
 from layoutmap.adapters.keras.call_stack import count_user_frames, describe_reader, find_makers, is_in_call
 from layoutmap.adapters.keras.copies import watch_loads
-from layoutmap.adapters.keras.describing import Entry, describe, describe_alone, layer_paths, unsupported_of
+from layoutmap.adapters.keras.describing import (
+    Entry,
+    describe_alone,
+    describe_variables,
+    find_unsupported,
+    list_layer_paths,
+)
 from layoutmap.adapters.keras.existing_layers import find_existing_layers, make_existing_error
-from layoutmap.adapters.keras.hooks import installed
-from layoutmap.adapters.keras.initializers import why_global
+from layoutmap.adapters.keras.hooks import install_hooks
+from layoutmap.adapters.keras.initializers import find_global_reason
 from layoutmap.adapters.keras.loading import check_shape
 from layoutmap.adapters.keras.materialize import Materializer
 from layoutmap.adapters.keras.names import is_noted, note_given
@@ -40,7 +46,7 @@ from layoutmap.adapters.keras.protocol import Backend, KerasSession, OnThread
 from layoutmap.adapters.keras.registry import Registry, Table
 from layoutmap.adapters.keras.training import adopt_for_training, complete
 from layoutmap.adapters.keras.untracked import find_loose_ids
-from layoutmap.adapters.keras.wraps import session_of, unwrap_optimizer, wrap_layer, wrap_optimizer
+from layoutmap.adapters.keras.wraps import get_session, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import PlanError, ScopeError
@@ -76,31 +82,31 @@ class Session(KerasSession):
         self._kept: set[int] = set()  # what was loose when garbage was last collected
         self._is_materializing = False
         self._failed = False
-        self._names_before = private.counts_of_names()
+        self._names_before = private.count_names()
 
     @property
     def engine(self) -> Engine:
-        """The engine that holds the arrays; a plan has none."""
+        """Engine of the scope's arrays. A plan has no engine."""
         return self.context.engine
 
     # -- what is made in the scope
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """While open, variables are made without values; the outermost one materializes them at its end."""
+        """Create variables without values in the block. The end of the outermost block materializes them."""
         inside = self._is_open
         if not inside:
             self.on_thread.opened_at = count_user_frames()
-        with installed(self.backend.quiet), entered(self):
+        with install_hooks(self.backend.silenced_methods), active_session(self):
             yield
         if not inside:
             if private.in_stateless_scope() and self.backend.is_tracing():
-                private.after_stateless_scope(self._materialize_if_closed)
+                private.call_after_stateless_scope(self._materialize_if_closed)
             else:
                 self.materialize()
 
-    def layer_created(self, layer: object, *, given: Iterable[str] | None = None) -> None:
-        """A layer was constructed, with these texts among its arguments; `None`: it was there before the scope."""
+    def note_layer(self, layer: object, *, given: Iterable[str] | None = None) -> None:
+        """Wrap a layer, and record the texts passed to its constructor, or None if it existed before the scope."""
         if given is not None:
             if is_noted(layer):  # another library wraps the hook that has reported this once
                 return
@@ -109,11 +115,11 @@ class Session(KerasSession):
         wrap_layer(layer, self)
 
     def made(self, model: object) -> bool:
-        """Return whether a model was made here."""
-        return session_of(model) is self
+        """Return whether a model was built in this scope."""
+        return get_session(model) is self
 
-    def why_not_here(self) -> ScopeError | None:
-        """Return the error for a variable that is made now, if it is one of an object that existed before the scope.
+    def find_existing_error(self) -> ScopeError | None:
+        """Return the error for a variable of an object that existed before the scope, or None.
 
         A layer that is built by another one, which was made here, is part of that and laid out with it. A plan must
         leave it as it is.
@@ -121,19 +127,19 @@ class Session(KerasSession):
         plan_only, outermost = self.context.plan_only, None
         for maker in find_makers(self.on_thread.opened_at):
             is_layer = isinstance(maker, keras.layers.Layer)
-            if is_layer and session_of(maker) is not None:
+            if is_layer and get_session(maker) is not None:
                 return (
                     make_existing_error(outermost, plan_only) if outermost is not None and plan_only else None
                 )
             if is_layer:
                 outermost = maker
-            elif plan_only and isinstance(maker, keras.Optimizer) and session_of(maker) is None:
+            elif plan_only and isinstance(maker, keras.Optimizer) and get_session(maker) is None:
                 return make_existing_error(maker, plan_only)
         return None if outermost is None else make_existing_error(outermost, plan_only)
 
     @contextmanager
-    def drawing(self, generator: Any) -> Iterator[None]:
-        """While open, a seed generator is drawn from; in a plan it keeps its state."""
+    def advance_or_restore_seed(self, generator: Any) -> Iterator[None]:
+        """Let a seed generator be drawn from in the block, and restore its state afterwards in a plan."""
         if private.in_stateless_scope():
             yield
         elif self.context.plan_only:
@@ -141,33 +147,33 @@ class Session(KerasSession):
             yield
             generator.state.assign(before)
         else:
-            self.draw_before()
+            self.draw_earlier_seeds()
             yield
 
-    def draw_before(self, variable: object = None) -> None:
-        """Draw what plain Keras has drawn before it makes a variable, or up to now."""
-        with self.lock, self._outside():
-            self._materializer.draw_before(variable, self.make_now)
+    def draw_earlier_seeds(self, variable: object = None) -> None:
+        """Draw the seeds that unsharded Keras would have drawn before it creates a variable, or until now."""
+        with self.lock, self._leave_tracing():
+            self._materializer.draw_earlier_seeds(variable, self.make_now)
 
-    def optimizer_created(self, optimizer: object) -> None:
-        """An optimizer is being constructed: look after it, whoever it is for."""
+    def note_optimizer(self, optimizer: object) -> None:
+        """Wrap an optimizer that is being constructed in this scope."""
         wrap_optimizer(optimizer, self)
 
-    def optimizer_replaced(self, optimizer: object) -> None:
-        """A model was given another optimizer than this one."""
+    def release_optimizer(self, optimizer: object) -> None:
+        """Stop wrapping an optimizer that no model uses any more."""
         if not any(getattr(layer, "optimizer", None) is optimizer for layer in self.registry.layers()):
             unwrap_optimizer(optimizer)
 
-    def variable_created(
+    def create_variable(
         self, variable: Any, plain_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
     ) -> None:
-        """A variable is being constructed: do so without a value, unless it is given one."""
+        """Construct a variable without its value, unless it gets a given array."""
         reference = kwargs.get("layout")
         if self.context.plan_only and isinstance(initializer, (int, float)) and kwargs.get("dtype"):
             # As optimizers make them. Keras would make an array of the number, and start a backend for it.
             initializer, kwargs = keras.initializers.Constant(initializer), {**kwargs, "shape": ()}
         if callable(initializer) or isinstance(initializer, str):
-            with private.without_value():
+            with private.deferred_values():
                 plain_init(variable, initializer, *args, **kwargs)
             make_pending(variable, self)
             self._materializer.made(variable)
@@ -181,14 +187,14 @@ class Session(KerasSession):
         else:  # a variable of its own, such as a user's code makes
             note_given(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
             self.registry.add(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
-        parent = self.registry.weight_of(reference)
+        parent = self.registry.find_tagged_weight(reference)
         if parent is not None:
             self.registry.set_parent(variable, parent)
 
     # -- describing
 
     def unbuilt(self) -> list[str]:
-        """Return the names of layers that will make weights when they are first called."""
+        """Return the names of layers that create weights in their first call."""
         return [
             layer.name
             for layer in self.registry.layers()
@@ -197,17 +203,17 @@ class Session(KerasSession):
 
     # -- materializing
 
-    def _outside(self) -> AbstractContextManager[object]:
-        """Leave any tracing that goes on. A plan makes no arrays, and to leave some tracing starts a backend."""
-        return nullcontext() if self.context.plan_only else self.backend.outside()
+    def _leave_tracing(self) -> AbstractContextManager[object]:
+        """Leave any tracing, except in a plan, which makes no arrays and so must not start a backend."""
+        return nullcontext() if self.context.plan_only else self.backend.leave_tracing()
 
     def materialize(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value."""
-        with self.lock, self._outside():
+        with self.lock, self._leave_tracing():
             waiting = self.registry.variables()
             # Also of what an early read has made by itself.
             news = self.registry.version != self._version_planned
-            if not news and not any(is_pending(v) or self.registry.layout_of(v) is None for v in waiting):
+            if not news and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
                 return
             del waiting
             self._collect_garbage()
@@ -220,7 +226,7 @@ class Session(KerasSession):
                 self._is_materializing = False
 
     def _collect_garbage(self) -> None:
-        """Have Python forget what nobody holds any more, so that a plan does not depend on when it does by itself.
+        """Run the garbage collector, so that a plan does not depend on when Python runs it.
 
         Of several processes, what one has forgotten all have: they describe the same variables.
         """
@@ -229,7 +235,7 @@ class Session(KerasSession):
             self._kept = find_loose_ids(self.registry)
 
     def _materialize(self, waiting: list[object]) -> None:
-        entries = describe(self.registry)
+        entries = describe_variables(self.registry)
         assignments = self._assign(entries, complete=not self.unbuilt())
         if not self.context.plan_only:
             self._take_existing()
@@ -241,69 +247,71 @@ class Session(KerasSession):
         self._materializer.initialize([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.context.across:
             named = zip(format_variable_names([e.spec for e in entries]), entries, strict=True)
-            new = [(name, e.variable) for name, e in named if self.registry.layout_of(e.variable) is None]
+            new = [(name, e.variable) for name, e in named if self.registry.get_layout(e.variable) is None]
             check_values(
                 ((name, compute_checksum(self.engine.to_numpy(v._value))) for name, v in new),
                 self.context.gather,
             )
         for entry, assignment in pairs:
-            if self.registry.layout_of(entry.variable) != assignment.layout:
+            if self.registry.get_layout(entry.variable) != assignment.layout:
                 self._materializer.place(entry.variable, assignment)
         for variable in waiting:
             if is_pending(variable) and private.is_global_seed(variable):
-                self._materializer.initialize_plainly(variable)
-        self.backend.values_changed(self.registry.optimizers(), self.registry.layers())
+                self._materializer.initialize_unsharded(variable)
+        self.backend.refresh_references(self.registry.optimizers(), self.registry.layers())
 
     def _take_existing(self) -> None:
-        """Look after layers that existed before, where they are part of what was made here, and so are laid out too."""
+        """Wrap existing layers that are part of models built in this scope, so that they are sharded too."""
         layers = self.registry.layers()
-        for layer in list(find_existing_layers(layers, lambda layer: session_of(layer) is not None)):
+        for layer in list(find_existing_layers(layers, lambda layer: get_session(layer) is not None)):
             self._take_layer(layer)
 
     def _take_layer(self, layer: object) -> None:
-        self.layer_created(layer)
+        self.note_layer(layer)
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
 
     def _assign(self, entries: list[Entry], *, complete: bool) -> Sequence[Assignment]:
         return self.context.assign(
-            [self._named(e.spec) for e in entries],
-            {e.spec.key: why for e in entries if (why := self._why_global(e))},
-            unsupported_of(self.backend, self.registry.layers(), entries),
+            [self._rename_as_first(e.spec) for e in entries],
+            {e.spec.key: why for e in entries if (why := self._find_global_reason(e))},
+            find_unsupported(self.backend, self.registry.layers(), entries),
             complete,
-            [path for path, _ in layer_paths(self.registry.layers())] if self.policy.activations else None,
+            [path for path, _ in list_layer_paths(self.registry.layers())]
+            if self.policy.activations
+            else None,
             self.backend.chooses_layouts,
         )
 
-    def _named(self, spec: VariableSpec) -> VariableSpec:
-        """A variable with the name that Keras gives it where the scope is the first thing in a process.
+    def _rename_as_first(self, spec: VariableSpec) -> VariableSpec:
+        """Return a variable's spec with the name that Keras would give it in a new process.
 
         The numbers that Keras adds to names count what was made before. A plan and what is then built have the same.
         """
         prefix, sign, path = spec.name.partition(":")
-        name = f"{prefix}{sign}{private.as_if_first(path, self._names_before)}"
+        name = f"{prefix}{sign}{private.renumber_path(path, self._names_before)}"
         return spec if name == spec.name else replace(spec, name=name)
 
     # -- activations
 
-    def output_layout(self, layer: object) -> tuple[str, Layout | None]:
-        """Return a layer's path, and the layout of what it returns; `None`: it stays as it is."""
+    def find_output_layout(self, layer: object) -> tuple[str, Layout | None]:
+        """Return a layer's path, and the layout of its outputs or None to keep theirs."""
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
-            for path, each in layer_paths(self.registry.layers()):
+            for path, each in list_layer_paths(self.registry.layers()):
                 # A shared layer has the rule of any of its paths.
                 if found.get(id(each), ("", None))[1] is None:
                     found[id(each)] = path, self.policy.find_activation_layout(path)
             self._outputs.fill(found)
         return self._outputs.get(layer) or ("", None)
 
-    def _why_global(self, entry: Entry) -> str:
+    def _find_global_reason(self, entry: Entry) -> str:
         if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
             return ""
-        return why_global(entry.variable._initializer, self.backend.global_init)
+        return find_global_reason(entry.variable._initializer, self.backend.global_init)
 
     def _materialize_if_closed(self) -> None:
-        """Materialize, unless whoever opened the scope is still to do so.
+        """Materialize the variables, unless the open scope will do so at its end.
 
         Keras calls this when it leaves its symbolic code, and may do so where it catches every exception, to try
         something else: a plan's errors would be lost there.
@@ -313,7 +321,7 @@ class Session(KerasSession):
 
     @property
     def _is_open(self) -> bool:
-        return is_entered(self)
+        return is_session_active(self)
 
     def make_now(self, variable: object) -> None:
         """Give a pending variable its value, since somebody reads it.
@@ -321,9 +329,9 @@ class Session(KerasSession):
         Inside the scope that is an early read, and only this variable is made; in a plan it stays pending. After it,
         an exception or a plan that does not fit has left variables pending: that is done now, or raises again.
         """
-        with self.lock, self._outside():
+        with self.lock, self._leave_tracing():
             if is_pending(variable) and private.is_global_seed(variable):
-                self._materializer.initialize_plainly(variable)
+                self._materializer.initialize_unsharded(variable)
             elif not self._is_open and not self._is_materializing:
                 self.materialize()
             if not is_pending(variable):
@@ -331,41 +339,43 @@ class Session(KerasSession):
             if self.context.plan_only:
                 self._check_read(variable)
                 return
-            self.draw_before(variable)
-            entry = self._entry_of(variable)
-            self._materializer.initialize([(entry, self._assignment_of(entry))])
+            self.draw_earlier_seeds(variable)
+            entry = self._find_entry(variable)
+            self._materializer.initialize([(entry, self._find_assignment(entry))])
 
     def assign_now(self, variable: keras.Variable, value: Any) -> None:
-        """Give one pending variable an assigned value; its initializer never runs."""
-        with self.lock, self._outside():
+        """Store an assigned value in a pending variable without running its initializer."""
+        with self.lock, self._leave_tracing():
             if self._failed and not self._is_open and not self._is_materializing:
                 self.materialize()
             if self.context.plan_only and self._is_open:
                 if tuple(variable.shape) != tuple(value.shape):
-                    check_shape(variable, self.path_of(variable), value)
+                    check_shape(variable, self.find_path(variable), value)
                 return
-            entry = self._entry_of(variable)
+            entry = self._find_entry(variable)
             self.refuse_in_a_plan(entry.spec.path)
-            self.draw_before(variable)
-            self._materializer.assign(variable, self._assignment_of(entry), value)
+            self.draw_earlier_seeds(variable)
+            self._materializer.assign(variable, self._find_assignment(entry), value)
 
     def plan_ahead(self) -> None:
-        """Find the layouts of what is pending, before values come one by one, as from a file."""
-        with self.lock, self._outside():
+        """Find the layouts of pending variables before their values are assigned one by one from a file."""
+        with self.lock, self._leave_tracing():
             if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
-                entries = describe(self.registry)
+                entries = describe_variables(self.registry)
                 found = self._assign(entries, complete=False)
                 pairs = zip(entries, found, strict=True)
                 self._planned_ahead.fill({id(e.variable): a for e, a in pairs})
 
-    def path_of(self, variable: object) -> str:
-        """Return the object path of a variable, for messages."""
-        with self.lock, self._outside():
-            return self._entry_of(variable).spec.path
+    def find_path(self, variable: object) -> str:
+        """Return the object path of a variable for messages."""
+        with self.lock, self._leave_tracing():
+            return self._find_entry(variable).spec.path
 
-    def _assignment_of(self, entry: Entry) -> Assignment:
-        """Return the layout of a variable that gets its value before all are planned, or as planned ahead."""
-        return self._planned_ahead.get(entry.variable) or self.context.assign_one(self._named(entry.spec))
+    def _find_assignment(self, entry: Entry) -> Assignment:
+        """Return the layout of a variable that gets its value before all variables are planned."""
+        return self._planned_ahead.get(entry.variable) or self.context.assign_one(
+            self._rename_as_first(entry.spec)
+        )
 
     def refuse_in_a_plan(self, name: str) -> None:
         """Raise if this is a dry run, in which nothing gets a value."""
@@ -383,25 +393,25 @@ class Session(KerasSession):
     def _check_read(self, variable: Any) -> None:
         """Raise if a plan does not answer the read of a weight with zeros of its shape."""
         if not self._is_open or is_in_call():
-            self.refuse_in_a_plan(self.path_of(variable))
+            self.refuse_in_a_plan(self.find_path(variable))
         elif math.prod(variable.shape) > _MOST_ZEROS:
             raise PlanError(
-                f"{self.path_of(variable)}: its value is read while the model is planned, and it is too large for that",
+                f"{self.find_path(variable)}: its value is read while the model is planned, and it is too large for that",
                 facts={"shape": tuple(variable.shape), "read by": describe_reader()},
                 why="plan() answers such a read with zeros, but makes no arrays of more than "
                 f"{_MOST_ZEROS:,} elements",
                 fix="compute from the weight after the model is made, or plan the model with a smaller weight there",
             )
 
-    def _entry_of(self, variable: object) -> Entry:
-        layer = self.registry.layer_of(variable)
+    def _find_entry(self, variable: object) -> Entry:
+        layer = self.registry.find_layer(variable)
         found = self._path_lookup.find_entry(variable, layer) if layer is not None else None
         if found is not None:
             return found
         if not self._specs.is_current():  # slots, metrics, seeds: few are read before all is known
-            self._specs.fill({id(e.variable): e.spec for e in describe(self.registry)})
+            self._specs.fill({id(e.variable): e.spec for e in describe_variables(self.registry)})
         spec = self._specs.get(variable)
-        return Entry(variable, spec) if spec else describe_alone(variable, self.registry.kind_of(variable))
+        return Entry(variable, spec) if spec else describe_alone(variable, self.registry.find_kind(variable))
 
     # -- models that exist, and models to be
 
@@ -411,7 +421,7 @@ class Session(KerasSession):
             return make()
 
     def take(self, model: keras.Model) -> object:
-        """Lay out a model that exists, and look after it as if it had been built here; returns it."""
+        """Shard an existing model as if it had been built here, and return it."""
         for layer in model._flatten_layers():
             self._take_layer(layer)
         for found in find_variables(model):
@@ -424,5 +434,5 @@ class Session(KerasSession):
         return model
 
     def complete(self, model: object, inputs: object) -> None:
-        """Have a model make what it would make at its first call and training step; computes nothing."""
+        """Create, without computing, the variables that a first call and training step would create."""
         complete(model, inputs)

@@ -24,14 +24,14 @@ from layoutmap.engines.patches import temporarily, wrap_in_context
 
 
 def complete(model: Any, inputs: object) -> None:
-    """Have a model make what it would make at its first call and training step; computes nothing.
+    """Create, without computing, the variables that a first call and training step would create.
 
     Args:
         model: The model.
         inputs: What it is called with, or like; `None`: it is not called, and may stay without weights.
     """
     if inputs is not None:
-        _call(model, keras.tree.map_structure(functools.partial(_symbol, inputs), inputs))
+        _call(model, keras.tree.map_structure(functools.partial(_make_symbol, inputs), inputs))
     optimizer = getattr(model, "optimizer", None)
     if (
         optimizer is not None
@@ -60,8 +60,8 @@ def _call(model: keras.Model, symbols: object) -> None:
         ) from error
 
 
-def _symbol(inputs: Any, leaf: Any) -> object:
-    """A symbol of the shape and type of one of the inputs."""
+def _make_symbol(inputs: Any, leaf: Any) -> object:
+    """Return a symbolic tensor with the shape and dtype of one input."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         sizes = isinstance(inputs, tuple | list) and all(n is None or isinstance(n, int) for n in inputs)
         shape = tuple(inputs) if sizes else (8, 16)
@@ -81,15 +81,15 @@ def adopt_for_training(model: keras.Model, session: KerasSession) -> None:
         session.registry.add_optimizer(optimizer)
     slots = list(optimizer.variables) if optimizer is not None else []
     weights = list(model.trainable_variables)
-    for slot, parent in zip(slots, parents_by_name(slots, weights), strict=True):
-        if parent is not None and not session.registry.knows(slot):
+    for slot, parent in zip(slots, match_slots(slots, weights), strict=True):
+        if parent is not None and not session.registry.has_variable(slot):
             session.registry.set_parent(slot, parent)
     for variable in (*model.variables, *slots, *model.metrics_variables):
         session.registry.add(variable)
 
 
 def make_for_training(model: keras.Model, session: KerasSession | None, batch: object) -> None:
-    """Have a model make what its training step would make in a trace: weights, slots, metrics and trackers of losses.
+    """Create the weights, slots, metrics, and loss trackers that a traced training step would create.
 
     Args:
         model: The model; one that is not compiled makes weights alone.
@@ -110,14 +110,14 @@ def materialize_for_training(model: keras.Model, session: KerasSession) -> None:
     session.materialize()
 
 
-def step_wraps(
+def make_step_wraps(
     model: keras.Model,
     session: KerasSession,
     schedule: CallSchedule,
     step: Callable[[str, Callable[[], Any]], Any],
     wraps: Mapping[str, Callable[..., object]] = MappingProxyType({}),
 ) -> dict[str, Callable[..., object]]:
-    """Return what to wrap on a model: the methods that make its steps, and that which begins an epoch, by their names.
+    """Return the methods to wrap on a model: those that make its steps, and the one that begins an epoch.
 
     Args:
         model: The model.
@@ -127,12 +127,12 @@ def step_wraps(
         wraps: The methods that the backend has wrapped already.
     """
 
-    def making(name: str) -> Callable[..., object]:
+    def wrap_make_function(name: str) -> Callable[..., object]:
         plain, attribute = getattr(model, f"make_{name}_function"), f"{name}_function"
 
         @functools.wraps(plain)
         def make(force: bool = False) -> object:
-            def own() -> object:
+            def make_own_step() -> object:
                 plain(force=force)
                 return getattr(model, attribute)
 
@@ -142,20 +142,20 @@ def step_wraps(
             if getattr(model, attribute) is None or force:
                 if session.context.across:
                     check_program(f"the {name} step", describe_model(model, name), session.context.gather)
-                setattr(model, attribute, step(name, own))
+                setattr(model, attribute, step(name, make_own_step))
             return getattr(model, attribute)
 
         return make
 
-    makes = {f"make_{name}_function": making(name) for name in ("train", "test", "predict")}
-    epochs = _epoch_wraps(model, schedule, wraps) if session.context.across else {}
+    makes = {f"make_{name}_function": wrap_make_function(name) for name in ("train", "test", "predict")}
+    epochs = _make_epoch_wraps(model, schedule, wraps) if session.context.across else {}
     return {**wraps, **makes, **epochs}
 
 
-def _epoch_wraps(
+def _make_epoch_wraps(
     model: keras.Model, schedule: CallSchedule, wraps: Mapping[str, Callable[..., object]]
 ) -> dict[str, Callable[..., object]]:
-    """Return what to wrap on a model so that its schedule knows the first step of each epoch."""
+    """Return the methods to wrap on a model so that its schedule knows the first step of each epoch."""
     reset = model.reset_metrics
 
     @functools.wraps(reset)
@@ -171,7 +171,7 @@ def _epoch_wraps(
 
 
 def build_for_step(model: keras.Model, session: KerasSession, batch: object) -> bool:
-    """Have a model that was never called make its weights, for inputs of a batch's shapes; whether it had to."""
+    """Build an uncalled model for inputs of a batch's shapes, and return whether that was needed."""
     if all(layer.built for layer in model._flatten_layers()):
         return False
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -222,25 +222,25 @@ def check_same_batch(batch: object, session: KerasSession, schedule: CallSchedul
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Whether a model's class has a `train_step` of its own, whose loss nobody else knows."""
+    """Return whether a model's class overrides `train_step`, so that only the model knows its loss."""
     return type(model).train_step is not keras.Model.train_step
 
 
 def call_own_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
     """Return the logs of a model's `train_step`, and the gradient that it passes on for each trainable variable."""
-    with recording(model) as found:
+    with record_gradients(model) as found:
         logs = model.train_step(batch)
     return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
 
 @contextmanager
-def recording(model: keras.Model) -> Generator[dict[int, object]]:
-    """While open, a model's optimizers update nothing: yields the gradients passed to them, by `id` of the variable."""
+def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
+    """Make a model's optimizers record gradients by variable id instead of updating, until the block ends."""
     found: dict[int, object] = {}
     held = [model.optimizer, *vars(model).values()]
     optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()
 
-    def noting(optimizer: keras.Optimizer) -> Callable[..., None]:
+    def wrap_apply(optimizer: keras.Optimizer) -> Callable[..., None]:
         def apply(grads: Any, trainable_variables: Iterable[keras.Variable] | None = None) -> None:
             weights = optimizer._trainable_variables if trainable_variables is None else trainable_variables
             found.update((id(w), g) for w, g in zip(weights, grads, strict=True) if g is not None)
@@ -250,7 +250,7 @@ def recording(model: keras.Model) -> Generator[dict[int, object]]:
     before = [(each, each.__dict__.get("apply")) for each in optimizers]
     try:
         for each, _ in before:
-            each.__dict__["apply"] = noting(each)
+            each.__dict__["apply"] = wrap_apply(each)
         yield found
     finally:
         for each, apply in before:
@@ -259,8 +259,8 @@ def recording(model: keras.Model) -> Generator[dict[int, object]]:
                 each.__dict__["apply"] = apply
 
 
-def parents_by_name(slots: Iterable[keras.Variable], weights: Iterable[keras.Variable]) -> list[Any]:
-    """The weight that each slot belongs to, or `None`, by the name that Keras gives slots: the weight's, then a kind.
+def match_slots(slots: Iterable[keras.Variable], weights: Iterable[keras.Variable]) -> list[Any]:
+    """Return the weight of each slot, or None, by the slot's name, which begins with the weight's.
 
     Weights may share a name. Optimizers make the slots of one kind in the order of the weights, so the second slot of
     a name is that of the second weight of its name.
@@ -274,7 +274,7 @@ def parents_by_name(slots: Iterable[keras.Variable], weights: Iterable[keras.Var
         shape = tuple(slot.shape)
         ends = [i for i, letter in enumerate(slot.name) if letter == "_"]
         fitting = next(
-            (f for i in reversed(ends) if (f := _of_shape(named.get(slot.name[:i], ()), shape))), []
+            (f for i in reversed(ends) if (f := _filter_by_shape(named.get(slot.name[:i], ()), shape))), []
         )
         number = seen.get((slot.name, shape), 0)
         seen[slot.name, shape] = number + 1
@@ -282,5 +282,5 @@ def parents_by_name(slots: Iterable[keras.Variable], weights: Iterable[keras.Var
     return parents
 
 
-def _of_shape(weights: Iterable[keras.Variable], shape: tuple[int, ...]) -> list[keras.Variable]:
+def _filter_by_shape(weights: Iterable[keras.Variable], shape: tuple[int, ...]) -> list[keras.Variable]:
     return [weight for weight in weights if tuple(weight.shape) == shape]

@@ -12,7 +12,7 @@ from types import FunctionType, MethodType, ModuleType
 
 import keras
 
-from layoutmap.adapters.keras.paths import Found, attributes, find_layers, roots, with_distinct_paths
+from layoutmap.adapters.keras.paths import Found, find_layers, find_roots, list_attributes, number_equal_paths
 from layoutmap.adapters.keras.registry import Registry
 
 _DEPTH = 4  # of objects in objects, below a layer
@@ -32,9 +32,9 @@ _NOT_SEARCHED = (
 
 
 def find_loose_ids(registry: Registry) -> set[int]:  # why: decisions/0005
-    """The ids of all in a scope that is in no model, and of the models if there are several: some may be garbage."""
+    """Return the ids of objects in no model, and of the models if there are several, as some may be garbage."""
     layers = registry.layers()
-    tops = roots(layers)
+    tops = find_roots(layers)
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     used = [model.optimizer for model in models if getattr(model, "optimizer", None) is not None]
     held = {id(v) for thing in (*tops, *used) for v in thing.variables}
@@ -56,26 +56,26 @@ def find_untracked(root: object, wanted: Collection[int] | None = None) -> list[
     found: dict[int, Found] = {}
     seen: set[int] = set()
     for path, layer in [("", root), *find_layers(root)]:
-        for below, variable, is_seed in _held_by(layer, seen, _DEPTH):
+        for below, variable, is_seed in _search_variables(layer, seen, _DEPTH):
             if wanted is None or id(variable) in wanted:
                 name = f"{path}.{below}" if path else below
                 found.setdefault(id(variable), Found(variable, name, is_seed=is_seed))
-    return with_distinct_paths(found.values())
+    return number_equal_paths(found.values())
 
 
-def _held_by(owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, object, bool]]:
-    for name, child in _children(owner):
+def _search_variables(owner: object, seen: set[int], depth: int) -> Iterator[tuple[str, object, bool]]:
+    for name, child in _list_children(owner):
         if isinstance(child, keras.Variable):
             yield name, child, isinstance(owner, keras.random.SeedGenerator)
         elif depth and id(child) not in seen and not isinstance(child, _NOT_SEARCHED):
             seen.add(id(child))
-            for path, variable, is_seed in _held_by(child, seen, depth - 1):
+            for path, variable, is_seed in _search_variables(child, seen, depth - 1):
                 yield f"{name}.{path}", variable, is_seed
 
 
-def _children(owner: object) -> list[tuple[str, object]]:
+def _list_children(owner: object) -> list[tuple[str, object]]:
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items()]
     if isinstance(owner, (list, tuple)):
         return [(str(i), value) for i, value in enumerate(owner)]
-    return list(attributes(owner)) if hasattr(owner, "__dict__") else []
+    return list(list_attributes(owner)) if hasattr(owner, "__dict__") else []

@@ -22,15 +22,21 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.activations import laying_out
-from layoutmap.adapters.keras.batches import checking_callbacks, sharding_batches
-from layoutmap.adapters.keras.copies import copy_wraps, marking, of_two_kinds, step_of, warn_of_plain_layers
+from layoutmap.adapters.keras.activations import wrap_call_with_layouts
+from layoutmap.adapters.keras.batches import wrap_fit_for_batches, wrap_fit_for_callbacks
+from layoutmap.adapters.keras.copies import (
+    find_running_step,
+    make_copy_wraps,
+    make_mixed_model_error,
+    warn_of_unsharded_layers,
+    wrap_save_own_variables,
+)
 from layoutmap.adapters.keras.existing_layers import make_existing_error
-from layoutmap.adapters.keras.loading import loading, loading_weights
+from layoutmap.adapters.keras.loading import wrap_load_own_variables, wrap_load_weights
 from layoutmap.adapters.keras.paths import SESSION
-from layoutmap.adapters.keras.private import Functional, outermost_layer
+from layoutmap.adapters.keras.private import Functional, get_outermost_layer
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.quantization import plain_weights, restored_on_error
+from layoutmap.adapters.keras.quantization import restore_on_error, unshard_weights
 from layoutmap.engines.patches import wrap_in_context
 
 CALLS = ("call", "quantized_call")
@@ -41,63 +47,67 @@ _ABSENT = object()
 
 
 def wrap_layer(layer: Any, session: KerasSession) -> None:
-    """Make a layer open its scope again whenever it makes weights; another scope lets go of it."""
-    if not _begin(layer, session):
+    """Wrap a layer so that its scope opens again whenever it creates weights, and unwrap any other scope."""
+    if not _start_wrapping(layer, session):
         return
-    undo = functools.partial(restored_on_error, layer, session)
+    undo = functools.partial(restore_on_error, layer, session)
     wraps = {"build": wrap_in_context(layer.build, session.defer)}
     if hasattr(layer, "enable_lora"):
         wraps["enable_lora"] = wrap_in_context(wrap_in_context(layer.enable_lora, session.defer), undo)
     if hasattr(layer, "quantize"):
-        off_mesh = functools.partial(plain_weights, layer, session)
+        off_mesh = functools.partial(unshard_weights, layer, session)
         quantize = wrap_in_context(wrap_in_context(layer.quantize, session.defer), off_mesh)
         wraps["quantize"] = wrap_in_context(quantize, undo)
-    wraps["_maybe_build"] = _once(layer, session, wrap_in_context(layer._maybe_build, session.defer))
-    wraps["load_own_variables"] = loading(layer, session)
-    wraps |= copy_wraps(layer, session)
+    wraps["_maybe_build"] = _wrap_maybe_build(
+        layer, session, wrap_in_context(layer._maybe_build, session.defer)
+    )
+    wraps["load_own_variables"] = wrap_load_own_variables(layer, session)
+    wraps |= make_copy_wraps(layer, session)
     if session.policy.activations:
-        _put(layer, {name: laying_out(layer, session, call_of(layer, name)) for name in CALLS})
+        _put(layer, {name: wrap_call_with_layouts(layer, session, get_call(layer, name)) for name in CALLS})
     _put(layer, wraps)
-    wraps = {**session.backend.layer_wraps(layer, session)}
+    wraps = {**session.backend.make_layer_wraps(layer, session)}
     save = wraps.get("save_own_variables") or layer.save_own_variables
-    wraps["save_own_variables"] = marking(save, session)
+    wraps["save_own_variables"] = wrap_save_own_variables(save, session)
     if isinstance(layer, keras.Model):
-        wraps["compile"] = _compiling(layer, session)
-        wraps["load_weights"] = loading_weights(layer, lambda: _sessions_below(layer))
-        wraps |= session.backend.training_wraps(layer, session)
-        if session.backend.unreadable_boards:
-            wraps["fit"] = checking_callbacks(wraps.get("fit", layer.fit), session)
+        wraps["compile"] = _wrap_compile(layer, session)
+        wraps["load_weights"] = wrap_load_weights(layer, lambda: _find_sessions(layer))
+        wraps |= session.backend.make_training_wraps(layer, session)
+        if session.backend.unsupported_board_options:
+            wraps["fit"] = wrap_fit_for_callbacks(wraps.get("fit", layer.fit), session)
         if session.policy.batch_dim is not None:
-            wraps["fit"] = sharding_batches(wraps.get("fit", layer.fit), session)
+            wraps["fit"] = wrap_fit_for_batches(wraps.get("fit", layer.fit), session)
     _put(layer, wraps)
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
-    """Make an optimizer open the scope again when it makes its slots; another scope lets go of it.
+    """Wrap an optimizer so that its scope opens again when it creates slots, and unwrap any other scope.
 
     Raises:
         ScopeError: The scope is that of a plan, and the optimizer existed before it.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     for each in (optimizer, inner) if session.context.plan_only else ():
-        if hasattr(each, "built") and session_of(each) is not session:  # else its __init__ is only beginning
+        if hasattr(each, "built") and get_session(each) is not session:  # else its __init__ is only beginning
             raise make_existing_error(each, plan_only=True)
-    if _begin(optimizer, session):
+    if _start_wrapping(optimizer, session):
         wraps = {
             "build": wrap_in_context(optimizer.build, session.defer),
-            "load_own_variables": loading(optimizer, session),
+            "load_own_variables": wrap_load_own_variables(optimizer, session),
         }
-        _put(optimizer, {**wraps, **session.backend.optimizer_wraps(optimizer, session)})
+        _put(optimizer, {**wraps, **session.backend.make_optimizer_wraps(optimizer, session)})
         session.registry.add_optimizer(optimizer)
-    if inner is not None and _begin(inner, session):  # its variables are the outer one's, and it updates them
-        wraps = {"load_own_variables": loading(inner, session)}
-        _put(inner, {**wraps, **session.backend.optimizer_wraps(inner, session)})
+    if inner is not None and _start_wrapping(
+        inner, session
+    ):  # its variables are the outer one's, and it updates them
+        wraps = {"load_own_variables": wrap_load_own_variables(inner, session)}
+        _put(inner, {**wraps, **session.backend.make_optimizer_wraps(inner, session)})
     for each in getattr(optimizer, "optimizers", ()):  # a MultiOptimizer's, that may have been made outside
         wrap_optimizer(each, session)
 
 
 def unwrap_optimizer(optimizer: object) -> None:
-    """Make an optimizer plain again, which no model has any more: what was wrapped would keep it and its slots."""
+    """Remove the wraps of an optimizer without a model, since they would keep its slots in memory."""
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if each is not None:
             _unwrap(each)
@@ -105,13 +115,13 @@ def unwrap_optimizer(optimizer: object) -> None:
         unwrap_optimizer(each)
 
 
-def session_of(thing: object) -> KerasSession | None:
-    """The scope that looks after a layer, model or optimizer."""
+def get_session(thing: object) -> KerasSession | None:
+    """Return the session that wraps a layer, model, or optimizer, or None."""
     return thing.__dict__.get(SESSION)
 
 
-def call_of(layer: keras.Layer, name: str) -> Callable[..., object]:
-    """Return the `call` of a layer that is being made, or what stands for it, to be wrapped.
+def get_call(layer: keras.Layer, name: str) -> Callable[..., object]:
+    """Return the `call` or equivalent of a layer that is being constructed, to be wrapped.
 
     A class without one may be Functional by inheritance: Keras makes it so while its first model is being initialized,
     which is after `__new__`.
@@ -126,13 +136,13 @@ def call_of(layer: keras.Layer, name: str) -> Callable[..., object]:
     return call
 
 
-def _sessions_below(model: keras.Model) -> set[KerasSession]:
-    """The scopes that look after a model and the layers in it."""
-    return {session for layer in model._flatten_layers() if (session := session_of(layer)) is not None}
+def _find_sessions(model: keras.Model) -> set[KerasSession]:
+    """Return the sessions that wrap a model and its layers."""
+    return {session for layer in model._flatten_layers() if (session := get_session(layer)) is not None}
 
 
-def _begin(thing: object, session: KerasSession) -> bool:
-    """Whether something is still to be wrapped; what another scope wrapped is plain again."""
+def _start_wrapping(thing: object, session: KerasSession) -> bool:
+    """Unwrap an object from another scope, and return whether this scope must still wrap it."""
     if thing.__dict__.get(SESSION) is session:
         return False
     _unwrap(thing)
@@ -161,20 +171,22 @@ def _put(thing: object, wraps: dict[str, Callable[..., object]]) -> None:
     own.update(wraps)
 
 
-def _once(layer: keras.Layer, session: KerasSession, method: Callable[..., object]) -> Callable[..., object]:
-    """Build a layer if it is not, in one thread only: another one that calls it meanwhile waits."""
+def _wrap_maybe_build(
+    layer: keras.Layer, session: KerasSession, method: Callable[..., object]
+) -> Callable[..., object]:
+    """Return a `_maybe_build` that builds a layer in one thread, while other threads wait."""
 
     @functools.wraps(method)
-    def once(call_spec: Any) -> object:
-        outer = outermost_layer()
-        if outer is not None and session_of(outer) is None:
+    def build_once(call_spec: Any) -> object:
+        outer = get_outermost_layer()
+        if outer is not None and get_session(outer) is None:
             _check_outer(outer, session)
         if layer.built:
             return None
         with session.lock:
             return None if layer.built else method(call_spec)
 
-    return once
+    return build_once
 
 
 def _check_outer(outer: Any, session: KerasSession) -> None:
@@ -183,10 +195,10 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
     Raises:
         ScopeError: It is called in a step of Keras's that the backend cannot take with layers of two kinds.
     """
-    refused = session.backend.one_scope_in
-    step = step_of(outer, refused) if refused else ""
-    if step and (not refused[step] or _trains_two_kinds(outer)):
-        raise of_two_kinds(outer, step)
+    refused = session.backend.single_scope_steps
+    step = find_running_step(outer, refused) if refused else ""
+    if step and (not refused[step] or _has_mixed_layers(outer)):
+        raise make_mixed_model_error(outer, step)
     if outer in session.outer_models:
         return
     layers = outer._flatten_layers()
@@ -195,19 +207,19 @@ def _check_outer(outer: Any, session: KerasSession) -> None:
         plain = [
             layer
             for layer in layers
-            if session_of(layer) is None and (layer._trainable_variables or layer._non_trainable_variables)
+            if get_session(layer) is None and (layer._trainable_variables or layer._non_trainable_variables)
         ]
         if plain:
-            warn_of_plain_layers(outer, plain)
+            warn_of_unsharded_layers(outer, plain)
 
 
-def _trains_two_kinds(outer: keras.Model) -> bool:
-    """Whether a model trains layers that are in layouts and others."""
+def _has_mixed_layers(outer: keras.Model) -> bool:
+    """Return whether a model trains both sharded and unsharded layers."""
     layers = [layer for layer in outer._flatten_layers() if layer._trainable_variables and layer.trainable]
-    return len({session_of(layer) is None for layer in layers}) > 1
+    return len({get_session(layer) is None for layer in layers}) > 1
 
 
-def _compiling(model: Any, session: KerasSession) -> Callable[..., object]:
+def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
     plain = model.compile
 
     @functools.wraps(plain)
@@ -217,7 +229,7 @@ def _compiling(model: Any, session: KerasSession) -> Callable[..., object]:
             result = plain(*args, **kwargs)
             optimizer = getattr(model, "optimizer", None)
             if before is not None and before is not optimizer:
-                session.optimizer_replaced(before)
+                session.release_optimizer(before)
             if optimizer is not None:
                 wrap_optimizer(optimizer, session)
         return result

@@ -1,4 +1,4 @@
-"""Plain tensors in, plain tensors out: what goes into a laid out model is sharded, and what comes out is gathered.
+"""Convert unsharded inputs of a sharded model to DTensors, and its DTensor outputs to unsharded tensors.
 
 Gradients pass both ways, so any loss that is computed with what comes out, plainly, is right.
 """
@@ -15,31 +15,31 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops import as_one, refuse_shard
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.dtensor_ops import refuse_shard, take_one_rank
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Function
-from layoutmap.engines.torch.placing import everywhere, full_tensor, placed_in, reduced
+from layoutmap.engines.torch.placing import full_tensor, move_to_placements, reduce_partial, replicate_tensor
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
-def tensors_in(values: object, kind: type = torch.Tensor) -> list[Any]:
-    """The tensors in nested containers and dataclasses, or what is of another kind, in order."""
+def list_tensors(values: object, kind: type = torch.Tensor) -> list[Any]:
+    """Return the tensors, or values of another `kind`, in nested containers and dataclasses, in order."""
     found: list[Any] = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, kind):
             found.append(leaf)
         elif _is_record(leaf):
-            found += tensors_in([getattr(leaf, each.name) for each in dataclasses.fields(leaf)], kind)
+            found += list_tensors([getattr(leaf, each.name) for each in dataclasses.fields(leaf)], kind)
     return found
 
 
 def map_tensors(change: Callable[[Any], object], values: object, kind: type = torch.Tensor) -> Any:
-    """The same containers and dataclasses with each tensor, or what is of another kind, changed; the rest stays."""
+    """Apply a function to the tensors, or values of another `kind`, in nested containers and dataclasses."""
 
-    def of_leaf(leaf: Any) -> object:
+    def change_leaf(leaf: Any) -> object:
         if isinstance(leaf, kind):
             return change(leaf)
-        if _is_record(leaf) and tensors_in(leaf, kind):
+        if _is_record(leaf) and list_tensors(leaf, kind):
             changed = copy.copy(leaf)  # a dataclass may take no arguments, or compute in __init__
             for each in dataclasses.fields(leaf):
                 # It may be frozen.
@@ -47,43 +47,43 @@ def map_tensors(change: Callable[[Any], object], values: object, kind: type = to
             return changed
         return leaf
 
-    return tree_map(of_leaf, values)
+    return tree_map(change_leaf, values)
 
 
-def on_mesh(values: object, context: ScopeContext) -> Any:
-    """Plain tensors on the mesh: sharded along their first axis as the batch is where that divides, or replicated."""
+def place_inputs(values: object, context: ScopeContext) -> Any:
+    """Place unsharded tensors on the mesh, sharded like the batch where their first axis divides, else replicated."""
 
     def place(tensor: torch.Tensor) -> object:
         if isinstance(tensor, DTensor):
             return tensor
         refuse_shard("an input", tensor)
-        tensor = as_one(tensor)
+        tensor = take_one_rank(tensor)
         layout = context.policy.derive_batch_layout(tuple(tensor.shape))
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.native(layout, tensor.ndim)
         # Not by the engine, so that its gradient has a gradient, too.
-        return plainly(lambda: placed_in(everywhere(tensor, mesh), placements))()
+        return skip_function_modes(lambda: move_to_placements(replicate_tensor(tensor, mesh), placements))()
 
     return map_tensors(place, values)
 
 
-def plain(values: object) -> Any:
-    """Plain global tensors, the same in all processes, in the place of `DTensor`s."""
-    return map_tensors(lambda tensor: _on_its_mesh(full_tensor, tensor), values)
+def unshard_tensors(values: object) -> Any:
+    """Replace each DTensor in nested containers by its unsharded tensor, which is the same in all processes."""
+    return map_tensors(lambda tensor: _apply_on_mesh(full_tensor, tensor), values)
 
 
-def summed_up(values: object) -> object:
-    """`DTensor`s that are no sum still to be made: what a program reads of them is then right."""
-    return map_tensors(lambda tensor: _on_its_mesh(reduced, tensor), values)
+def reduce_partial_sums(values: object) -> object:
+    """Reduce each DTensor that is a partial sum, so that a program reads its actual values."""
+    return map_tensors(lambda tensor: _apply_on_mesh(reduce_partial, tensor), values)
 
 
-def _on_its_mesh(change: Function, tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor as its own mesh has it; a plain tensor stays as it is."""
+def _apply_on_mesh(change: Function, tensor: torch.Tensor) -> torch.Tensor:
+    """Apply a function to a DTensor on its mesh, and return any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         refuse_shard("an output", tensor)
-        return as_one(tensor)
-    with simulation.on_mesh(tensor.device_mesh):
+        return take_one_rank(tensor)
+    with simulation.simulate_mesh(tensor.device_mesh):
         return change(tensor)
 
 

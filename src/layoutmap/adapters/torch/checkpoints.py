@@ -17,16 +17,21 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import Saved, Stored
-from layoutmap.adapters.torch.optimizer_hooks import layout_of_slot
-from layoutmap.adapters.torch.paths import Found, find_tensors, uncompiled
-from layoutmap.adapters.torch.tensor_classes import class_name, is_composed, local_class, stored_dtype
+from layoutmap.adapters.torch.optimizer_hooks import derive_slot_layout
+from layoutmap.adapters.torch.paths import Found, find_tensors, unwrap_compiled
+from layoutmap.adapters.torch.tensor_classes import (
+    class_name,
+    find_local_class,
+    find_stored_dtype,
+    is_composed,
+)
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.tested import check_names
-from layoutmap.engines.torch.element_types import dtype_name, to_numpy, to_torch, torch_dtype
+from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype, to_numpy, to_torch
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 check_names("torch", (torch.nn.Module, "_non_persistent_buffers_set"))
@@ -37,17 +42,17 @@ _NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "mome
 """Settings for which an optimizer makes slots in its first step, and fails later where these are missing."""
 
 
-def stored(  # why: decisions/0082
+def list_stored(  # why: decisions/0082
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: Saved | None = None
 ) -> list[Stored]:
-    """Return the tensors of a model, and the slots of its optimizer: those it has, and those that were saved."""
-    found = list(_kept(model))
+    """Return a model's tensors and its optimizer's slots, including saved slots that the optimizer lacks so far."""
+    found = list(_iterate_saved_tensors(model))
     for each in found:
         _check_dense(each.path, each.tensor)
-    tensors = [Stored(_spec(each), each.tensor) for each in found]
+    tensors = [Stored(_make_spec(each), each.tensor) for each in found]
     if optimizer is None:
         return tensors
-    parameters = _parameters(_named(found), optimizer)
+    parameters = _find_parameters(_iterate_named(found), optimizer)
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
         assert saved is not None
@@ -57,71 +62,77 @@ def stored(  # why: decisions/0082
         _warn_of_replaced(optimizer, parameters, settings, saved.settings.get("override", {}))
     # Of others the state is to be as before the first step.
     own = {path: each for path, each in parameters.items() if not settings or path in settings["state"]}
-    slots = {each.variable.path: each for each in _slots_of(own, optimizer)}
+    slots = {each.variable.path: each for each in _iterate_slots(own, optimizer)}
     for path, each in slots.items():
         _check_dense(path, each.array)
     for spec in () if saved is None else saved.slots:
-        place = _place(parameters, spec.path)
+        place = _split_slot_path(parameters, spec.path)
         if spec.path not in slots and place is not None:
-            like = _like(parameters[place[0]], place[1], spec)
-            slots[spec.path] = Stored(_slot_spec(*place, spec.shape, spec.dtype), like)
+            like = _make_slot_template(parameters[place[0]], place[1], spec)
+            slots[spec.path] = Stored(_make_slot_spec(*place, spec.shape, spec.dtype), like)
     return tensors + list(slots.values())
 
 
-def slots_of(found: Sequence[Stored], optimizer: torch.optim.Optimizer | None) -> list[Stored]:
-    """Return the slots that an optimizer has for tensors of a model."""
+def list_slots(found: Sequence[Stored], optimizer: torch.optim.Optimizer | None) -> list[Stored]:
+    """Return the slots that an optimizer has for these tensors of a model."""
     if optimizer is None:
         return []
     models = {each.variable.path: each.variable.model for each in found}
-    parameters = _parameters(((each.variable.path, each.array) for each in found), optimizer)
+    parameters = _find_parameters(((each.variable.path, each.array) for each in found), optimizer)
     return [
         Stored(replace(slot.variable, model=models[slot.variable.parent or ""]), slot.array)
-        for slot in _slots_of(parameters, optimizer)
+        for slot in _iterate_slots(parameters, optimizer)
     ]
 
 
-def _slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Stored]:
+def _iterate_slots(
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[Stored]:
     for path, parameter in parameters.items():
         for name, slot in optimizer.state.get(parameter, {}).items():
             if isinstance(slot, torch.Tensor):
-                yield Stored(_slot_spec(path, name, slot.shape, dtype_name(stored_dtype(slot))), slot)
+                yield Stored(
+                    _make_slot_spec(path, name, slot.shape, format_dtype(find_stored_dtype(slot))), slot
+                )
 
 
-def restored(
+def restore_values(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     arrays: Iterable[tuple[str, NumpyArray | torch.Tensor]],
 ) -> None:
-    """Give tensors other values; slots that the optimizer does not have yet are made."""
-    found = list(_kept(model))
+    """Assign new values to tensors and slots, and create slots that the optimizer lacks."""
+    found = list(_iterate_saved_tensors(model))
     tensors = {each.path: each.tensor for each in found}
-    parameters = {} if optimizer is None else _parameters(_named(found), optimizer)
+    parameters = {} if optimizer is None else _find_parameters(_iterate_named(found), optimizer)
     with torch.no_grad():
         for path, array in arrays:
             value = array if isinstance(array, torch.Tensor) else to_torch(array)
             if path in tensors:
                 tensors[path].copy_(value)
                 continue
-            place = _place(parameters, path)
+            place = _split_slot_path(parameters, path)
             assert optimizer is not None
             assert place is not None
             parameter, name = parameters[place[0]], place[1]
             if name in optimizer.state[parameter]:
                 optimizer.state[parameter][name].copy_(value)
             else:  # the count of steps of some optimizers is on the CPU, whatever the device
-                here = name == "step" and not _on_device(optimizer, parameter)
+                here = name == "step" and not _has_step_on_device(optimizer, parameter)
                 keep = here or isinstance(value, DTensor)
                 optimizer.state[parameter][name] = value if keep else value.to(parameter.device)
 
 
-def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object] | None:
-    """Return what an optimizer has beside tensors of its parameters: learning rates, counts, and the like."""
+def read_settings(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, object] | None:
+    """Return an optimizer's state other than tensors of its parameters, such as learning rates and counts."""
     if optimizer is None:
         return None
-    parameters = _parameters(_named(_kept(model)), optimizer)
+    parameters = _find_parameters(_iterate_named(_iterate_saved_tensors(model)), optimizer)
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
-        {name: _packed(value) for name, value in group.items() if name not in _HOW}
+        {name: _pack_setting(value) for name, value in group.items() if name not in _HOW}
         | {"params": [paths[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -129,10 +140,12 @@ def settings_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None)
     other: dict[object, object] = {}
     for key, values in optimizer.state.items():
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            other[key] = _packed(values)
+            other[key] = _pack_setting(values)
         else:
             state[paths[id(key)]] = {  # by path: ids and order differ in the program that loads
-                name: _packed(value) for name, value in values.items() if not isinstance(value, torch.Tensor)
+                name: _pack_setting(value)
+                for name, value in values.items()
+                if not isinstance(value, torch.Tensor)
             }
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state, "other": other}
 
@@ -143,9 +156,11 @@ def restore_settings(
     settings: Mapping[str, Any],
     override: Mapping[str, object],
 ) -> None:
-    """Put back what `settings_of` returned, but for what is to be other."""
-    parameters = _parameters(_named(_kept(model)), optimizer)
-    for group, number in zip(optimizer.param_groups, _groups(optimizer, parameters, settings), strict=True):
+    """Restore the result of `read_settings`, except for the values in `override`."""
+    parameters = _find_parameters(_iterate_named(_iterate_saved_tensors(model)), optimizer)
+    for group, number in zip(
+        optimizer.param_groups, _match_groups(optimizer, parameters, settings), strict=True
+    ):
         saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
         for name, value in {**saved, **(override if saved else {})}.items():
             if name not in _HOW:
@@ -153,13 +168,13 @@ def restore_settings(
                 if isinstance(old, torch.Tensor):  # a schedule or a compiled step may hold it
                     old.copy_(torch.as_tensor(value))
                 else:
-                    group[name] = _unpacked(value)
+                    group[name] = _unpack_setting(value)
     for path, parameter in parameters.items():
         if path in settings["state"]:
-            optimizer.state[parameter].update(_unpacked(settings["state"][path]))
+            optimizer.state[parameter].update(_unpack_setting(settings["state"][path]))
         else:
             optimizer.state.pop(parameter, None)
-    optimizer.state.update(_unpacked(settings["other"]))
+    optimizer.state.update(_unpack_setting(settings["other"]))
 
 
 def _warn_of_replaced(
@@ -170,14 +185,16 @@ def _warn_of_replaced(
 ) -> None:
     """Warn of settings with which an optimizer was made, where others were saved."""
     replaced: dict[str, object] = {}
-    for group, number in zip(optimizer.param_groups, _groups(optimizer, parameters, settings), strict=True):
+    for group, number in zip(
+        optimizer.param_groups, _match_groups(optimizer, parameters, settings), strict=True
+    ):
         saved: Mapping[str, Any] = {} if number is None else settings["groups"][number]
         for name in [n for n in saved if n in group and n not in (*_HOW, *override)]:
             # A schedule changes the learning rate: what it began with is compared, where that is known.
             begin = "initial_lr" if name == "lr" and "initial_lr" in saved else name
-            own, value = _packed(group.get(begin, group[name])), saved[begin]
+            own, value = _pack_setting(group.get(begin, group[name])), saved[begin]
             is_cycled = name in ("betas", "momentum") and "max_momentum" in saved
-            if not is_cycled and not _equal(own, value):
+            if not is_cycled and not _has_equal_values(own, value):
                 replaced[name] = f"{own} in code, {value} saved"
     if replaced:
         warnings.warn(
@@ -191,13 +208,13 @@ def _warn_of_replaced(
         )
 
 
-def _equal(one: object, other: object) -> bool:
-    """Whether two settings are equal, as numbers of the type that has fewer bits."""
+def _has_equal_values(one: object, other: object) -> bool:
+    """Return whether two settings are equal in the float type with fewer bits."""
     ones, others = tree_leaves(one), tree_leaves(other)
-    return len(ones) == len(others) and all(map(_equal_leaves, ones, others))
+    return len(ones) == len(others) and all(map(_is_equal_leaf, ones, others))
 
 
-def _equal_leaves(one: object, other: object) -> bool:
+def _is_equal_leaf(one: object, other: object) -> bool:
     arrays = np.asarray(one), np.asarray(other)
     if all(array.dtype.kind == "f" for array in arrays):
         least = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
@@ -214,7 +231,7 @@ def _check_form(settings: Any, saved: Saved) -> None:
         is_right = is_right and all(isinstance(path, str) for path in paths)
         named = {f"optimizer.{path}.{name}" for path, values in settings["state"].items() for name in values}
         is_right = is_right and named.isdisjoint(each.path for each in saved.slots)  # those are tensors
-        _unpacked(parts)
+        _unpack_setting(parts)
     except (LookupError, TypeError, AttributeError, ValueError):
         is_right = False
     if not is_right:
@@ -240,13 +257,14 @@ def _check_slots(settings: Mapping[str, Any], saved: Saved) -> None:
             )
 
 
-def _kept(model: torch.nn.Module) -> Iterator[Found]:
-    for each in find_tensors(uncompiled(model)):
+def _iterate_saved_tensors(model: torch.nn.Module) -> Iterator[Found]:
+    """Yield the parameters and persistent buffers of a model."""
+    for each in find_tensors(unwrap_compiled(model)):
         if not all(place.name in place.module._non_persistent_buffers_set for place in each.places):  # pyright: ignore[reportPrivateUsage]
             yield each
 
 
-def _named(found: Iterable[Found]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_named(found: Iterable[Found]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((each.path, each.tensor) for each in found)
 
 
@@ -256,7 +274,7 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         "nested": tensor.is_nested,
         "on the meta device": tensor.is_meta,
         f"of {tensor.layout}": tensor.layout is not torch.strided,
-        f"a {class_name(local_class(tensor))}": is_composed(tensor),
+        f"a {class_name(find_local_class(tensor))}": is_composed(tensor),
     }
     for kind in (name for name, is_so in kinds.items() if is_so):
         raise CheckpointError(
@@ -267,10 +285,10 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _parameters(
+def _find_parameters(
     named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return an optimizer's parameters by path, in the model's order; raise if the model lacks one."""
+    """Return an optimizer's parameters by path, in the model's order, or raise if the model lacks one."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {path: tensor for path, tensor in named if id(tensor) in own}
     if len(parameters) < len(own):
@@ -295,13 +313,13 @@ def _check_alike(
             why="each kind of optimizer keeps other slots",
             fix=f"make the one that was saved: torch.optim.{settings['kind']}, or leave optimizer out",
         )
-    _groups(optimizer, parameters, settings)
+    _match_groups(optimizer, parameters, settings)
 
 
-def _groups(
+def _match_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
 ) -> list[int | None]:
-    """For each group of an optimizer the number of the saved one that its parameters were in; `None`: in none."""
+    """Return for each parameter group of an optimizer the number of its saved group, or None if it is new."""
     saved = {path: number for number, group in enumerate(settings["groups"]) for path in group["params"]}
     paths = {id(parameter): path for path, parameter in parameters.items()}
     found: list[int | None] = []
@@ -319,8 +337,8 @@ def _groups(
     return found
 
 
-def _place(parameters: Mapping[str, torch.Tensor], path: str) -> tuple[str, str] | None:
-    """The path of the parameter that a slot is for, and what the optimizer calls the slot."""
+def _split_slot_path(parameters: Mapping[str, torch.Tensor], path: str) -> tuple[str, str] | None:
+    """Return the parameter's path and the slot's name from a slot's path, or None for an unknown parameter."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 1, -1):
         if (parent := ".".join(parts[1:length])) in parameters:
@@ -328,31 +346,32 @@ def _place(parameters: Mapping[str, torch.Tensor], path: str) -> tuple[str, str]
     return None
 
 
-def _like(parameter: torch.Tensor, name: str, slot: VariableSpec) -> torch.Tensor:
-    """A tensor whose values do not count in the layout that a slot is to have: its parameter, if that has it."""
-    layout = layout_of_slot(name, slot.shape, parameter)
+def _make_slot_template(parameter: torch.Tensor, name: str, slot: VariableSpec) -> torch.Tensor:
+    """Return a tensor that gives a slot its shape and layout. Its values are ignored."""
+    layout = derive_slot_layout(name, slot.shape, parameter)
     if layout is None:
         return torch.empty(slot.shape, device="meta")
     if tuple(parameter.shape) == slot.shape:
         return parameter
-    zeros = torch.zeros(slot.shape, dtype=torch_dtype(slot.dtype, slot.path))
+    zeros = torch.zeros(slot.shape, dtype=find_torch_dtype(slot.dtype, slot.path))
     return get_engine("torch").relayout(zeros, layout)
 
 
-def _on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether the count of a parameter's steps is on its device."""
+def _has_step_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether the optimizer stores a parameter's step count on the parameter's device."""
     groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     return any(group.get("capturable") or group.get("fused") for group in groups)
 
 
-def _packed(value: object) -> object:
-    """A setting with arrays of numpy in the place of tensors."""
-    return tree_map(_array_of, value)
+def _pack_setting(value: object) -> object:
+    """Return a setting with numpy arrays in place of tensors."""
+    return tree_map(_convert_to_array, value)
 
 
-def _array_of(value: object) -> object:
+def _convert_to_array(value: object) -> object:
+    """Return a tensor as a numpy array, and any other value unchanged."""
     if isinstance(value, DTensor):
-        layout = get_engine("torch").layout_of(value)
+        layout = get_engine("torch").get_layout(value)
         if (
             layout is not None and layout.is_fully_replicated()
         ):  # LBFGS has gradients and directions of all weights
@@ -366,15 +385,18 @@ def _array_of(value: object) -> object:
     return to_numpy(value) if isinstance(value, torch.Tensor) else value
 
 
-def _unpacked(value: object) -> Any:
+def _unpack_setting(value: object) -> Any:
+    """Return a setting with tensors in place of numpy arrays."""
     return tree_map(lambda each: to_torch(each) if hasattr(each, "__array__") else each, value)
 
 
-def _slot_spec(parent: str, name: str, shape: Iterable[int], dtype: str) -> VariableSpec:
+def _make_slot_spec(parent: str, name: str, shape: Iterable[int], dtype: str) -> VariableSpec:
     return VariableSpec(f"optimizer.{parent}.{name}", tuple(shape), dtype, Kind.SLOT, parent=parent)
 
 
-def _spec(found: Found) -> VariableSpec:
+def _make_spec(found: Found) -> VariableSpec:
     kind = Kind.STATE if found.is_buffer else Kind.WEIGHT
     tensor = found.tensor
-    return VariableSpec(found.path, tuple(tensor.shape), dtype_name(tensor.dtype), kind, tuple(found.aliases))
+    return VariableSpec(
+        found.path, tuple(tensor.shape), format_dtype(tensor.dtype), kind, tuple(found.aliases)
+    )

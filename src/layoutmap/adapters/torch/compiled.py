@@ -20,26 +20,26 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.dynamo import (
     call_compiled,
+    find_unsupported_operator,
     has_dynamic_shapes,
-    makes_one_graph,
+    is_full_graph,
     nonstrict_trace,
-    unforeseen,
 )
 from layoutmap.adapters.torch.fsdp_units import Gathering
-from layoutmap.adapters.torch.mesh_context import here, recording, running, summing_up
-from layoutmap.adapters.torch.structure import Structure, changed, is_constant
+from layoutmap.adapters.torch.mesh_context import compute_on_mesh, here, mark_recording, summing_up
+from layoutmap.adapters.torch.structure import Structure, find_change, is_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
-from layoutmap.engines.torch.dtensor_ops import is_shard, refuse_shard
-from layoutmap.engines.torch.modes import plainly, without_function_modes
+from layoutmap.engines.torch.dtensor_ops import has_shard, refuse_shard
+from layoutmap.engines.torch.modes import leave_function_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import summed_placements
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, placed_as, spec_of
+from layoutmap.engines.torch.placing import reduce_placements
+from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, make_dtensor, replace_placements
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -84,8 +84,8 @@ class Compiler:
     kept: object
 
 
-def by_options(options: Mapping[str, Any]) -> Compiler:
-    """A compiler that compiles as `torch.compile` does with some options.
+def compiler_from_options(options: Mapping[str, Any]) -> Compiler:
+    """Return a compiler that calls `torch.compile` with these options.
 
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
@@ -96,8 +96,8 @@ def by_options(options: Mapping[str, Any]) -> Compiler:
     return Compiler(key, partial(torch.compile, **given), bool(options.get("fullgraph")), given)  # pyright: ignore[reportUnknownMemberType]
 
 
-def as_called(compiler: Any) -> Compiler:
-    """A compiler like the one that `torch.compile` has used for the function that calls a module now.
+def reuse_compiler(compiler: Any) -> Compiler:
+    """Return the compiler that `torch.compile` uses for the function that calls a module now.
 
     Args:
         compiler: What `stop_compiling` has returned.
@@ -107,11 +107,11 @@ def as_called(compiler: Any) -> Compiler:
     """
     check_compilable(is_dynamic=has_dynamic_shapes())
     compiled = partial(partial, call_compiled, compiler)
-    return Compiler(id(compiler), compiled, makes_one_graph(compiler), compiler)
+    return Compiler(id(compiler), compiled, is_full_graph(compiler), compiler)
 
 
 class Compiled:  # why: decisions/0105
-    """The compiled computation of a module.
+    """Callable that computes a module by graphs from torch.compile, or uncompiled where recording a graph fails.
 
     Args:
         forward: The module's `Forward`.
@@ -134,21 +134,21 @@ class Compiled:  # why: decisions/0105
         key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = _Graph(self._compiler, call.kept)
+            graph = self._graphs[key] = _CompiledGraphs(self._compiler, call.kept)
         result = graph(call)
         self._gave_up = call.was_recorded and bool(call.why_not)
         return result
 
 
-class _Graph:
-    """The graphs of calls with one key, whose code is their own: Dynamo counts graphs by code, up to eight."""
+class _CompiledGraphs:
+    """Compiled graphs for one key, with their own code object since Dynamo limits the graphs per code object."""
 
     def __init__(self, compiler: Compiler, kept: list[object]) -> None:
         self._kept, self._is_strict = [*kept, compiler.kept], compiler.is_strict
         self._why_not = ""
         self._results: dict[object, object] = {}
-        code = _computed.__code__.replace()
-        function = types.FunctionType(code, _computed.__globals__, _computed.__name__)
+        code = _compute_call.__code__.replace()
+        function = types.FunctionType(code, _compute_call.__globals__, _compute_call.__name__)
         self._function = compiler.compile(function)
 
     def __call__(self, call: _Call) -> object:
@@ -156,7 +156,7 @@ class _Graph:
             tensors = self._run(call)
             if not call.why_not:
                 results = self._results.setdefault(call.inputs, call.results)
-                found = _with_all_gradients(tensors)
+                found = _fill_missing_gradients(tensors)
                 return map_tensors(lambda place: found[place.number], results, _TensorNumber)  # pyright: ignore[reportUnknownLambdaType]
             self._refuse(call)
         return call.compute()
@@ -164,11 +164,11 @@ class _Graph:
     def _run(self, call: _Call) -> list[torch.Tensor]:
         try:
             if not call.why_not:
-                with temporarily(here, "call", call), without_function_modes():
+                with temporarily(here, "call", call), leave_function_modes():
                     return self._function(call.tensors)
         except Exception as error:
             if not call.why_not:
-                operator = unforeseen(error)
+                operator = find_unsupported_operator(error)
                 if not operator:
                     raise
                 call.why_not = f"recording its gradient failed: {operator}"
@@ -186,9 +186,9 @@ class _Graph:
         warnings.warn(text, LayoutMapWarning, stacklevel=2)
 
 
-@plainly
-def _with_all_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of a graph, each with a gradient if one of them has one: for `DTensor`s, autograd needs all."""
+@skip_function_modes
+def _fill_missing_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a graph's outputs so that in backward a DTensor without a gradient gets zeros."""
     places = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
     if len(places) < 2 or not torch.is_grad_enabled():
         return tensors
@@ -200,29 +200,30 @@ class _WithZeros(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # of a DTensor torch would make plain zeros
-        ctx.forms = [(each.dtype, tuple(local_of(each).shape), spec_of(each)) for each in tensors]
-        return tuple(dtensor(local_of(each), spec_of(each)) for each in tensors)
+        ctx.forms = [(each.dtype, tuple(get_local(each).shape), get_spec(each)) for each in tensors]
+        return tuple(make_dtensor(get_local(each), get_spec(each)) for each in tensors)
 
     @staticmethod
-    @plainly
+    @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor | None) -> object:
         return tuple(
-            _zeros(*form) if each is None else each for each, form in zip(upstream, ctx.forms, strict=True)
+            _make_zero_gradient(*form) if each is None else each
+            for each, form in zip(upstream, ctx.forms, strict=True)
         )
 
 
-def _zeros(dtype: torch.dtype, shape: tuple[int, ...], spec: DTensorSpec) -> DTensor:
-    """The gradient of a tensor that nothing depends on."""
+def _make_zero_gradient(dtype: torch.dtype, shape: tuple[int, ...], spec: DTensorSpec) -> DTensor:
+    """Return a zero gradient for a DTensor output that the loss does not depend on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
-    return dtensor(local, placed_as(spec, summed_placements(spec.placements), dtype))
+    return make_dtensor(local, replace_placements(spec, reduce_placements(spec.placements), dtype))
 
 
-def _computed(tensors: list[torch.Tensor]) -> object:
-    return _recorded(tensors)
+def _compute_call(tensors: list[torch.Tensor]) -> object:
+    return _record_call(tensors)
 
 
 @nonstrict_trace
-def _recorded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _record_call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return here.call.record(tensors)
 
 
@@ -247,22 +248,23 @@ class _Call:
         self.name, self.kept, self.why_not = type(module).__name__, structure.kept, ""
         self.results: object = None
         self.was_recorded = False
-        form = self._form(self._args)
+        form = self._describe_form(self._args)
         self.key = (*structure.parts, form, self._is_odd, id(forward.context))
         self.tensors = structure.tensors
-        given = tensors_in(self._args)
-        if is_shard(given):
+        given = list_tensors(self._args)
+        if has_shard(given):
             self.why_not = "an argument is a shard, which the graph would take for the global tensor"
         self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in given))
 
-    def _form(self, value: Any) -> object:
+    def _describe_form(self, value: Any) -> object:
+        """Return a hashable description of an argument, with numbers for its tensors."""
         kind = type(value)  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, torch.Tensor):
             return self._structure.number(value)
         if kind in (list, tuple):
-            return (kind, *map(self._form, value))
+            return (kind, *map(self._describe_form, value))
         if kind is dict:
-            return (kind, *((name, self._form(each)) for name, each in value.items()))
+            return (kind, *((name, self._describe_form(each)) for name, each in value.items()))
         if is_constant(value):
             return kind, str(value)  # pyright: ignore[reportUnknownVariableType]
         self.why_not = f"an argument is a {kind.__name__}, of which a graph knows nothing"
@@ -273,17 +275,17 @@ class _Call:
         return self._forward.compute(*self._args)
 
     def record(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Compute it with tensors in the place of its own; returns all tensors of the result."""
+        """Compute the call with traced tensors in place of the stored ones, and return all tensors of the result."""
         if self.why_not:  # Dynamo would go on without a graph, and it has begun to run
             raise RuntimeError(self.why_not)
         self.was_recorded = True
-        if not any(map(_is_recorded, tensors)):  # by a backend that records nothing
-            with self._holding(tensors) as given:
-                return self._computed(given)
+        if not any(map(_is_traced, tensors)):  # by a backend that records nothing
+            with self._swap_tensors(tensors) as given:
+                return self._compute_outputs(given)
         try:
-            with _unchanged(self._structure), self._holding(tensors) as given, _OnlyRecorded():
-                found = self._computed(given)
-                name = self._assigned(given) or changed(self._structure, Structure(self._module))
+            with _restore_attributes(self._structure), self._swap_tensors(tensors) as given, _OnlyRecorded():
+                found = self._compute_outputs(given)
+                name = self._find_assigned(given) or find_change(self._structure, Structure(self._module))
         except Exception as error:
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             self.why_not = f"recording it failed: {first_line}"
@@ -294,31 +296,31 @@ class _Call:
         return found
 
     @contextmanager
-    def _holding(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
-        """While open, on the mesh, the modules hold tensors in the place of their own, which come by id."""
+    def _swap_tensors(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
+        """Put these tensors into the modules in place of the stored ones, on the mesh, until the block ends."""
         given = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         context = self._forward.context
         try:
             for members, name, tensor in self._structure.places:
                 members[name] = given[id(tensor)]
-            with without_function_modes(), recording(), running(context), summing_up(self._is_odd):
+            with leave_function_modes(), mark_recording(), compute_on_mesh(context), summing_up(self._is_odd):
                 yield given
         finally:
             for members, name, tensor in self._structure.places:
                 if members.get(name) is given[id(tensor)]:
                     members[name] = tensor
 
-    def _assigned(self, given: Mapping[int, torch.Tensor]) -> str:
-        """The name of a tensor that the module holds in the place of one it was given; empty if it holds these."""
+    def _find_assigned(self, given: Mapping[int, torch.Tensor]) -> str:
+        """Return the name of a tensor that the forward replaced in its module, or an empty text."""
         places = self._structure.places
         return next((name for members, name, old in places if members.get(name) is not given[id(old)]), "")
 
-    def _computed(self, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    def _compute_outputs(self, given: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = map_tensors(lambda tensor: given[id(tensor)], self._args)
         result = self._forward.compute(args, kwargs)
         seen = {id(each) for each in given.values()}
         found: list[torch.Tensor] = []
-        for each in tensors_in(result):
+        for each in list_tensors(result):
             refuse_shard("an output of a graph", each)
             # Of what shares memory, torch.compile makes views, which DTensors have not.
             found.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
@@ -329,8 +331,8 @@ class _Call:
 
 
 @contextmanager
-def _unchanged(structure: Structure) -> Generator[None]:
-    """Give modules their attributes back afterwards, and what is in lists and dicts of theirs."""
+def _restore_attributes(structure: Structure) -> Generator[None]:
+    """Restore the attributes of modules, and the contents of their lists and dicts, when the block ends."""
     held = [(members, dict(members)) for members in structure.members]
     inner = [
         (each, each.copy()) for _, known in held for each in known.values() if type(each) in (list, dict)
@@ -343,9 +345,9 @@ def _unchanged(structure: Structure) -> Generator[None]:
             (each.update if isinstance(each, dict) else each.extend)(known)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of a graph that is recorded, and has no values."""
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor belongs to a graph that is being traced, and so has no values."""
+    local = get_local(tensor) if isinstance(tensor, DTensor) else tensor
     return type(local) not in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -354,7 +356,7 @@ class _OnlyRecorded(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and not _is_recorded(leaf):
+            if isinstance(leaf, torch.Tensor) and not _is_traced(leaf):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(leaf.shape)} is no argument, and no attribute of a module"
                 )

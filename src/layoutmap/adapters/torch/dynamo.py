@@ -22,23 +22,23 @@ R = TypeVar("R")
 _make_static = make_set_enable_dynamic(False)  # as torch.compile(dynamic=False) does around each call
 
 
-def not_compiled(function: Function) -> None:
-    """Have Dynamo leave a function as it is where it would begin with it."""
+def skip_compiling(function: Function) -> None:
+    """Have Dynamo run a function uncompiled where it would start to compile it."""
     skip_code(inspect.unwrap(function).__code__)  # a decorator has one code object for all that it wraps
 
 
 def stop_compiling() -> object:
-    """Have Dynamo compile nothing on this thread; returns what compiled what is called so far, or `None`."""
+    """Stop Dynamo on this thread, and return its current compiler, or None if it was off."""
     return set_eval_frame(None)
 
 
-def go_on_compiling(compiler: Any) -> None:
-    """Have Dynamo compile again by what `stop_compiling` has returned."""
+def resume_compiling(compiler: Any) -> None:
+    """Turn Dynamo on again with a compiler that `stop_compiling` returned."""
     set_eval_frame(compiler)
 
 
 def call_compiled(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
-    """Call a function, compiled by what `stop_compiling` has returned, for the shapes of its argument."""
+    """Call a function compiled by a compiler of `stop_compiling`, for the static shapes of its argument."""
     make_as_before = _make_static()
     set_eval_frame(compiler)
     try:
@@ -48,19 +48,19 @@ def call_compiled(compiler: Any, function: Callable[[Any], R], argument: object)
         make_as_before()
 
 
-def makes_one_graph(compiler: object) -> bool:
-    """Whether what `stop_compiling` has returned is to make one graph (`fullgraph=True`), or fail."""
+def is_full_graph(compiler: object) -> bool:
+    """Return whether a compiler of `stop_compiling` was made with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)  # its callbacks wrap each other
     return bool(compiler)
 
 
 def has_dynamic_shapes() -> bool:
-    """Whether what is compiled now is compiled for all shapes (`dynamic=True`)."""
+    """Return whether the current compilation is for all shapes (`dynamic=True`)."""
     return not dynamo_config.assume_static_by_default
 
 
-def unforeseen(error: Exception) -> str:
-    """The operator that a backend could not record a gradient for, without values; empty: it failed otherwise."""
+def find_unsupported_operator(error: Exception) -> str:
+    """Return the operator that a backend could not trace a gradient for, or an empty text for other errors."""
     inner = getattr(error, "inner_exception", None)
     return str(inner) if isinstance(inner, UNFORESEEN) else ""

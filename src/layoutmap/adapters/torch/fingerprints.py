@@ -9,13 +9,13 @@ import torch
 
 from layoutmap.adapters.fingerprints import describe_function, describe_value
 from layoutmap.engines.agreement import Part
-from layoutmap.engines.torch.modules import modules_of
+from layoutmap.engines.torch.modules import list_modules
 
 
 def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[Part]:
     """Yield the modules, which weights are trained, and each `forward`, also those that were set on a module."""
     yield "gradients", str(torch.is_grad_enabled())
-    modules = modules_of(module)
+    modules = list_modules(module)
     for path, each in modules:
         kind = type(each)
         name = f'{kind.__name__} "{path}"' if path else kind.__name__

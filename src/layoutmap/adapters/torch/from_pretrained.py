@@ -1,4 +1,4 @@
-"""`from_pretrained` of transformers in a scope: each process reads what its shards need of the files.
+"""Support transformers' `from_pretrained` in a scope: each process reads only its shards from the files.
 
 transformers builds a model without values, and then reads each tensor, on threads of its own, converts it and puts it
 in its place. In a scope it is given deferred tensors to convert. They are recorded as all others are, so that of a
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.adapters.current import current
+from layoutmap.adapters.current import get_current_session
 from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.engines.patches import Attribute, Closing, Patches
 from layoutmap.engines.torch.operators import Function
@@ -33,13 +33,13 @@ _REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantizat
 """Arguments with which transformers places or stores weights in its own way."""
 
 
-class Reading(Closing):  # why: decisions/0096
-    """Patches that `from_pretrained` needs while a scope is open; none where transformers is not imported."""
+class FromPretrainedPatches(Closing):  # why: decisions/0096
+    """Patches for `from_pretrained` while a scope is open, or none if transformers is not imported."""
 
     _used: Closing | None = None
 
     def open(self) -> None:
-        """Begin. The classes of `AutoModel` import those of models when they are asked for one: that is done here."""
+        """Apply the patches, and import transformers' model classes first so that all of them are patched."""
         if "transformers.models.auto.modeling_auto" in sys.modules:
             importlib.import_module("transformers.modeling_utils")
         self.look()
@@ -47,7 +47,7 @@ class Reading(Closing):  # why: decisions/0096
     def look(self) -> None:
         """Begin if transformers was imported meanwhile."""
         if self._used is None and "transformers.modeling_utils" in sys.modules:
-            self._used = _patches().used()
+            self._used = _make_patches().activate()
             self._used.__enter__()
 
     def close(self) -> None:
@@ -58,34 +58,38 @@ class Reading(Closing):  # why: decisions/0096
 
 
 @functools.cache
-def _patches() -> Patches:
+def _make_patches() -> Patches:
     from transformers import PreTrainedModel, core_model_loading
 
-    loading = Attribute(PreTrainedModel, "from_pretrained", _loading)
+    loading = Attribute(PreTrainedModel, "from_pretrained", _wrap_from_pretrained)
     has_name = hasattr(core_model_loading, "spawn_materialize")
-    return Patches([loading, *[Attribute(core_model_loading, "spawn_materialize", _reading)] * has_name])
+    return Patches(
+        [loading, *[Attribute(core_model_loading, "spawn_materialize", _wrap_spawn_materialize)] * has_name]
+    )
 
 
-def _session() -> Any:
-    """The scope for torch modules that is open here, or `None`."""
-    session = current()
+def _find_session() -> Any:
+    """Return the open scope's session for torch modules, or None."""
+    session = get_current_session()
     return session if session is not None and session.library == "torch" else None
 
 
-def _loading(plain: Any) -> object:
+def _wrap_from_pretrained(plain: Any) -> object:
     @functools.wraps(plain.__func__)
     def from_pretrained(cls: type, *args: object, **options: object) -> object:
-        if _session() is None:
+        if _find_session() is None:
             return plain.__get__(None, cls)(*args, **options)
         for name in _REFUSED:
             if options.get(name) is not None:
                 given = {name: shorten_repr(options[name])}
-                raise _refused(f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given)
+                raise _make_scope_error(
+                    f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", given
+                )
         _probe(cls)
         loaded = plain.__get__(None, cls)(*args, **options)  # a classmethod, bound to the class that is asked
         model = loaded[0] if is_sequence(loaded) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
-            raise _refused(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
+            raise _make_scope_error(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
         return loaded
 
     return classmethod(from_pretrained)  # pyright: ignore[reportUnknownVariableType]
@@ -105,7 +109,7 @@ def _probe(cls: type) -> None:
         )
 
 
-def _refused(what: str, facts: dict[str, str]) -> ScopeError:
+def _make_scope_error(what: str, facts: dict[str, str]) -> ScopeError:
     return ScopeError(
         what,
         facts=facts,
@@ -114,12 +118,12 @@ def _refused(what: str, facts: dict[str, str]) -> ScopeError:
     )
 
 
-def _reading(plain: Function) -> Function:
+def _wrap_spawn_materialize(plain: Function) -> Function:
     @functools.wraps(plain)
     def spawn_materialize(
         thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any
     ) -> Any:
-        session = _session()
+        session = _find_session()
         if session is None:
             return plain(thread_pool, tensor, device, dtype, **options)
 

@@ -14,10 +14,10 @@ from layoutmap.adapters.torch.paths import Holder
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.dtensor_ops import note_redistributed
-from layoutmap.engines.torch.gather import Cast, Gather, can_gather, changed_too_early, regathered
-from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.storages import version_of
-from layoutmap.engines.torch.unseen import memory_of
+from layoutmap.engines.torch.gather import Cast, Gather, can_gather, describe_early_change, save_references
+from layoutmap.engines.torch.modes import skip_function_modes
+from layoutmap.engines.torch.storages import get_version
+from layoutmap.engines.torch.unseen import get_memory
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Weight:
 
     @property
     def held(self) -> torch.Tensor | None:
-        """The tensor that the module holds there now; `None`: none, as where the weight was parametrized or pruned."""
+        """Return the tensor that the module stores under this name now, or None if it was parametrized or pruned."""
         return self.place.held
 
     @property
@@ -55,8 +55,8 @@ class ModelCall:
         return ModelCall()
 
     @contextmanager
-    def opened(self) -> Generator[None]:
-        """Count as open until the block ends."""
+    def mark_open(self) -> Generator[None]:
+        """Mark the model's call as open until the block ends."""
         self.is_open = True
         try:
             yield
@@ -64,8 +64,8 @@ class ModelCall:
             self.is_open = False
 
 
-class Own:  # why: decisions/0017
-    """Weights that are gathered together when a module is called.
+class GatherGroup:  # why: decisions/0017
+    """Weights that this library gathers together when a module is called.
 
     Args:
         weights: The weights.
@@ -80,7 +80,7 @@ class Own:  # why: decisions/0017
 
     @contextmanager
     def gathered(self, context: ScopeContext) -> Generator[None]:
-        """While open, modules hold the weights as they compute."""
+        """Gather the weights into their modules until the block ends."""
         found, together = self._gather(context)
         if not together:  # the model's own call has gathered them
             yield
@@ -88,34 +88,36 @@ class Own:  # why: decisions/0017
         held = [(weight, each, together[id(each)]) for weight, each in found.held if id(each) in together]
         for _, stored, tensor in held:
             note_redistributed(stored, tensor)  # a module may change it, as spectral norms do
-        memories = [memory_of(tensor) for _, _, tensor in held]
+        memories = [get_memory(tensor) for _, _, tensor in held]
         keys = () if self._is_kept else found.keys  # what stays gathered needs not be gathered again
-        versions = {id(tensor): version_of(tensor) for _, tensor in found.held}
+        versions = {id(tensor): get_version(tensor) for _, tensor in found.held}
 
-        def again() -> list[DTensor]:
+        def gather_again() -> list[DTensor]:
             for weight, tensor in found.held:
-                if version_of(tensor) != versions[id(tensor)]:
-                    raise RuntimeError(changed_too_early(weight.name, tuple(tensor.shape)))  # as torch does
+                if get_version(tensor) != versions[id(tensor)]:
+                    raise RuntimeError(
+                        describe_early_change(weight.name, tuple(tensor.shape))
+                    )  # as torch does
             anew = found.tensors()
             return [anew[key] for key in keys]
 
         with (
-            held_in_place([(weight.place, old, new) for weight, old, new in held]),
-            regathered([together[key] for key in keys], again),
+            swap_temporarily([(weight.place, old, new) for weight, old, new in held]),
+            save_references([together[key] for key in keys], gather_again),
         ):
             yield
             for (weight, _, tensor), memory in zip(held, memories, strict=True):
-                if memory_of(tensor) is not memory:
-                    raise _data_replaced(weight.name)
+                if get_memory(tensor) is not memory:
+                    raise _make_data_error(weight.name)
 
-    @plainly
-    def _gather(self, context: ScopeContext) -> tuple[_Held, dict[int, DTensor]]:
+    @skip_function_modes
+    def _gather(self, context: ScopeContext) -> tuple[_StoredWeights, dict[int, DTensor]]:
         weights = [(weight, held) for weight in self._weights if (held := weight.held) is not None]
-        found = _Held(self, weights, context)
+        found = _StoredWeights(self, weights, context)
         return found, found.tensors()
 
 
-def _data_replaced(name: str) -> EngineError:
+def _make_data_error(name: str) -> EngineError:
     return EngineError(
         f"{name}: its `.data` was replaced in a call of the model",
         why="it is sharded over the batch's dim, and a call holds it gathered: the new values would be lost with that",
@@ -123,10 +125,12 @@ def _data_replaced(name: str) -> EngineError:
     )
 
 
-class _Held:
-    """Weights as modules hold them, in groups that one collective gathers."""
+class _StoredWeights:
+    """Stored weights of modules, in groups that one collective gathers."""
 
-    def __init__(self, own: Own, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext) -> None:
+    def __init__(
+        self, own: GatherGroup, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext
+    ) -> None:
         self.held, self._own, self._context = held, own, context
         self._relaid: list[tuple[DTensor, Layout]] = []
         self._cast: list[DTensor] = []
@@ -155,21 +159,23 @@ class _Held:
         return [*(id(tensor) for tensor, _ in self._relaid), *gathered]
 
     def tensors(self) -> dict[int, DTensor]:
-        """Gather the weights, by the ids of what modules hold; what computes as it is is left out."""
+        """Gather the weights, and return those that changed by the ids of the stored ones."""
         together = {
             id(tensor): self._context.engine.relayout(tensor, layout) for tensor, layout in self._relaid
         }
         for (mesh_dim, is_number, *_), tensors in self._groups.items():
             dtypes = (self._own.dtype, self._own.reduce_dtype) if is_number else (None, None)
-            together |= zip(map(id, tensors), Gather(tensors, mesh_dim, *dtypes).gathered(), strict=True)
+            together |= zip(
+                map(id, tensors), Gather(tensors, mesh_dim, *dtypes).gather_tensors(), strict=True
+            )
         for tensor in self._cast:
             together[id(tensor)] = Cast.apply(together.get(id(tensor), tensor), self._own.dtype)
         return together
 
 
 @contextmanager
-def held_in_place(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
-    """While open, modules hold other tensors than before: where, what before, and what meanwhile."""
+def swap_temporarily(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
+    """Put other tensors into modules until the block ends, given as (place, old tensor, new tensor)."""
     try:
         for place, _, tensor in changes:
             place.put(tensor)

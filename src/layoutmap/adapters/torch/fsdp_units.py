@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors
-from layoutmap.adapters.torch.fsdp_own import ModelCall, Own, Weight, held_in_place
-from layoutmap.adapters.torch.paths import Holder, layer_paths
+from layoutmap.adapters.torch.fsdp_own import GatherGroup, ModelCall, Weight, swap_temporarily
+from layoutmap.adapters.torch.paths import Holder, find_layer_paths
 from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import merge_paths, split_at_numbers
 from layoutmap.engines.torch.gather import Unit, can_gather
 from layoutmap.engines.torch.operators import Args, Kwargs
-from layoutmap.engines.torch.specs import axis_of, local_of
+from layoutmap.engines.torch.specs import get_axis, get_local
 
 
 @dataclass(slots=True, eq=False)
@@ -57,43 +57,43 @@ class Gathering:
     unit: Unit | None = None
     places: list[list[Holder]] = field(default_factory=list[list[Holder]])
     others: list[Weight] = field(default_factory=list[Weight])
-    _own: dict[int, Own] = field(default_factory=dict[int, Own])
+    _own: dict[int, GatherGroup] = field(default_factory=dict[int, GatherGroup])
 
-    def own(self, weights: list[Weight]) -> Own:
-        """All weights, or the others, to be gathered by this library."""
+    def own(self, weights: list[Weight]) -> GatherGroup:
+        """Return the group of these weights, all or `others`, that this library gathers itself."""
         if id(weights) not in self._own:
-            self._own[id(weights)] = Own(weights, self.policy, is_kept=self.is_kept)
+            self._own[id(weights)] = GatherGroup(weights, self.policy, is_kept=self.is_kept)
         return self._own[id(weights)]
 
     def given(self, args: Args, kwargs: Kwargs) -> Any:
-        """The arguments of a module's call in the element type of its weights, as `fully_shard` converts them."""
+        """Return a module's arguments cast to the element type of its weights, as `fully_shard` does."""
         policy = self.policy
         if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
         is_inner = not self.is_part and self.model_call.is_open
-        return (args, kwargs) if is_inner else _converted((args, kwargs), policy.param_dtype)
+        return (args, kwargs) if is_inner else _cast_floats((args, kwargs), policy.param_dtype)
 
     def returned(self, result: object) -> object:
-        """The output of a module; that of the model in the element type that a policy says."""
+        """Return a module's output, cast to the mixed precision policy's `output_dtype` if it is the model."""
         if not self.is_outermost:
             return result
         dtype = None if self.policy is None else self.policy.output_dtype
-        return result if dtype is None else _converted(result, dtype)
+        return result if dtype is None else _cast_floats(result, dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Gathering:
-        """The gathering of a copy of the model; `fully_shard` does not know its parameters."""
+        """Return a copy for the copied model, without its `fully_shard` unit."""
         weights, model_call = copy.deepcopy((self.weights, self.model_call), memo)
         return Gathering(weights, model_call, self.policy, self.is_kept, self.is_outermost, self.is_part)
 
 
-def _converted(values: object, dtype: torch.dtype) -> object:
+def _cast_floats(values: object, dtype: torch.dtype) -> object:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 
-def weights_to_gather(
+def plan_gatherings(
     root: torch.nn.Module, layouts: Mapping[int, Layout], context: ScopeContext
 ) -> dict[int, Gathering]:
-    """The weights that each module of a model gathers when it is called, by the module's id.
+    """Return the weights that each module of a model gathers when it is called, by the module's id.
 
     A module outside of the blocks that is called by itself, and not by the model, gathers its own weights.
 
@@ -104,8 +104,8 @@ def weights_to_gather(
     """
     gather: dict[int, list[Weight]] = {}
     outside: list[Weight] = []
-    modules = _blocks(root)
-    paths = layer_paths(root)
+    modules = _find_blocks(root)
+    paths = find_layer_paths(root)
     policy = context.options.own.fully_shard.get("mp_policy")
     converts = policy is not None and policy.param_dtype is not None
     for module, block in modules:
@@ -130,7 +130,7 @@ def weights_to_gather(
     outermost = made[id(root)] = Gathering(of_root, model_call, policy, frees is not True, is_outermost=True)
     if context.options.own.gather == "fully_shard" and context.across:
         below = [each for each in made.values() if each.is_part and each is not outermost]
-        _fully_shard(outermost, below, context)
+        _apply_fully_shard(outermost, below, context)
     else:
         held = {id(w.held): w for each in gather.values() for w in each}
         here = (
@@ -138,12 +138,12 @@ def weights_to_gather(
             if not context.across
             else f"gather={context.options.own.gather!r}"
         )
-        context.note(here, _sentence("layoutmap", context, [w.path for w in held.values()], here))
+        context.note(here, _format_note("layoutmap", context, [w.path for w in held.values()], here))
     return made
 
 
-def _sentence(by: str, context: ScopeContext, paths: Sequence[str], why: str = "") -> str:
-    """A note on which weights are gathered by what, and why."""
+def _format_note(by: str, context: ScopeContext, paths: Sequence[str], why: str = "") -> str:
+    """Return the plan's note about the gathered weights and the reason."""
     groups: dict[object, list[str]] = {}
     for path in paths:
         groups.setdefault(split_at_numbers(path), []).append(path)
@@ -153,8 +153,8 @@ def _sentence(by: str, context: ScopeContext, paths: Sequence[str], why: str = "
     return f"{what} gathered over {context.policy.batch_dim!r} by {by}{reason}: {names}"
 
 
-def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: ScopeContext) -> None:
-    """Have torch's `fully_shard` gather what it can of the weights of a model, and note what it cannot."""
+def _apply_fully_shard(outermost: Gathering, below: Sequence[Gathering], context: ScopeContext) -> None:
+    """Apply torch's `fully_shard` to the weights that it can gather, and note the others with the reasons."""
     batch_dim = context.policy.batch_dim
     assert batch_dim is not None, "or nothing would be gathered"
     mesh = context.engine.native(context.policy.replicated(0), 0)[0]
@@ -163,7 +163,7 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: Scop
     reasons: dict[str, list[str]] = {}
     paths: list[str] = []
 
-    def unit(gathering: Gathering, below: Sequence[Unit] | None = None) -> Unit | None:
+    def make_unit(gathering: Gathering, below: Sequence[Unit] | None = None) -> Unit | None:
         weights: dict[int, tuple[DTensor, list[Weight]]] = {}
         for weight in gathering.weights:
             if isinstance(held := weight.held, DTensor):
@@ -176,7 +176,7 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: Scop
             if tensor.placements[mesh_dim].is_replicate():  # and only converted  # pyright: ignore[reportUnknownMemberType]
                 gathering.others += places
                 continue
-            reason = _why_not(tensor, mesh_dim)
+            reason = _explain_refusal(tensor, mesh_dim)
             if users[id(tensor)] > 1:  # fully_shard would free it after the first
                 reason = "several blocks share them"
             elif tensor.dtype != usual:
@@ -195,26 +195,26 @@ def _fully_shard(outermost: Gathering, below: Sequence[Gathering], context: Scop
             )
         return gathering.unit
 
-    unit(outermost, [made for each in below if (made := unit(each)) is not None])
+    make_unit(outermost, [made for each in below if (made := make_unit(each)) is not None])
     if paths:
-        context.note(batch_dim, _sentence("torch's fully_shard", context, paths))
+        context.note(batch_dim, _format_note("torch's fully_shard", context, paths))
     for reason, those in reasons.items():
-        context.note(reason, _sentence("layoutmap", context, those, reason))
+        context.note(reason, _format_note("layoutmap", context, those, reason))
 
 
-def _why_not(tensor: DTensor, mesh_dim: int) -> str:
-    """Why `fully_shard` cannot gather weights; empty if it can."""
+def _explain_refusal(tensor: DTensor, mesh_dim: int) -> str:
+    """Return the reason that `fully_shard` cannot gather a weight, or an empty text if it can."""
     if not can_gather(tensor, mesh_dim):
         return "the batch's dim is not the innermost on an axis"
-    if tensor.shape[axis_of(tensor.placements[mesh_dim])] % tensor.device_mesh.size(mesh_dim):
+    if tensor.shape[get_axis(tensor.placements[mesh_dim])] % tensor.device_mesh.size(mesh_dim):
         return "an axis does not divide"
-    if not local_of(tensor).is_contiguous():
+    if not get_local(tensor).is_contiguous():
         return "shards are not contiguous"
     return ""
 
 
-def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module | None]]:
-    """Each module of a model, with the block that it is in."""
+def _find_blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module | None]]:
+    """Return each module of a model with its enclosing block, or None outside all blocks."""
     found: dict[int, tuple[torch.nn.Module, torch.nn.Module | None]] = {}
     todo: list[tuple[torch.nn.Module, torch.nn.Module | None]] = [(root, None)]
     while todo:
@@ -228,7 +228,7 @@ def _blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Modul
 
 
 def _has_blocks(module: torch.nn.Module) -> bool:
-    """Whether the parts of a module are blocks, which gather their weights together."""
+    """Return whether the children of a module are blocks, each of which gathers its weights together."""
     children = list(module.children())
     if len(children) == 1 and isinstance(module, torch.nn.ModuleList):
         # A decoder of one block is gathered as one of many. A part that has blocks itself is more than a block.
@@ -239,8 +239,10 @@ def _has_blocks(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def gathered(gathering: Gathering, context: ScopeContext, inputs: Sequence[torch.Tensor]) -> Generator[None]:
-    """While open, some weights are in the layouts in which they compute.
+def gather_weights(
+    gathering: Gathering, context: ScopeContext, inputs: Sequence[torch.Tensor]
+) -> Generator[None]:
+    """Put a module's weights into their compute layouts until the block ends.
 
     Args:
         gathering: The weights.
@@ -251,7 +253,7 @@ def gathered(gathering: Gathering, context: ScopeContext, inputs: Sequence[torch
     sharded = [places[0].held for places in gathering.places]
     with ExitStack() as stack:
         if gathering.is_outermost and not gathering.model_call.is_open:
-            stack.enter_context(gathering.model_call.opened())
+            stack.enter_context(gathering.model_call.mark_open())
         own = gathering.weights
         if unit is not None and unit.is_up_to_date(
             sharded
@@ -259,7 +261,7 @@ def gathered(gathering: Gathering, context: ScopeContext, inputs: Sequence[torch
             tensors = stack.enter_context(unit.gathered(inputs))
             whole = zip(gathering.places, sharded, tensors, strict=True)
             stack.enter_context(
-                held_in_place([(place, old, new) for places, old, new in whole for place in places])
+                swap_temporarily([(place, old, new) for places, old, new in whole for place in places])
             )
             own = gathering.others
         if own:

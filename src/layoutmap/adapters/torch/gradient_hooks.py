@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.optimizer_hooks import look_after_optimizers
+from layoutmap.adapters.torch.optimizer_hooks import check_optimizers
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.torch.gather import Gradients
-from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.modules import members_of_module
+from layoutmap.engines.torch.modes import skip_function_modes
+from layoutmap.engines.torch.modules import get_members
 
 _WATCHED = "_layoutmap_watched"  # on a parameter: its id, which a copy of it has not
 
@@ -41,16 +41,16 @@ class Watch:
         self._reported: set[tuple[str, str]] = set()
         self._modules = [id(each) for each in module.modules()]
         self._held = [
-            (members_of_module(each)[0], name, weakref.ref(each))
+            (get_members(each)[0], name, weakref.ref(each))
             for each in module.modules()
             for name, _ in each.named_parameters(recurse=False, remove_duplicate=False)
         ]
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether the module has the parts that it had, and no others, as adapters are."""
+        """Return whether the module still has the submodules that it had when the watch was made."""
         return self._modules == [id(each) for each in module.modules()]
 
-    @plainly
+    @skip_function_modes
     def look(self) -> None:
         """Set the hooks of parameters that have none."""
         new: list[torch.Tensor] = []
@@ -64,9 +64,9 @@ class Watch:
             if vars(parameter).get(_WATCHED) != id(parameter):
                 setattr(parameter, _WATCHED, id(parameter))
                 new.append(parameter)
-                holders[id(parameter)] = partial(_held_by, holder, name)
+                holders[id(parameter)] = partial(_find_parameter, holder, name)
         if new:
-            look_after_optimizers()
+            check_optimizers()
             Gradients(new, refer_to=lambda parameter: holders[id(parameter)])
 
     def _warn_of_replaced(
@@ -87,7 +87,7 @@ class Watch:
         warnings.warn(warning, stacklevel=find_user_stacklevel({"torch"}))
 
 
-def _held_by(holder: weakref.ref[torch.nn.Module], name: str) -> object:
-    """The parameter that a module holds under a name, if it has one."""
+def _find_parameter(holder: weakref.ref[torch.nn.Module], name: str) -> object:
+    """Return the parameter that a module stores under a name, or None."""
     module = holder()
-    return None if module is None else members_of_module(module)[0].get(name)
+    return None if module is None else get_members(module)[0].get(name)

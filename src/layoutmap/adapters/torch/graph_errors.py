@@ -16,11 +16,11 @@ EXPORT_ATTRIBUTES = {"__code__": "torch.export", "__globals__": "torch.jit.scrip
 
 
 class NoGraphError(ScopeError, AttributeError):
-    """Raised when an exporter reads a module in layouts; an `AttributeError`, so that `hasattr` works."""
+    """Raised when torch.export or torch.jit traces a sharded module. As an AttributeError, it lets `hasattr` work."""
 
 
-def graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
-    """Return the error of a module in layouts of which a graph is made."""
+def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
+    """Return the error for a sharded module that an exporter traces."""
     return NoGraphError(
         f"{type(module).__name__}: a module in layouts, in {exporter}",
         why="its collectives are those of this mesh, and such a graph is for one device",
@@ -45,4 +45,4 @@ def refuse_graphs(module: torch.nn.Module) -> None:
             fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
         )
     if is_traced_by_jit():
-        raise graph_error(module, "torch.jit.trace")
+        raise make_graph_error(module, "torch.jit.trace")

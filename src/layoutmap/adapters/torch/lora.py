@@ -14,16 +14,16 @@ from collections.abc import Iterator
 import torch
 
 from layoutmap.adapters.torch.paths import Found
-from layoutmap.adapters.torch.roles import roles_of
+from layoutmap.adapters.torch.roles import find_roles
 from layoutmap.core.uneven import Axes
-from layoutmap.engines.torch.modules import modules_of
+from layoutmap.engines.torch.modules import list_modules
 
 _BASE = "base_layer"
 _WRAPPER = "base_model.model."
 
 
-def names_without(found: Found, root: torch.nn.Module) -> list[str]:
-    """The name of a tensor in the model before PEFT wrapped it, if that is another one."""
+def list_unwrapped_names(found: Found, root: torch.nn.Module) -> list[str]:
+    """Return the names that a tensor had before PEFT wrapped the model, where they differ."""
     names: list[str] = []
     for path in (found.path, *found.aliases):
         plain = path.removeprefix(_WRAPPER) if _is_of_peft(root) else path
@@ -33,22 +33,24 @@ def names_without(found: Found, root: torch.nn.Module) -> list[str]:
     return names
 
 
-def derivations(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
-    """From which weight each factor of LoRA is derived, and what its axes are made of there, by the factor's id."""
+def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
+    """Return each LoRA factor's base weight, and the base axes of the factor's axes, by the factor's id."""
     found: dict[int, tuple[str, Axes]] = {}
-    for prefix, module in modules_of(root):
+    for prefix, module in list_modules(root):
         base = getattr(module, _BASE, None)
         if not (_is_of_peft(module) and isinstance(base, torch.nn.Module)):
             continue
-        roles = roles_of(base, "weight")
+        roles = find_roles(base, "weight")
         if len(roles) == 2:  # PEFT's layer for a convolution is one itself, and asks the rules
             output = roles.index("out.0")
             path = ".".join(filter(None, (prefix, _BASE, "weight")))
-            found.update((id(t), (path, axes)) for t, axes in _factors(module, 1 - output, output))
+            found.update((id(t), (path, axes)) for t, axes in _iterate_factors(module, 1 - output, output))
     return found
 
 
-def _factors(module: torch.nn.Module, inward: int, output: int) -> Iterator[tuple[torch.Tensor, Axes]]:
+def _iterate_factors(
+    module: torch.nn.Module, inward: int, output: int
+) -> Iterator[tuple[torch.Tensor, Axes]]:
     for name, axes in (("lora_A", ((), (inward,))), ("lora_B", ((output,), ()))):
         for layer in getattr(module, name, {}).values():  # it has the factors of its own kind only
             yield layer.weight, axes

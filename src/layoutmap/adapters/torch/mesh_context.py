@@ -47,17 +47,17 @@ here = _Here()
 
 
 def is_running() -> bool:
-    """Whether a call of a laid out model is open on this thread."""
+    """Return whether a sharded model's call is open on this thread."""
     return here.context is not None
 
 
 @contextmanager
-def running(context: ScopeContext) -> Generator[None]:
-    """While open, this thread computes on the mesh of a scope."""
+def compute_on_mesh(context: ScopeContext) -> Generator[None]:
+    """Run this thread's torch operations on the mesh of a scope until the block ends."""
     with (
         temporarily(here, "context", context),
-        _CHECKPOINTS.used(),
-        _with_versions(),
+        _CHECKPOINTS.activate(),
+        _replace_inference_mode(),
         context.engine.run_on(context.policy.mesh, context.options.own.draws),
     ):
         yield
@@ -70,14 +70,14 @@ def summing_up(is_odd: bool) -> Generator[None]:
         yield
 
 
-def recording() -> AbstractContextManager[None]:
-    """While open, this thread records a graph: what a model would have compiled is computed as it is."""
+def mark_recording() -> AbstractContextManager[None]:
+    """Mark this thread as recording a graph until the block ends, so that inner modules compute uncompiled."""
     return temporarily(here, "is_recording", True)
 
 
 @contextmanager
-def _with_versions() -> Generator[None]:
-    """Under `torch.inference_mode`, which has no views of a `DTensor`, only no gradients."""
+def _replace_inference_mode() -> Generator[None]:
+    """Replace `torch.inference_mode` by `no_grad` until the block ends, since DTensors lack views there."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield
@@ -85,8 +85,8 @@ def _with_versions() -> Generator[None]:
         yield
 
 
-def _on_mesh_later(function: Function) -> Function:
-    """A function for a checkpoint of activations to keep: it computes on the mesh whenever it is called."""
+def _bind_to_mesh(function: Function) -> Function:
+    """Return a function for an activation checkpoint that computes on the current mesh whenever it is called."""
     if here.is_recording:  # with what modules hold then, which is not what the graph is given
         raise RuntimeError(
             "an activation checkpoint in it computes once more when the graph is recorded already"
@@ -99,32 +99,32 @@ def _on_mesh_later(function: Function) -> Function:
     def on_mesh(*args: object, **kwargs: object) -> object:
         if is_running():
             return function(*args, **kwargs)
-        with running(context), summing_up(is_odd):
+        with compute_on_mesh(context), summing_up(is_odd):
             return function(*args, **kwargs)
 
     return on_mesh
 
 
-def _generating(generator: Function) -> Function:
+def _wrap_generator(generator: Function) -> Function:
     @functools.wraps(generator)
-    def wrapped(function: Function, *args: object, **kwargs: object) -> object:
-        return generator(_on_mesh_later(function), *args, **kwargs)
+    def wrap_function(function: Function, *args: object, **kwargs: object) -> object:
+        return generator(_bind_to_mesh(function), *args, **kwargs)
 
-    return wrapped
+    return wrap_function
 
 
-def _reentrant(own: Function) -> object:
+def _wrap_reentrant(own: Function) -> object:
     class Wrapped:  # torch asks this name for `apply` alone
         @staticmethod
         def apply(function: Function, *args: object) -> object:
-            return own.apply(_on_mesh_later(function), *args)  # pyright: ignore[reportFunctionMemberAccess]
+            return own.apply(_bind_to_mesh(function), *args)  # pyright: ignore[reportFunctionMemberAccess]
 
     return Wrapped
 
 
 _CHECKPOINTS = Patches(
     [
-        Attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", _generating),
-        Attribute(torch_checkpoint, "CheckpointFunction", _reentrant),
+        Attribute(torch_checkpoint, "_checkpoint_without_reentrant_generator", _wrap_generator),
+        Attribute(torch_checkpoint, "CheckpointFunction", _wrap_reentrant),
     ]
 )

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.modules.module
 
-from layoutmap.adapters.current import current, warn_if_elsewhere
-from layoutmap.adapters.torch.paths import has_forward, is_of_keras
+from layoutmap.adapters.current import get_current_session, warn_in_inner_task
+from layoutmap.adapters.torch.paths import has_forward, is_keras_module
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute, Closing, Item, Patches
 from layoutmap.engines.tested import check_names
@@ -31,23 +31,28 @@ check_names(
 )
 
 
-def installed() -> Closing:
-    """Keep the hooks in place for a while; threads and nested scopes share them."""
-    return _PATCHES.used()
+def install_hooks() -> Closing:
+    """Return a context in which the hooks are installed. Threads and nested scopes share them."""
+    return _PATCHES.activate()
 
 
-def _registered(module: torch.nn.Module, name: str, registered: object) -> None:
-    watcher = current()
+def _note_registration(module: torch.nn.Module, name: str, registered: object) -> None:
+    watcher = get_current_session()
     if watcher is None:  # the hooks are those of all threads, a scope is one's own
-        warn_if_elsewhere("torch", type(module).__name__)
+        warn_in_inner_task("torch", type(module).__name__)
     elif watcher.library == "torch":
-        watcher.module_created(module)
+        watcher.note_module(module)
 
 
-def _parameter_registered(module: torch.nn.Module, name: str, parameter: object) -> None:
-    _registered(module, name, parameter)
-    watcher = current()
-    if watcher is not None and watcher.library != "torch" and has_forward(module) and not is_of_keras(module):
+def _check_parameter(module: torch.nn.Module, name: str, parameter: object) -> None:
+    _note_registration(module, name, parameter)
+    watcher = get_current_session()
+    if (
+        watcher is not None
+        and watcher.library != "torch"
+        and has_forward(module)
+        and not is_keras_module(module)
+    ):
         raise ScopeError(
             f"{type(module).__name__}: a torch module is built in a scope for {watcher.library} models",
             facts={"parameter": name},
@@ -56,32 +61,32 @@ def _parameter_registered(module: torch.nn.Module, name: str, parameter: object)
         )
 
 
-def _setting_state(plain: Callable[..., None]) -> Callable[..., None]:
+def _wrap_setstate(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def setstate(module: torch.nn.Module, state: dict[str, object]) -> None:
         plain(module, state)
-        _registered(module, "", None)
+        _note_registration(module, "", None)
 
     return setstate
 
 
-def _adding_group(plain: Callable[..., None]) -> Callable[..., None]:
+def _wrap_add_param_group(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, object]) -> None:
         plain(optimizer, param_group)
-        watcher = current()
+        watcher = get_current_session()
         if watcher is not None and watcher.library == "torch":
-            watcher.optimizer_created(optimizer)
+            watcher.note_optimizer(optimizer)
 
     return add_param_group
 
 
 _PATCHES = Patches(
     [
-        Item(_of_modules._global_module_registration_hooks, "layoutmap", _registered),
-        Item(_of_modules._global_parameter_registration_hooks, "layoutmap", _parameter_registered),
-        Item(_of_modules._global_buffer_registration_hooks, "layoutmap", _registered),
-        Attribute(torch.nn.Module, "__setstate__", _setting_state),  # a copy passes the hooks by
-        Attribute(torch.optim.Optimizer, "add_param_group", _adding_group),  # __init__ calls it
+        Item(_of_modules._global_module_registration_hooks, "layoutmap", _note_registration),
+        Item(_of_modules._global_parameter_registration_hooks, "layoutmap", _check_parameter),
+        Item(_of_modules._global_buffer_registration_hooks, "layoutmap", _note_registration),
+        Attribute(torch.nn.Module, "__setstate__", _wrap_setstate),  # a copy passes the hooks by
+        Attribute(torch.optim.Optimizer, "add_param_group", _wrap_add_param_group),  # __init__ calls it
     ]
 )

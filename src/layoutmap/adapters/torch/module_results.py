@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.adapters.torch.boundary import map_tensors, tensors_in
+from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.core.layout import Layout
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 
 
 class ModuleResults:
@@ -47,7 +47,7 @@ class ModuleResults:
             self._place_buffers(module)
         return result if self.output is None else self._place_output(result, self.output)
 
-    @plainly
+    @skip_function_modes
     def _place_buffers(self, module: torch.nn.Module) -> None:
         for name, (layout, placements) in self._buffers.items():
             buffer = getattr(module, name, None)
@@ -56,9 +56,9 @@ class ModuleResults:
             if buffer.placements != placements:
                 setattr(module, name, self._context.engine.relayout(buffer, layout))
 
-    @plainly
+    @skip_function_modes
     def _place_output(self, result: object, layout: Layout) -> object:
-        found = [tensor for tensor in tensors_in(result) if isinstance(tensor, DTensor)]
+        found = [tensor for tensor in list_tensors(result) if isinstance(tensor, DTensor)]
         shapes = [tuple(tensor.shape) for tensor in found]
         layouts = self._context.policy.choose_output_layouts(layout, shapes, self._path)
         chosen = {id(t): each for t, each in zip(found, layouts, strict=True) if each is not None}

@@ -35,8 +35,8 @@ _compared: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakK
 _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
-def note_replaced(tensor: torch.Tensor, path: str) -> None:
-    """From now on, refuse optimizers that step a tensor: its model holds another one, in a layout.
+def note_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Refuse, from now on, optimizers that step a tensor that a DTensor has replaced in its model.
 
     Args:
         tensor: The tensor; nothing is kept of it.
@@ -44,15 +44,15 @@ def note_replaced(tensor: torch.Tensor, path: str) -> None:
     """
     key = id(tensor)
     _replaced[key] = weakref.ref(tensor, lambda _: _replaced.pop(key, None)), path  # ids are given again
-    look_after_optimizers()
+    check_optimizers()
 
 
-def look_after_optimizers() -> None:  # why: decisions/0044
-    """Look at each optimizer of this process before it steps, as long as there are tensors on a mesh."""
+def check_optimizers() -> None:  # why: decisions/0044
+    """Check each optimizer of this process before it steps, as long as a DTensor is alive."""
     change(_HOOK)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _check_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     state = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -60,18 +60,18 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 _refuse_stale(optimizer, _replaced[id(parameter)][1])
             if isinstance(parameter, DTensor):
                 if _compared.get(optimizer) != len(optimizer.param_groups):
-                    _compare(optimizer, parameter)
+                    _compare_optimizer(optimizer, parameter)
                 is_factored = isinstance(optimizer, torch.optim.Adafactor) and parameter.ndim > 1
                 if is_factored and parameter.requires_grad and not state[parameter]:
-                    state[parameter] = _rows_and_columns(parameter)
+                    state[parameter] = _make_adafactor_slots(parameter)
                 if parameter in state:
                     _lay_out(state[parameter], parameter)
 
 
-def _compare(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
-    """Before the first step, refuse an optimizer that another process or one device would have step differently."""
+def _compare_optimizer(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
+    """Refuse an optimizer before its first step if other processes or one device would step it differently."""
     engine = get_engine("torch")
-    layout = engine.layout_of(parameter)
+    layout = engine.get_layout(parameter)
     if layout is not None:
         gather = functools.partial(engine.all_gather, mesh=layout.mesh)
         check_program("optimizer.step", describe_optimizer(optimizer), gather)
@@ -90,8 +90,8 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
     )
 
 
-def _rows_and_columns(parameter: DTensor) -> dict[str, torch.Tensor]:  # why: decisions/0044
-    """The slots of Adafactor before its first step: means over the last axis, and over the one before."""
+def _make_adafactor_slots(parameter: DTensor) -> dict[str, torch.Tensor]:  # why: decisions/0044
+    """Return Adafactor's initial slots for a parameter: means over the last axis, and over the one before it."""
     *outer, rows, columns = parameter.shape
     return {
         "step": torch.zeros((), dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)),
@@ -104,13 +104,13 @@ def _lay_out(slots: Any, parameter: DTensor) -> None:
     """Redistribute slots that are plain tensors, as those that a state dict of a plain model has given."""
     for name, slot in slots.items():
         if isinstance(slot, torch.Tensor) and not isinstance(slot, DTensor):
-            layout = layout_of_slot(name, tuple(slot.shape), parameter)
+            layout = derive_slot_layout(name, tuple(slot.shape), parameter)
             if layout is not None:
                 slots[name] = get_engine("torch").relayout(slot, layout)
 
 
-def layout_of_slot(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> Layout | None:
-    """Find the layout of a parameter's slot: on each axis the parameter's, if it is not reduced to one element.
+def derive_slot_layout(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> Layout | None:
+    """Return the layout of a slot: the parameter's, but unsharded on axes that the slot reduces to one element.
 
     Args:
         name: The optimizer's name of the slot.
@@ -120,7 +120,7 @@ def layout_of_slot(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -
     Returns:
         The layout; `None` for a count of steps, for slots of other shapes, and if the parameter is on no mesh.
     """
-    layout, sizes = get_engine("torch").layout_of(parameter), tuple(parameter.shape)
+    layout, sizes = get_engine("torch").get_layout(parameter), tuple(parameter.shape)
     if layout is None or len(shape) != len(sizes) or (name == "step" and not shape):
         return None
     if any(size not in (1, whole) for size, whole in zip(shape, sizes, strict=True)):
@@ -129,4 +129,4 @@ def layout_of_slot(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -
     return Layout([spec if size == whole else UNSHARDED for spec, size, whole in specs], layout.mesh)
 
 
-_HOOK = Item(optimizer_hooks, "layoutmap", _before_step)
+_HOOK = Item(optimizer_hooks, "layoutmap", _check_before_step)

@@ -19,16 +19,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters import random_states
-from layoutmap.adapters.torch.swap import own_attributes
-from layoutmap.adapters.torch.tensor_classes import PLAIN, class_name, local_class
+from layoutmap.adapters.torch.swap import list_user_attributes
+from layoutmap.adapters.torch.tensor_classes import PLAIN, class_name, find_local_class
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
-from layoutmap.engines.torch.element_types import dtype_name
-from layoutmap.engines.torch.modes import TorchDispatchMode, without_function_modes
-from layoutmap.engines.torch.operators import written_arguments
-from layoutmap.engines.torch.specs import dtensor, local_of, spec_of
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.element_types import format_dtype
+from layoutmap.engines.torch.modes import TorchDispatchMode, leave_function_modes
+from layoutmap.engines.torch.operators import list_written_arguments
+from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor
+from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
@@ -53,7 +53,7 @@ _NOT_COPIED = ("state", "param_groups")
 
 
 def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:  # why: decisions/0044
-    """Refuse an optimizer that keeps other state of a sharded weight than one device keeps of the weight.
+    """Refuse an optimizer if its state for a sharded weight differs from the state for the unsharded weight.
 
     Nothing is changed: the steps are those of a copy, on tensors without values.
 
@@ -67,13 +67,13 @@ def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:  # why: decisio
         for parameter in group["params"]:
             if not isinstance(parameter, DTensor) or not parameter.requires_grad:
                 continue
-            layout = engine.layout_of(parameter)
+            layout = engine.get_layout(parameter)
             key = (settings, tuple(parameter.shape), parameter.dtype, layout)
             if layout is None or key in done:
                 continue
             done.add(key)
-            one, one_failed = _step_copy(optimizer, group, _as_on_one_device(parameter))
-            sharded, failed = _step_copy(optimizer, group, _as_sharded(parameter))
+            one, one_failed = _run_step_on_copy(optimizer, group, _as_on_one_device(parameter))
+            sharded, failed = _run_step_on_copy(optimizer, group, _as_sharded(parameter))
             if one_failed or failed:  # a step that needs values: compare the slots that both have made before
                 one, sharded = (
                     {name: each[name] for name in one.keys() & sharded} for each in (one, sharded)
@@ -83,48 +83,48 @@ def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:  # why: decisio
 
 def _as_on_one_device(parameter: DTensor) -> torch.nn.Parameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return _with_gradient(meta, parameter)
+    return _make_meta_parameter(meta, parameter)
 
 
 def _as_sharded(parameter: DTensor) -> torch.nn.Parameter:
-    meta = torch.empty_like(local_of(parameter).detach(), device="meta")
-    return _with_gradient(dtensor(meta, spec_of(parameter)), parameter)
+    meta = torch.empty_like(get_local(parameter).detach(), device="meta")
+    return _make_meta_parameter(make_dtensor(meta, get_spec(parameter)), parameter)
 
 
-def _with_gradient(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Parameter:
+def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.nn.Parameter:
     new = torch.nn.Parameter(meta)
     new.grad = torch.empty_like(meta)
-    for name, value in own_attributes(parameter).items():  # optimizers may read marks of the program
+    for name, value in list_user_attributes(parameter).items():  # optimizers may read marks of the program
         if name not in vars(new):
             setattr(new, name, value)
     return new
 
 
-def _step_copy(
+def _run_step_on_copy(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
 ) -> tuple[Slots, bool]:
-    """Step a copy of an optimizer with one meta tensor; return its slots' kinds, and whether the step failed."""
+    """Run a step of a copied optimizer on one meta tensor. Return its slot kinds and whether the step failed."""
     failed = False
     own = torch.get_rng_state()
     try:
-        with _Guard() as guard, random_states.put_back(), warnings.catch_warnings():
+        with _Guard() as guard, random_states.keep_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copied = _copy(optimizer, group, parameter, guard)
             try:
-                _step_without_hooks(copied)
+                _run_step_without_hooks(copied)
             except Exception:  # it needs values, or a closure; the real step reports errors of its own
                 failed = True
-            kinds = {name: tree_map(_kind, slot) for name, slot in copied.state[parameter].items()}
+            kinds = {name: tree_map(_describe_slot, slot) for name, slot in copied.state[parameter].items()}
     finally:
         torch.set_rng_state(own)
     return kinds, failed
 
 
-def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Step once, without hooks, modes of the program and compiling."""
+def _run_step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Run one optimizer step without hooks, function modes, and compilation."""
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    with torch.compiler.set_stance("force_eager"), without_function_modes():
+    with torch.compiler.set_stance("force_eager"), leave_function_modes():
         step(optimizer)
 
 
@@ -169,29 +169,29 @@ class _Guard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
-        for place, name in written_arguments(func):
+        for place, name in list_written_arguments(func):
             for each in tree_leaves(args[place] if place < len(args) else kwargs.get(name)):
                 if (
                     isinstance(each, torch.Tensor)
                     and not each.is_meta
-                    and storage_key(each) not in self._made
+                    and get_storage_key(each) not in self._made
                 ):
                     raise RuntimeError("a tensor of the program would be changed")
         result = func(*args, **kwargs)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and not each.is_meta:
                 with contextlib.suppress(RuntimeError):  # a class of its own may have no storage
-                    self._made[storage_key(each)] = each.untyped_storage()
+                    self._made[get_storage_key(each)] = each.untyped_storage()
         return result
 
 
-def _kind(value: object) -> object:
-    """Return the kind of a slot: that of a tensor, or the name of another type."""
+def _describe_slot(value: object) -> object:
+    """Return the class, element type, and shape of a tensor slot, or the type's name of any other value."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    kind = local_class(value)
+    kind = find_local_class(value)
     return SlotKind(
-        _TENSOR if kind in PLAIN else class_name(kind), dtype_name(value.dtype), tuple(value.shape)
+        _TENSOR if kind in PLAIN else class_name(kind), format_dtype(value.dtype), tuple(value.shape)
     )
 
 
@@ -206,14 +206,14 @@ def _compare_slots(
         if expected != actual:
             raise ScopeError(
                 f"{kind}: {name} of a sharded weight is not the one that it keeps on one device",
-                facts={**facts, "one device": _text(expected), "sharded": _text(actual)},
+                facts={**facts, "one device": _format_kind(expected), "sharded": _format_kind(actual)},
                 why="it chooses its state by the shard that it sees, so its steps would differ from one device's",
                 fix=fix if _has_own_class(expected) else f"leave this weight unsharded; or {fix}",
             )
         if _has_own_class(actual):
             raise ScopeError(
                 f"{kind}: {name} of a weight in a layout is kept in a tensor class of its own",
-                facts={**facts, name: _text(actual)},
+                facts={**facts, name: _format_kind(actual)},
                 why="which values of the weight an element of such a tensor depends on is not known, so a shard of it "
                 "may differ from that part of one device's",
                 fix=fix,
@@ -224,5 +224,5 @@ def _has_own_class(kind: object) -> bool:
     return any(isinstance(each, SlotKind) and each.class_name != _TENSOR for each in tree_leaves(kind))
 
 
-def _text(kind: object) -> str:
+def _format_kind(kind: object) -> str:
     return "none" if kind is None else str(kind)

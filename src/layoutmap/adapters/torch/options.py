@@ -39,7 +39,7 @@ class TorchOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
-        """Return options by their names.
+        """Return checked options, given by name.
 
         Args:
             given: Values by name.
@@ -101,7 +101,7 @@ def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
 
 
 def _check_fully_shard(options: Mapping[str, object]) -> None:  # why: decisions/0017
-    """Refuse what is decided by the layout map, unknown, of another type, or cannot work on DTensors or here."""
+    """Refuse `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
     # Late: it takes a tenth of a second to load.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from layoutmap.core.variables import VariableSpec, make_unique_names
-from layoutmap.engines.torch.modules import members_of_module, modules_of
+from layoutmap.engines.torch.modules import get_members, list_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Holder:
 
     @property
     def held(self) -> torch.Tensor | None:
-        """The tensor that the module holds there now; `None`: none, as where a weight was pruned."""
+        """Return the tensor that the module stores under this name now, or None if it was pruned."""
         return self._members.get(self.name)
 
     def put(self, tensor: torch.Tensor | None) -> None:
@@ -35,7 +35,7 @@ class Holder:
 
     @property
     def _members(self) -> dict[str, torch.Tensor | None]:
-        parameters, buffers = members_of_module(self.module)
+        parameters, buffers = get_members(self.module)
         return parameters if self.name in parameters else buffers
 
 
@@ -67,24 +67,24 @@ class Entry:
 
 
 def has_forward(module: torch.nn.Module) -> bool:
-    """Whether a module can be called: a list of modules cannot."""
+    """Return whether a module can be called. A `ModuleList`, for example, cannot."""
     return type(module).forward is not torch.nn.Module.forward
 
 
-def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that was passed to `torch.compile`, of what that returned; any other as it is."""
+def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that was passed to `torch.compile`, or the module itself if it is not compiled."""
     return getattr(model, "_orig_mod", model)
 
 
-def is_of_keras(module: torch.nn.Module) -> bool:
-    """Whether a module is a layer of Keras on torch."""
+def is_keras_module(module: torch.nn.Module) -> bool:
+    """Return whether a module is a Keras layer with the torch backend."""
     return any(base.__module__.partition(".")[0] == "keras" for base in type(module).__mro__)
 
 
 def find_tensors(root: torch.nn.Module) -> list[Found]:
-    """The parameters of a model, then its buffers; each once."""
+    """Return the parameters of a model, then its buffers, each once."""
     found: dict[int, Found] = {}
-    modules = modules_of(root, remove_duplicate=False)  # a shared module has several names
+    modules = list_modules(root, remove_duplicate=False)  # a shared module has several names
     for is_buffer in (False, True):
         for prefix, module in modules:
             members = module.named_buffers if is_buffer else module.named_parameters
@@ -100,25 +100,25 @@ def find_tensors(root: torch.nn.Module) -> list[Found]:
     return list(found.values())
 
 
-def layer_paths(root: torch.nn.Module) -> dict[int, str]:
-    """The first name of each module below a model, by the module's id."""
+def find_layer_paths(root: torch.nn.Module) -> dict[int, str]:
+    """Return the first path of each module below a model, by the module's id."""
     paths: dict[int, str] = {}
-    for name, module in modules_of(root):
+    for name, module in list_modules(root):
         if name:
             paths.setdefault(id(module), name)
     return paths
 
 
-def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Modules of a list that are inside no other one of it."""
+def find_roots(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the modules that are inside no other module of the list."""
     inside: set[int] = set()
     for module in modules:
-        inside.update(map(id, below(module, inside)))
+        inside.update(map(id, iterate_descendants(module, inside)))
     return [module for module in modules if id(module) not in inside]
 
 
-def below(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[torch.nn.Module]:  # pyright: ignore[reportArgumentType]
-    """Every module below a module, each once; what is below a known one is left out."""
+def iterate_descendants(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[torch.nn.Module]:  # pyright: ignore[reportArgumentType]
+    """Yield every module below a module once, without descending into known modules."""
     todo, seen = list(module.children()), {id(module)}
     while todo:
         child = todo.pop()
@@ -129,21 +129,21 @@ def below(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[to
                 todo.extend(child.children())
 
 
-def model_names(roots: Sequence[torch.nn.Module]) -> list[str]:
-    """A name for each model: its class's, with a number from the second of a class on."""
-    return make_unique_names([_own_class(type(root)).__name__ for root in roots])
+def make_model_names(roots: Sequence[torch.nn.Module]) -> list[str]:
+    """Return a distinct name for each model: its class's name, numbered from the second of a class on."""
+    return make_unique_names([_find_user_class(type(root)).__name__ for root in roots])
 
 
-def _own_class(kind: type) -> type:
-    """The class of a module as its author wrote it: `fully_shard` makes one of that and its own."""
+def _find_user_class(kind: type) -> type:
+    """Return a module's class as written by its author, without the FSDP class that `fully_shard` mixes in."""
     is_made = kind.__name__.startswith("FSDP") and issubclass(kind.__bases__[0], FSDPModule)
     return kind.__bases__[-1] if is_made else kind
 
 
-def lazy_layers(root: torch.nn.Module) -> list[str]:
-    """The names of modules that will make weights when they are first called."""
+def find_lazy_layers(root: torch.nn.Module) -> list[str]:
+    """Return the names of modules that create weights in their first call."""
     return [
         name or type(root).__name__
-        for name, module in modules_of(root)
+        for name, module in list_modules(root)
         if any(is_lazy(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     ]

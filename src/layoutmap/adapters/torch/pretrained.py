@@ -1,4 +1,4 @@
-"""Files of `save_pretrained` of a model whose shards are in several processes: each writes its own into them.
+"""Write the files of `save_pretrained` for a sharded model in parallel: each process writes its own shards.
 
 A file of safetensors is a header and the bytes of its tensors, one after the other. Size and place of each are known
 before, so each process writes the bytes of its shards where they belong, and none ever holds more than those. Which
@@ -26,17 +26,17 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import make_hidden_path, open_hidden_folder
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import agreed, gather_texts
+from layoutmap.engines.agreement import gather_texts, run_together
 from layoutmap.engines.torch.operators import Function
-from layoutmap.engines.torch.specs import local_of
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.specs import get_local
+from layoutmap.engines.torch.storages import get_storage_key
 
 _INDEX = ".safetensors.index.json"
 _files: ContextVar[list[tuple[str, dict[str, DTensor]]] | None] = ContextVar("files", default=None)
 
 
-def noting(own: Function) -> Function:
-    """Return a `save_file` of safetensors that notes what is to be saved, where this module asks for that."""
+def wrap_save_file(own: Function) -> Function:
+    """Return safetensors' `save_file`, wrapped to capture its tensors inside `_capture_files`."""
 
     def save_file(tensors: dict[str, DTensor], filename: str, *args: object, **options: object) -> object:
         files = _files.get()
@@ -49,7 +49,8 @@ def noting(own: Function) -> Function:
 
 
 @contextmanager
-def _noted() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
+def _capture_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
+    """Capture the file names and tensors of `save_file` calls until the block ends, and write no file."""
     files: list[tuple[str, dict[str, DTensor]]] = []
     token = _files.set(files)
     try:
@@ -90,7 +91,7 @@ def save_shards(
     layouts = {
         name: layout
         for name, tensor in tensors.items()
-        if isinstance(tensor, DTensor) and (layout := engine.layout_of(tensor)) is not None
+        if isinstance(tensor, DTensor) and (layout := engine.get_layout(tensor)) is not None
     }
     if not layouts:  # of tensors that somebody else has laid out in a way that has no form here
         return False
@@ -107,22 +108,24 @@ def save_shards(
     with ExitStack() as end:
 
         def begin() -> list[_Start] | None:
-            return _begin(save, end.enter_context(open_hidden_folder(target, own)), target, tensors, layouts)
+            return _prepare_folder(
+                save, end.enter_context(open_hidden_folder(target, own)), target, tensors, layouts
+            )
 
-        plan = agreed(lambda: begin() if is_first else None, gather, "save")
+        plan = run_together(lambda: begin() if is_first else None, gather, "save")
         found = json.loads(gather_texts(json.dumps(plan), gather)[0])
         if found is None:
             return False
         places = [_Start(*each) for each in found]
-        agreed(lambda: _write(hidden, places, tensors, layouts), gather, "save")
-        agreed(lambda: _put(hidden, target) if is_first else None, gather, "save")
+        run_together(lambda: _write_shards(hidden, places, tensors, layouts), gather, "save")
+        run_together(lambda: _move_files(hidden, target) if is_first else None, gather, "save")
         return True
 
 
-def _begin(
+def _prepare_folder(
     save: Function, hidden: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
 ) -> list[_Start] | None:
-    """Make the folder, with files in which the values of tensors in layouts are missing; returns where these are."""
+    """Create the folder with files that lack the sharded values, and return the offsets of these."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
             f"{target}: it is a file",
@@ -134,12 +137,12 @@ def _begin(
     state: dict[str, object] = dict(tensors)
     for name in layouts:
         tensor = tensors[name]
-        key = storage_key(local_of(tensor))
+        key = get_storage_key(get_local(tensor))
         if key not in empty:
             empty[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             names[id(empty[key])] = name
         state[name] = empty[key]
-    with _noted() as files:
+    with _capture_files() as files:
         save(hidden, state_dict=state)
     if any(each.is_meta and id(each) not in names for _, content in files for each in content.values()):
         return None
@@ -156,7 +159,7 @@ def _make_file(
     for name, tensor in ordered:
         end = place + tensor.numel() * tensor.dtype.itemsize
         entries[name] = {
-            "dtype": _name_of(tensor.dtype),
+            "dtype": _find_dtype_name(tensor.dtype),
             "shape": [*tensor.shape],
             "data_offsets": [place, end],
         }
@@ -178,24 +181,24 @@ def _make_file(
     return places
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    """The name that the format has for an element type: that in the header of a file with no element of it."""
+def _find_dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of an element type."""
     from safetensors.torch import save
 
     text = save({"": torch.empty(0, dtype=dtype)})
     return json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])[""]["dtype"]
 
 
-def _write(
+def _write_shards(
     folder: Path, places: Sequence[_Start], tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]
 ) -> None:
-    """Write the shards that are this process's to write; what it returns from is durable."""
+    """Write this process's shards, and flush them to disk."""
     files: dict[str, int] = {}
     try:
         for number, (name, file, start) in enumerate(places):
             if file not in files:
                 files[file] = os.open(folder / file, os.O_RDWR)
-            for index, values in _own_shards(tensors[name], layouts[name], number):
+            for index, values in _iterate_own_shards(tensors[name], layouts[name], number):
                 _write_block(files[file], start, tensors[name].shape, index, values)
         for each in files.values():
             os.fsync(each)  # before the index names the file
@@ -210,8 +213,10 @@ def _write(
             os.close(each)
 
 
-def _own_shards(tensor: torch.Tensor, layout: Layout, number: int) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards of a tensor that this process writes: those that several hold are written by these in turn."""
+def _iterate_own_shards(
+    tensor: torch.Tensor, layout: Layout, number: int
+) -> Iterator[tuple[Index, NumpyArray]]:
+    """Yield the shards that this process writes. Processes with equal shards take turns."""
     engine = get_engine("torch")
     holders: dict[object, list[int]] = {}
     for device in range(layout.mesh.size):
@@ -225,7 +230,7 @@ def _own_shards(tensor: torch.Tensor, layout: Layout, number: int) -> Iterator[t
 
 
 def _write_block(file: int, start: int, shape: Sequence[int], index: Index, values: NumpyArray) -> None:
-    """Write a block of a tensor, of which what follows each other in the file is written at once."""
+    """Write a block of a tensor into its file, with one write for each contiguous run."""
     block = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     sizes = [each.stop - each.start for each in index]
     parted = max((axis for axis, size in enumerate(sizes) if size < shape[axis]), default=0)
@@ -240,8 +245,8 @@ def _write_block(file: int, start: int, shape: Sequence[int], index: Index, valu
             data, place = data[written:], place + written
 
 
-def _put(hidden: Path, target: Path) -> None:
-    """Have what was written take the place of what is there; an index is never there without all of its files."""
+def _move_files(hidden: Path, target: Path) -> None:
+    """Move the written files to the target, the index last, so that an index never lacks a file."""
     if not target.exists():
         os.rename(hidden, target)
         return

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.adapters.torch.boundary import tensors_in
+from layoutmap.adapters.torch.boundary import list_tensors
 from layoutmap.adapters.torch.fingerprints import describe_module
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.engines.agreement import CallSchedule, check_batch, check_program, check_values
@@ -18,7 +18,7 @@ from layoutmap.engines.torch.operators import Args, Kwargs
 
 
 class ProcessChecks:
-    """The comparisons that the calls of one module make; all processes of the mesh make them together.
+    """Comparisons between processes for calls of one module. All processes of the mesh make them together.
 
     Args:
         context: The scope of the model.
@@ -46,7 +46,7 @@ class ProcessChecks:
             self._modes.add(mode)
 
     def compare_unsharded(self, module: torch.nn.Module) -> None:
-        """Refuse parameters outside of any layout whose values differ between processes.
+        """Refuse parameters without a layout if their values differ between processes.
 
         Raises:
             EngineError: They differ.
@@ -66,7 +66,7 @@ class ProcessChecks:
         if not (context.across and context.options.check_batches and self._schedule.count_call()):
             yield
             return
-        given = tensors_in((args, kwargs))
+        given = list_tensors((args, kwargs))
         values = [context.engine.to_numpy(t) for t in given if not isinstance(t, DTensor)]
         check_batch(values, context.gather, self._schedule.calls)
         with same_draws(context.engine.native(context.policy.replicated(0), 0)[0], context.gather):

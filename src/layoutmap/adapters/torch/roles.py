@@ -15,8 +15,8 @@ _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """Names that attention modules of transformers have for the size of a head."""
 
 
-def head_sizes(root: torch.nn.Module) -> dict[int, int]:
-    """The size of a head for each module directly inside an attention module that says it, by the module's id."""
+def find_head_sizes(root: torch.nn.Module) -> dict[int, int]:
+    """Return the head size for each direct child of an attention module, by the child's id."""
     found: dict[int, int] = {}
     for module in root.modules():
         size = next((n for name in _HEAD_SIZES if isinstance(n := getattr(module, name, None), int)), None)
@@ -25,15 +25,15 @@ def head_sizes(root: torch.nn.Module) -> dict[int, int]:
     return found
 
 
-def use_of(found: Found, sizes: dict[int, int]) -> Use | None:
-    """The roles of a parameter's axes in the first module that holds it; `None` if they are not known."""
+def describe_use(found: Found, sizes: dict[int, int]) -> Use | None:
+    """Return the roles of a parameter's axes in its first module, or None if they are unknown."""
     place = found.places[0]
-    roles = roles_of(place.module, place.name)
+    roles = find_roles(place.module, place.name)
     return Use(roles, sizes.get(id(place.module))) if roles else None
 
 
-def roles_of(module: torch.nn.Module, name: str) -> tuple[str, ...]:
-    """The roles of the axes of a module's parameter; empty if they are not known."""
+def find_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
+    """Return the roles of the axes of a module's parameter, or an empty tuple if they are unknown."""
     kind = type(module)
     if isinstance(module, torch.nn.Linear):
         return ("out.0", "in.0") if name == "weight" else ("out.0",)

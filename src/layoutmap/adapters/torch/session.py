@@ -20,29 +20,29 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layoutmap.adapters.current import current, entered, is_entered
+from layoutmap.adapters.current import active_session, get_current_session, is_session_active
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
-from layoutmap.adapters.torch.forward import Forward, forward_of
-from layoutmap.adapters.torch.from_pretrained import Reading
-from layoutmap.adapters.torch.fsdp_units import weights_to_gather
-from layoutmap.adapters.torch.lora import derivations, names_without
-from layoutmap.adapters.torch.optimizer_hooks import note_replaced
+from layoutmap.adapters.torch.forward import Forward, find_forward
+from layoutmap.adapters.torch.from_pretrained import FromPretrainedPatches
+from layoutmap.adapters.torch.fsdp_units import plan_gatherings
+from layoutmap.adapters.torch.lora import find_lora_factors, list_unwrapped_names
+from layoutmap.adapters.torch.optimizer_hooks import note_replaced_tensor
 from layoutmap.adapters.torch.paths import (
     Entry,
-    below,
+    find_layer_paths,
+    find_lazy_layers,
+    find_roots,
     find_tensors,
-    is_of_keras,
-    layer_paths,
-    lazy_layers,
-    model_names,
-    roots_of,
+    is_keras_module,
+    iterate_descendants,
+    make_model_names,
 )
-from layoutmap.adapters.torch.roles import head_sizes, use_of
-from layoutmap.adapters.torch.swap import carry_over, replace_in_module, replace_in_optimizer
-from layoutmap.adapters.torch.tensor_classes import stored_dtype
+from layoutmap.adapters.torch.roles import describe_use, find_head_sizes
+from layoutmap.adapters.torch.swap import copy_user_attributes, replace_in_module, replace_in_optimizer
+from layoutmap.adapters.torch.tensor_classes import find_stored_dtype
 from layoutmap.adapters.torch.tools import look_after_tools
-from layoutmap.adapters.torch.unsupported import unsupported_of
+from layoutmap.adapters.torch.unsupported import find_unsupported
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer
@@ -52,25 +52,25 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_values
 from layoutmap.engines.patches import Closing
 from layoutmap.engines.torch.deferred_init import FakeTensor, Tape
-from layoutmap.engines.torch.element_types import dtype_name
-from layoutmap.engines.torch.modules import members_of_module
+from layoutmap.engines.torch.element_types import format_dtype
+from layoutmap.engines.torch.modules import get_members
 
 R = TypeVar("R")
 _ONLY_A_PLAN = "only a plan, it has no values"
 _FAILED = "its scope failed, so it has no values"
 
 
-def entries_of(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[Entry]:
-    """The tensors of models as variables of a plan.
+def make_entries(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[Entry]:
+    """Yield the tensors of models as variables of a plan.
 
     Args:
         roots: The models.
         is_new: Whether they were made in a scope: then what is laid out already was made in an inner one, or before.
     """
     seen: set[int] = set()
-    for name, root in zip(model_names(roots), roots, strict=True):
-        sizes = head_sizes(root)
-        derived = derivations(root)
+    for name, root in zip(make_model_names(roots), roots, strict=True):
+        sizes = find_head_sizes(root)
+        derived = find_lora_factors(root)
         for found in find_tensors(root):
             tensor = found.tensor
             if id(tensor) in seen or is_lazy(tensor) or (is_new and isinstance(tensor, DTensor)):
@@ -84,13 +84,13 @@ def entries_of(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Ite
                 VariableSpec(
                     found.path,
                     shape,
-                    dtype_name(stored_dtype(tensor)),
+                    format_dtype(find_stored_dtype(tensor)),
                     kind,
-                    (*found.aliases, *names_without(found, root)),
+                    (*found.aliases, *list_unwrapped_names(found, root)),
                     parent,
                     axes,
                     model=name,
-                    use=use_of(found, sizes),
+                    use=describe_use(found, sizes),
                     trainable=found.is_buffer or tensor.requires_grad,
                 ),
             )
@@ -107,38 +107,38 @@ class TorchSession:
 
     def __init__(self, context: ScopeContext):
         self.context = context
-        self._tape = self._new_tape()
+        self._tape = self._make_tape()
         self._recording: AbstractContextManager[Tape] | None = None
         # By id, in the order in which they were made.
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
-        self.reading = Reading()
+        self.reading = FromPretrainedPatches()
         self.planned: Sequence[Entry] = ()  # in a dry run
 
-    def _new_tape(self) -> Tape:
+    def _make_tape(self) -> Tape:
         return Tape(
             dry=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            is_here=partial(is_entered, self),  # asked for each operation
+            is_here=partial(is_session_active, self),  # asked for each operation
         )
 
     # -- deferring
 
     @contextmanager
     def defer(self) -> Generator[None]:
-        """While open, large tensors are deferred; leaving the outermost one materializes them."""
+        """Defer the values of large tensors until the outermost block ends, and then materialize them."""
         if self._recording is not None:
             yield
             return
-        outer = current()
-        with _suspended(outer):  # or both tapes would record
-            with module_hooks.installed(), self.reading, entered(self), _Recording(self):
+        outer = get_current_session()
+        with _suspend_outer(outer):  # or both tapes would record
+            with module_hooks.install_hooks(), self.reading, active_session(self), _Recording(self):
                 yield
-            self._materialize(self._created(), is_new=True)
+            self._materialize(self._find_new_models(), is_new=True)
 
     def record(self) -> None:
-        """Have the tape record what is made."""
+        """Start recording new tensors on the tape."""
         recording = self._tape.record_operations()
         recording.__enter__()
         self._recording = recording  # noted earlier, what an interrupt left would begin when it is ended
@@ -150,8 +150,8 @@ class TorchSession:
             recording.__exit__(None, None, None)
 
     @contextmanager
-    def suspended(self) -> Generator[None]:
-        """While open, nothing is deferred: a scope that was opened in this one counts, or it is done."""
+    def suspend_recording(self) -> Generator[None]:
+        """Stop deferring values until the block ends, since a scope opened in this one takes over."""
         if self._recording is None:
             yield
             return
@@ -159,14 +159,14 @@ class TorchSession:
         try:
             yield
         finally:
-            if is_entered(self):  # and not closed meanwhile
+            if is_session_active(self):  # and not closed meanwhile
                 self.record()
 
-    def module_created(self, module: torch.nn.Module) -> None:
-        """A module was given its first tensor or child, or a further one."""
+    def note_module(self, module: torch.nn.Module) -> None:
+        """Remember a module that gets a tensor or child in this scope."""
         key = id(module)
         if key not in self._modules:
-            if is_of_keras(module):  # Keras on torch has modules, too
+            if is_keras_module(module):  # Keras on torch has modules, too
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
                     why="a scope is for one library, and names and trains Keras models in another way",
@@ -176,45 +176,47 @@ class TorchSession:
             self.reading.look()  # the program may have imported transformers meanwhile
 
     def read_later(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A tensor of a file, deferred; see `Tape.read_later`."""
+        """Return a deferred tensor that is read from a file (see `Tape.read_later`)."""
         return self._tape.read_later(read)
 
     def made(self, model: torch.nn.Module) -> bool:
-        """Whether a module was made here; one without tensors and children is not seen being made."""
+        """Return whether a module was built in this scope. A module without tensors and children always counts."""
         return id(model) in self._modules or not model.state_dict(keep_vars=True)
 
-    def optimizer_created(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was given parameters."""
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember an optimizer that gets parameters in this scope."""
         key = id(optimizer)
         self._optimizers.setdefault(key, weakref.ref(optimizer, lambda _: self._optimizers.pop(key, None)))
 
-    def _created(self) -> list[torch.nn.Module]:
-        """The models that were made: modules that are inside no other."""
-        roots = roots_of(_alive(self._modules))
+    def _find_new_models(self) -> list[torch.nn.Module]:
+        """Return the models built in this scope: modules that are inside no other module."""
+        roots = find_roots(_list_alive(self._modules))
         if len(roots) > 1:  # one may be garbage that is not collected yet
             del roots
             gc.collect()
-            roots = roots_of(_alive(self._modules))
+            roots = find_roots(_list_alive(self._modules))
         return roots
 
     def unbuilt(self) -> list[str]:
-        """The names of layers that will make weights when they are first called."""
+        """Return the names of layers that create weights in their first call."""
         return self._unbuilt
 
     # -- materializing
 
     def _materialize(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
-        self._unbuilt = [path for root in roots for path in lazy_layers(root)]
+        self._unbuilt = [path for root in roots for path in find_lazy_layers(root)]
         if self._unbuilt and not self.context.plan_only:
             self._refuse_lazy(roots)
-        entries = list(entries_of(roots, is_new=is_new))
-        recipes = {e.spec.key: self._tape.recipe(t) for e in entries if self._tape.is_deferred(t := e.found.tensor)}
-        layers = [path for root in roots for path in layer_paths(root).values()]
+        entries = list(make_entries(roots, is_new=is_new))
+        recipes = {
+            e.spec.key: self._tape.recipe(t) for e in entries if self._tape.is_deferred(t := e.found.tensor)
+        }
+        layers = [path for root in roots for path in find_layer_paths(root).values()]
         try:
             assignments = self.context.assign(
                 [e.spec for e in entries],
                 {key: recipe.why_global for key, recipe in recipes.items() if recipe.why_global},
-                unsupported_of([(e.found, e.spec.model) for e in entries]),
+                find_unsupported([(e.found, e.spec.model) for e in entries]),
                 not self._unbuilt,
                 layers,
             )
@@ -228,7 +230,7 @@ class TorchSession:
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:
-            self._tape = self._new_tape()  # the one that was holds on to much
+            self._tape = self._make_tape()  # the one that was holds on to much
             self._modules.clear()
             self._optimizers.clear()
 
@@ -267,14 +269,18 @@ class TorchSession:
         self, roots: Sequence[torch.nn.Module], placed: Sequence[tuple[Entry, DTensor, Layout]]
     ) -> None:
         """Have models hold arrays in the places of their tensors, and compute in these layouts."""
-        replaced = {id(e.found.tensor): self._held(e, array, layout) for e, array, layout in placed}
+        replaced = {
+            id(e.found.tensor): self._make_replacement(e, array, layout) for e, array, layout in placed
+        }
         for entry, _, _ in placed:
             for place in entry.found.places:
                 place.put(replaced[id(entry.found.tensor)])
         layouts = {id(replaced[id(e.found.tensor)]): layout for e, _, layout in placed}
         self._replace_references(roots, replaced, layouts)
         for entry, _, _ in placed:
-            note_replaced(entry.found.tensor, entry.spec.path)  # an optimizer may hold it, and would train it
+            note_replaced_tensor(
+                entry.found.tensor, entry.spec.path
+            )  # an optimizer may hold it, and would train it
         self._attach(roots, layouts)
 
     def _check_values(self, entries: Iterable[Entry]) -> None:
@@ -287,7 +293,7 @@ class TorchSession:
                 found.append((f"{path}.grad", tensor.grad))
         found += [
             (f"{paths[tensor]}.{name}", value)
-            for optimizer in _alive(self._optimizers)
+            for optimizer in _list_alive(self._optimizers)
             for tensor, slots in optimizer.state.items()
             for name, value in slots.items()
             if tensor in paths and isinstance(value, torch.Tensor)
@@ -302,13 +308,13 @@ class TorchSession:
             recipe.global_value, blocks=None if recipe.why_global else recipe.blocks, recipe=recipe.text
         )
 
-    def _held(self, entry: Entry, array: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The value that a module holds in the place of its tensor."""
+    def _make_replacement(self, entry: Entry, array: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return the sharded parameter or buffer that replaces an entry's tensor in its modules."""
         old = entry.found.tensor
         new = array
         if isinstance(old, torch.nn.Parameter):
             new = self.context.engine.variable(array, name=entry.spec.path, trainable=old.requires_grad)
-        carry_over(old, new)
+        copy_user_attributes(old, new)
         if not isinstance(old, FakeTensor) and old.is_leaf and old.grad is not None:
             new.grad = self.context.engine.relayout(old.grad, layout)
         return new
@@ -326,21 +332,21 @@ class TorchSession:
                 replaced[id(tensor)] = self._tape.recipe(tensor).global_value().requires_grad_(trainable)
             return replaced.get(id(tensor), tensor)
 
-        def slot(parameter: DTensor, value: torch.Tensor) -> object:
+        def place_slot(parameter: DTensor, value: torch.Tensor) -> object:
             if value.shape == parameter.shape:
-                return self._in_layout(value, layouts[id(parameter)])
+                return self._place_slot(value, layouts[id(parameter)])
             return swap(value)
 
         for root in roots:
-            for module in (root, *below(root)):
+            for module in (root, *iterate_descendants(root)):
                 replace_in_module(module, swap)
-        for optimizer in _alive(self._optimizers):
-            replace_in_optimizer(optimizer, swap, slot)
+        for optimizer in _list_alive(self._optimizers):
+            replace_in_optimizer(optimizer, swap, place_slot)
 
-    def _in_layout(self, tensor: torch.Tensor, layout: Layout) -> object:
+    def _place_slot(self, tensor: torch.Tensor, layout: Layout) -> object:
         if not self._tape.is_deferred(tensor):
             return self.context.engine.relayout(tensor, layout)
-        spec = VariableSpec("slot", tuple(tensor.shape), dtype_name(tensor.dtype), Kind.SLOT)
+        spec = VariableSpec("slot", tuple(tensor.shape), format_dtype(tensor.dtype), Kind.SLOT)
         return self.context.create({"slot": Assignment(spec, layout)}, {"slot": self._initializer(tensor)})[
             "slot"
         ]
@@ -348,19 +354,19 @@ class TorchSession:
     def _attach(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
         look_after_tools()
         for root in roots:
-            paths = layer_paths(root)
-            gather = weights_to_gather(root, layouts, self.context)
+            paths = find_layer_paths(root)
+            gather = plan_gatherings(root, layouts, self.context)
             graphs: dict[object, Any] = {}
-            for module in (root, *below(root)):
-                if forward_of(module) is None:  # else it is laid out anew, and has the hook
-                    module.register_load_state_dict_pre_hook(_into_layouts)  # pyright: ignore[reportUnknownMemberType]
+            for module in (root, *iterate_descendants(root)):
+                if find_forward(module) is None:  # else it is laid out anew, and has the hook
+                    module.register_load_state_dict_pre_hook(_redistribute_state_dict)  # pyright: ignore[reportUnknownMemberType]
                 path = paths.get(id(module), "")
                 gathers = gather.get(id(module))
                 Forward(module, path, self.context, gather=gathers, graphs=graphs, layouts=layouts).attach()
 
     def _mark_valueless(self, roots: Sequence[torch.nn.Module], why: str) -> None:
         for root in roots:
-            for module in (root, *below(root)):
+            for module in (root, *iterate_descendants(root)):
                 Forward(module, "", self.context, valueless=why).attach()
 
     # -- models that exist, and models to be
@@ -371,17 +377,17 @@ class TorchSession:
             return make()
 
     def take(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Lay out a model that exists, and look after it as if it had been built here; returns it."""
-        with _suspended(current()):
+        """Shard an existing model as if it had been built in this scope, and return it."""
+        with _suspend_outer(get_current_session()):
             self._materialize([model], is_new=False)
         return model
 
     def complete(self, model: torch.nn.Module, inputs: object) -> None:
-        """Nothing: a torch model has its weights when it is built, and its optimizer makes slots in its first step."""
+        """Do nothing, since a torch model has its weights once it is built."""
 
 
 class _Recording(Closing):
-    """A session whose tape records, until the end of a scope."""
+    """Context in which a session's tape records, until the scope ends."""
 
     def __init__(self, session: TorchSession):
         self._session = session
@@ -393,27 +399,29 @@ class _Recording(Closing):
         self._session.stop()
 
 
-def _alive(refs: Mapping[int, weakref.ref[R]]) -> list[R]:
+def _list_alive(refs: Mapping[int, weakref.ref[R]]) -> list[R]:
     return [each for ref in list(refs.values()) if (each := ref()) is not None]
 
 
 @contextmanager
-def _suspended(outer: object) -> Generator[None]:
+def _suspend_outer(outer: object) -> Generator[None]:
     if isinstance(outer, TorchSession):
-        with outer.suspended():
+        with outer.suspend_recording():
             yield
     else:
         yield
 
 
-def _into_layouts(module: torch.nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
-    """Redistribute what `load_state_dict` is given, plain or in any layout, to the layouts of a module's tensors."""
+def _redistribute_state_dict(
+    module: torch.nn.Module, state_dict: dict[str, object], prefix: str, *_: object
+) -> None:
+    """Redistribute the tensors passed to `load_state_dict` to the layouts of the module's tensors."""
     engine = get_engine("torch")
-    for members in members_of_module(module):
+    for members in get_members(module):
         for name, tensor in members.items():
             value = state_dict.get(prefix + name)
             if not isinstance(tensor, DTensor) or not isinstance(value, torch.Tensor):
                 continue
-            layout = engine.layout_of(tensor)
-            if value.shape == tensor.shape and layout is not None and engine.layout_of(value) != layout:
+            layout = engine.get_layout(tensor)
+            if value.shape == tensor.shape and layout is not None and engine.get_layout(value) != layout:
                 state_dict[prefix + name] = engine.relayout(value.detach(), layout)

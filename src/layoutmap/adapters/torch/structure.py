@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.modules import hooks_of_module, members_of_module
+from layoutmap.engines.torch.modules import get_members, list_module_hooks
 from layoutmap.engines.torch.operators import Function
 
 OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -26,7 +26,7 @@ _BY_IDENTITY = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctio
 
 
 def is_constant(value: object) -> bool:
-    """Whether a value that is no tensor can be part of a graph."""
+    """Return whether a value other than a tensor can be a constant of a graph."""
     if isinstance(value, slice):
         return all(map(is_constant, (value.start, value.stop, value.step)))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     return isinstance(value, (*_VALUES, Enum))
@@ -61,7 +61,7 @@ class Structure:
         is_outermost = not self._module_numbers
         self._module_numbers[id(module)] = len(self._module_numbers)
         self.parts += (type(module), module.training, sum(1 for _ in module.named_children()))
-        for members in (vars(module), *members_of_module(module)):
+        for members in (vars(module), *get_members(module)):
             self.members.append(members)
             for name, value in members.items():
                 if members is vars(module) and name in OF_TORCH:
@@ -71,24 +71,24 @@ class Structure:
                     self.parts += (name, self.number(value))
                 else:
                     self.parts += (name, self.frozen(value))
-        for name, known in _globals_of(type(module).forward):
+        for name, known in _find_globals(type(module).forward):
             self.parts += (name, self.frozen(known.get(name)))
         if not is_outermost:  # the hooks of that run outside of the graph
-            self.parts += ("hooks", self.frozen(hooks_of_module(module)))
+            self.parts += ("hooks", self.frozen(list_module_hooks(module)))
         for name, child in module.named_children():
             self.parts += (name, self._module_numbers.get(id(child)))
             if id(child) not in self._module_numbers:
                 self._look(child)
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The place of a tensor among `tensors`, to which it is added."""
+        """Return a tensor's index in `tensors`, and append it if it is new."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return self._numbers[id(tensor)]
 
     def frozen(self, value: Any) -> object:
-        """Something hashable that is equal for values which compute the same."""
+        """Return a hashable value that is equal for values with equal effect on a computation."""
         kind = type(value)  # pyright: ignore[reportUnknownVariableType]
         if kind in _SIMPLE:
             return kind, value  # with its type, since 1, 1.0 and True are equal  # pyright: ignore[reportUnknownVariableType]
@@ -101,10 +101,10 @@ class Structure:
         own = getattr(value, "structure", None)
         if own is not None and kind.__module__.startswith("layoutmap."):
             return own()
-        return self._object(value)
+        return self._hash_object(value)
 
-    def _object(self, value: object) -> object:
-        """An object by its identity, and by what is in it: a configuration may be changed."""
+    def _hash_object(self, value: object) -> object:
+        """Return an object's identity and attributes, since a configuration may change."""
         self.kept.append(value)
         inner = getattr(value, "__dict__", None)
         if inner is None or isinstance(value, _BY_IDENTITY) or id(value) in self._objects:
@@ -114,15 +114,15 @@ class Structure:
 
 
 @functools.cache
-def _globals_of(function: Function) -> tuple[tuple[str, dict[str, object]], ...]:
-    """The numbers and the like that a function reads from its module: the name, and where it is looked up."""
+def _find_globals(function: Function) -> tuple[tuple[str, dict[str, object]], ...]:
+    """Return the constants that a function reads from its module's globals, each with the dict that contains it."""
     code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     names = () if code is None else code.co_names
     return tuple((name, known) for name in names if name in known and is_constant(known[name]))
 
 
-def changed(before: Structure, after: Structure) -> str:  # why: decisions/0105
-    """The name of what differs between two structures of one module; empty if nothing does."""
+def find_change(before: Structure, after: Structure) -> str:  # why: decisions/0105
+    """Return the name of the first difference between two structures of a module, or an empty text."""
     for number, (one, other) in enumerate(zip(before.parts, after.parts, strict=False)):
         if one != other:
             return str(before.parts[number - 1])

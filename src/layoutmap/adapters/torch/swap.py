@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from layoutmap.engines.torch.modules import hooks_of_tensor, members_of_module
+from layoutmap.engines.torch.modules import get_members, list_tensor_hooks
 
 Swap = Callable[[Any], Any]
 Slot = Callable[[Any, Any], object]
@@ -21,18 +21,18 @@ Slot = Callable[[Any, Any], object]
 _NO_ATTRIBUTES = {"_is_param", "_is_buffer", "persistent"}  # torch's own, of Parameter and Buffer
 
 
-def own_attributes(tensor: torch.Tensor) -> dict[str, object]:
-    """The attributes that a program has set on a tensor."""
+def list_user_attributes(tensor: torch.Tensor) -> dict[str, object]:
+    """Return the attributes that a program has set on a tensor."""
     ours = set(vars(tensor)) - _NO_ATTRIBUTES  # what a subclass sets on all of its tensors is taken off below
     return {name: vars(tensor)[name] for name in ours - set(vars(tensor.detach()))} if ours else {}
 
 
-def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a tensor the attributes and gradient hooks that a program has set on the one it takes the place of."""
-    for name, value in own_attributes(old).items():
+def copy_user_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy the attributes and gradient hooks that a program has set on a tensor to its replacement."""
+    for name, value in list_user_attributes(old).items():
         if name not in vars(new):
             setattr(new, name, value)
-    on_gradient, after_accumulation = hooks_of_tensor(old)
+    on_gradient, after_accumulation = list_tensor_hooks(old)
     if new.requires_grad:  # torch takes hooks of no other tensor
         for hook in on_gradient:
             new.register_hook(hook)  # pyright: ignore[reportUnknownMemberType]
@@ -47,10 +47,10 @@ def replace_in_module(module: torch.nn.Module, swap: Swap) -> None:
         module: The module; not those below it.
         swap: Gives what takes a tensor's place, or the tensor itself.
     """
-    members = members_of_module(module)
+    members = get_members(module)
     for name, value in list(vars(module).items()):
         if value is not members[0] and value is not members[1] and name != "_modules":
-            new = _replaced(value, swap)
+            new = _replace_tensors(value, swap)
             if new is not value:
                 vars(module)[name] = new
 
@@ -73,24 +73,24 @@ def replace_in_optimizer(optimizer: torch.optim.Optimizer, swap: Swap, slot: Slo
             }
     for name, value in list(vars(optimizer).items()):
         if name != "state":
-            vars(optimizer)[name] = _replaced(value, swap)
+            vars(optimizer)[name] = _replace_tensors(value, swap)
 
 
-def _replaced(value: object, swap: Swap) -> object:
-    """A value with tensors replaced; lists and mappings are changed in place."""
+def _replace_tensors(value: object, swap: Swap) -> object:
+    """Return a value with its tensors replaced. Lists and mappings are changed in place."""
     if isinstance(value, torch.Tensor):
         return swap(value)
     if type(value) is list:
         held = cast("list[object]", value)
-        held[:] = [_replaced(each, swap) for each in held]  # in place, since others may hold the list
+        held[:] = [_replace_tensors(each, swap) for each in held]  # in place, since others may hold the list
     elif type(value) is tuple:
         items = cast("tuple[object, ...]", value)
         if any(isinstance(each, (torch.Tensor, list, tuple, dict)) for each in items):
-            return tuple(_replaced(each, swap) for each in items)
+            return tuple(_replace_tensors(each, swap) for each in items)
     elif isinstance(value, dict):
         named = cast("dict[object, object]", value)
         for key, each in list(named.items()):
-            new = _replaced(each, swap)
+            new = _replace_tensors(each, swap)
             if new is not each:
                 named[key] = new
     return cast("object", value)

@@ -6,34 +6,34 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch.deferred_init import FakeTensor
-from layoutmap.engines.torch.local_tensors import LocalTensor, pieces_by_rank
-from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.local_tensors import LocalTensor, get_rank_tensors
+from layoutmap.engines.torch.specs import get_local
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 """The classes that keep their values as torch does."""
 
 
-def local_class(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """Return the class that computes with the values of a tensor; of a `DTensor` its local tensor's."""
-    local: torch.Tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+def find_local_class(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """Return the class of a tensor, or of a DTensor's local tensor."""
+    local: torch.Tensor = get_local(tensor) if isinstance(tensor, DTensor) else tensor
     if isinstance(local, LocalTensor):
-        local = next(iter(pieces_by_rank(local).values()))
+        local = next(iter(get_rank_tensors(local).values()))
     return local.__class__
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, or a shard of it, consists of other tensors."""
-    kind = local_class(tensor)
+    kind = find_local_class(tensor)
     return kind not in PLAIN and hasattr(kind, "__tensor_flatten__")
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class, with that of its module."""
+    """Return the name of a class, preceded by its module's name."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the element type in which the elements of a tensor are stored; a composed one shows another."""
+def find_stored_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return a tensor's element type as stored, which differs from its `dtype` for composed tensor classes."""
     if isinstance(tensor, DTensor) or not is_composed(tensor):
         return tensor.dtype
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]

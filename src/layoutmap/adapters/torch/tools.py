@@ -25,32 +25,32 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.boundary import plain
-from layoutmap.adapters.torch.forward import forward_of
-from layoutmap.adapters.torch.pretrained import noting, save_shards
+from layoutmap.adapters.torch.boundary import unshard_tensors
+from layoutmap.adapters.torch.forward import find_forward
+from layoutmap.adapters.torch.pretrained import save_shards, wrap_save_file
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.operators import Function
-from layoutmap.engines.torch.specs import local_of
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.specs import get_local
+from layoutmap.engines.torch.storages import get_storage_key
 
 
 def look_after_tools() -> None:
     """Look after each of the libraries that are imported, as long as there are tensors on a mesh."""
     for module in _TOOLS:
         if module in sys.modules:
-            change(*_patches_of(module))
+            change(*_make_patches(module))
 
 
 @functools.cache
-def _patches_of(module: str) -> tuple[Attribute, ...]:
+def _make_patches(module: str) -> tuple[Attribute, ...]:
     return tuple(_TOOLS[module]())
 
 
-def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Plain tensors in the place of those in layouts, on the CPU; what is one tensor stays one.
+def gather_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return unsharded tensors on the CPU in place of DTensors. Names of one tensor still share one.
 
     All processes must call it.
     """
@@ -58,15 +58,15 @@ def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            key = storage_key(next(iter(simulation.pieces_of(local_of(tensor)).values())))
+            key = get_storage_key(next(iter(simulation.get_pieces(get_local(tensor)).values())))
             if key not in known:
-                known[key] = plain(tensor.detach()).cpu()
+                known[key] = unshard_tensors(tensor.detach()).cpu()
             tensor = known[key]
         made[name] = tensor
     return made
 
 
-def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gather_locally(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gather tensors where this process has all shards, or raise a ScopeError."""
     found = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
     if found is not None and not simulation.is_simulated():
@@ -75,32 +75,32 @@ def _gathered_here(what: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
             why="this process has only its own shards, and would write only a part of the weight",
             fix="call layoutmap.export(model, directory) in all processes: it writes safetensors, each weight once",
         )
-    return gathered(tensors)
+    return gather_tensors(tensors)
 
 
-def _replaced(owner: object, name: str, make: Callable[[Function], Function]) -> Iterator[Attribute]:
+def _patch_attribute(owner: object, name: str, make: Callable[[Function], Function]) -> Iterator[Attribute]:
     if hasattr(owner, name):  # else the library says itself what it cannot do
         yield Attribute(owner, name, lambda own: functools.wraps(own)(make(own)))  # callers read signatures
 
 
-def _saving(own: Function) -> Function:
+def _wrap_save_pretrained(own: Function) -> Function:
     def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-            options["state_dict"] = gathered(tensors)
-            if simulation.rank():  # the first process writes
+            options["state_dict"] = gather_tensors(tensors)
+            if simulation.get_rank():  # the first process writes
                 return None
         return own(self, directory, *args, **options)
 
     return save_pretrained
 
 
-def _saving_shards(own: Function) -> Function:
-    gathering = _saving(own)
+def _wrap_sharded_save(own: Function) -> Function:
+    gathering = _wrap_save_pretrained(own)
 
     def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
-        several = simulation.world_size() > 1 and not simulation.is_simulated()
+        several = simulation.get_world_size() > 1 and not simulation.is_simulated()
         if (
             several
             and not options.get("push_to_hub")
@@ -117,41 +117,41 @@ def _saving_shards(own: Function) -> Function:
     return save_pretrained
 
 
-def _transformers() -> Iterator[Attribute]:
+def _patch_transformers() -> Iterator[Attribute]:
     from transformers import PreTrainedModel, modeling_utils
 
-    yield from _replaced(PreTrainedModel, "save_pretrained", _saving_shards)
-    yield from _replaced(modeling_utils, "safe_save_file", noting)
+    yield from _patch_attribute(PreTrainedModel, "save_pretrained", _wrap_sharded_save)
+    yield from _patch_attribute(modeling_utils, "safe_save_file", wrap_save_file)
 
 
-def _peft() -> Iterator[Attribute]:
+def _patch_peft() -> Iterator[Attribute]:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    yield from _replaced(PeftModel, "save_pretrained", _saving)
+    yield from _patch_attribute(PeftModel, "save_pretrained", _wrap_save_pretrained)
 
-    def sizes(own: Function) -> Function:
+    def wrap_sizes(own: Function) -> Function:
         def get_in_out_features(self: object, module: torch.nn.Module) -> object:
-            if isinstance(module, torch.nn.Linear) and forward_of(module) is not None:
+            if isinstance(module, torch.nn.Linear) and find_forward(module) is not None:
                 return module.in_features, module.out_features
             return own(self, module)
 
         return get_in_out_features
 
-    yield from _replaced(LoraLayer, "_get_in_out_features", sizes)
+    yield from _patch_attribute(LoraLayer, "_get_in_out_features", wrap_sizes)
 
 
-def _accelerate() -> Iterator[Attribute]:
+def _patch_accelerate() -> Iterator[Attribute]:
     from accelerate import Accelerator  # pyright: ignore[reportMissingTypeStubs]
 
-    def of_model(own: Function) -> Function:
+    def wrap_state_dict(own: Function) -> Function:
         def get_state_dict(self: object, model: torch.nn.Module, *args: object, **options: object) -> object:
             found = own(self, model, *args, **options)
-            return gathered(found) if found else found
+            return gather_tensors(found) if found else found
 
         return get_state_dict
 
-    def prepared(own: Function) -> Function:
+    def wrap_prepare(own: Function) -> Function:
         def prepare_model(self: Any, model: torch.nn.Module, *args: object, **options: object) -> object:
             if self.num_processes > 1:
                 _refuse_wrapping("Accelerator.prepare", model)
@@ -159,44 +159,44 @@ def _accelerate() -> Iterator[Attribute]:
 
         return prepare_model
 
-    yield from _replaced(Accelerator, "get_state_dict", of_model)
-    yield from _replaced(Accelerator, "prepare_model", prepared)
+    yield from _patch_attribute(Accelerator, "get_state_dict", wrap_state_dict)
+    yield from _patch_attribute(Accelerator, "prepare_model", wrap_prepare)
 
 
-def _safetensors() -> Iterator[Attribute]:
+def _patch_safetensors() -> Iterator[Attribute]:
     import safetensors.torch
 
-    def distinct(own: Function) -> Function:
+    def wrap_deduplication(own: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
-            state_dict.update(_gathered_here("safetensors", state_dict))
+            state_dict.update(_gather_locally("safetensors", state_dict))
             return own(state_dict, **options)
 
         return remove_duplicate_names
 
-    def flattened(own: Function) -> Function:
+    def wrap_flatten(own: Function) -> Function:
         def flatten_as_ptr(tensors: Sequence[torch.Tensor], *args: object) -> object:
             is_mapping = isinstance(tensors, Mapping)
-            return own(_gathered_here("safetensors", tensors) if is_mapping else tensors, *args)
+            return own(_gather_locally("safetensors", tensors) if is_mapping else tensors, *args)
 
         return flatten_as_ptr
 
-    yield from _replaced(safetensors.torch, "_remove_duplicate_names", distinct)
-    yield from _replaced(safetensors.torch, "_flatten_as_ptr", flattened)
+    yield from _patch_attribute(safetensors.torch, "_remove_duplicate_names", wrap_deduplication)
+    yield from _patch_attribute(safetensors.torch, "_flatten_as_ptr", wrap_flatten)
 
 
-def _data_parallel() -> Iterator[Attribute]:
-    def made(own: Function) -> Function:
+def _patch_data_parallel() -> Iterator[Attribute]:
+    def wrap_init(own: Function) -> Function:
         def __init__(self: object, module: torch.nn.Module, *args: object, **options: object) -> None:
             _refuse_wrapping("DistributedDataParallel", module)
             own(self, module, *args, **options)
 
         return __init__
 
-    yield from _replaced(torch.nn.parallel.DistributedDataParallel, "__init__", made)
+    yield from _patch_attribute(torch.nn.parallel.DistributedDataParallel, "__init__", wrap_init)
 
 
 def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
-    if any(forward_of(each) is not None for each in module.modules()):
+    if any(find_forward(each) is not None for each in module.modules()):
         raise ScopeError(
             f"{what}: {type(module).__name__} is in layouts",
             why="in several processes it expects a separate model and batch in each; a model in layouts spans all "
@@ -207,9 +207,9 @@ def _refuse_wrapping(what: str, module: torch.nn.Module) -> None:
 
 
 _TOOLS: dict[str, Callable[[], Iterator[Attribute]]] = {
-    "torch": _data_parallel,
-    "transformers.modeling_utils": _transformers,
-    "peft": _peft,
-    "accelerate": _accelerate,
-    "safetensors.torch": _safetensors,
+    "torch": _patch_data_parallel,
+    "transformers.modeling_utils": _patch_transformers,
+    "peft": _patch_peft,
+    "accelerate": _patch_accelerate,
+    "safetensors.torch": _patch_safetensors,
 }

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.boundary import plain, tensors_in
+from layoutmap.adapters.torch.boundary import list_tensors, unshard_tensors
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.torch.trees import is_mapping, is_sequence
@@ -49,7 +49,7 @@ _trainings: weakref.WeakKeyDictionary[torch.nn.Module, Training] = weakref.WeakK
 def train_with(
     model: Model, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None, num_passes: int = 1
 ) -> Model:
-    """Say how a model is trained, for `layoutmap.check_parity`; a program's own loop needs it not.
+    """Set the loss and optimizer of a model for `layoutmap.check_parity`. Your own training loop does not need it.
 
     Args:
         model: The model.
@@ -71,27 +71,27 @@ def train_with(
     return model
 
 
-def training_of(model: torch.nn.Module) -> Training:
-    """How a model is trained, as far as that was said."""
+def get_training(model: torch.nn.Module) -> Training:
+    """Return the training settings of a model, which are the defaults if `train_with` was not called."""
     return _trainings.setdefault(model, Training())  # beside the model, which is not to be changed
 
 
-def call(model: torch.nn.Module, batch: object) -> Any:
-    """The output of a model for the inputs of a batch: one tensor, a tuple of them, or a mapping of named ones."""
+def call_model(model: torch.nn.Module, batch: object) -> Any:
+    """Return a model's output for the inputs of a batch: one tensor, a sequence, or a mapping by name."""
     inputs = batch[0] if is_sequence(batch) else batch  # one tensor: no targets
-    tensors = _tensors(inputs, _device_of(model))
+    tensors = _convert_to_tensors(inputs, _find_device(model))
     if isinstance(tensors, dict):
         return model(**tensors)
     return model(*tensors) if isinstance(tensors, list) else model(tensors)
 
 
-def loss_of(model: torch.nn.Module, batch: object) -> torch.Tensor:
-    """The loss of a batch, a plain number; all of the model's draws are made on the way.
+def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
+    """Return the loss of a batch as an unsharded scalar.
 
     Raises:
         ScopeError: Nobody has said how to get it.
     """
-    output, loss = call(model, batch), training_of(model).loss
+    output, loss = call_model(model, batch), get_training(model).loss
     if loss is not None:
         if not is_sequence(batch) or len(batch) < 2:
             given = (
@@ -103,8 +103,8 @@ def loss_of(model: torch.nn.Module, batch: object) -> torch.Tensor:
                 why="a loss that is called with outputs and targets needs both",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
-        return loss(output, _tensors(batch[1], _device_of(model)))
-    found = scalar_loss(output)
+        return loss(output, _convert_to_tensors(batch[1], _find_device(model)))
+    found = find_scalar_loss(output)
     if found is not None:
         return found
     raise ScopeError(
@@ -115,22 +115,22 @@ def loss_of(model: torch.nn.Module, batch: object) -> torch.Tensor:
     )
 
 
-def scalar_loss(output: object) -> torch.Tensor | None:
-    """The number that a model returns, alone or as `loss` among others; `None`: it returns none."""
+def find_scalar_loss(output: object) -> torch.Tensor | None:
+    """Return the scalar that a model returns, alone or as `loss` among others, or None."""
     found = output.get("loss") if is_mapping(output) else getattr(output, "loss", output)
     found = found[0] if is_sequence(found) else found
     if isinstance(found, torch.Tensor) and found.ndim == 0:
-        return plain(found) if isinstance(found, DTensor) else found
+        return unshard_tensors(found) if isinstance(found, DTensor) else found
     return None
 
 
-def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a model, made at its first use.
+def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a model, and create it at its first use.
 
     Raises:
         ScopeError: Nobody has said which.
     """
-    training = training_of(model)
+    training = get_training(model)
     if training.make_optimizer is None:
         raise ScopeError(
             f"{type(model).__name__}: no optimizer is known for it",
@@ -143,8 +143,8 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return training.optimizer
 
 
-def optimizer_named(name: str) -> MakeOptimizer:
-    """The optimizer of `torch.optim` of a name, as in `"adamw"`, with its own settings.
+def find_optimizer(name: str) -> MakeOptimizer:
+    """Return the `torch.optim` class of a name such as `"adamw"`.
 
     Raises:
         ScopeError: There is none.
@@ -163,27 +163,27 @@ def optimizer_named(name: str) -> MakeOptimizer:
     return known[name.lower()]
 
 
-def arrays_of(output: object, read: Callable[[Any], object]) -> object:
-    """The output of a model as numpy arrays, nested as it nests it; without values that are no tensors."""
+def convert_outputs(output: object, read: Callable[[Any], object]) -> object:
+    """Return a model's outputs as numpy arrays in the same nesting, without values that contain no tensor."""
     if isinstance(output, torch.Tensor):
         return read(output)
     if is_mapping(output):
-        return {name: arrays_of(value, read) for name, value in output.items() if tensors_in(value)}
+        return {name: convert_outputs(value, read) for name, value in output.items() if list_tensors(value)}
     if is_sequence(output):
-        return [arrays_of(value, read) for value in output if tensors_in(value)]
-    return [read(tensor) for tensor in tensors_in(output)]
+        return [convert_outputs(value, read) for value in output if list_tensors(value)]
+    return [read(tensor) for tensor in list_tensors(output)]
 
 
-def _tensors(values: object, device: torch.device | None) -> object:
-    """Tensors for arrays, also of those in tuples, lists and mappings, which several outputs have for targets."""
+def _convert_to_tensors(values: object, device: torch.device | None) -> object:
+    """Return a batch with tensors in place of arrays, also in nested tuples, lists, and mappings."""
     if is_mapping(values):
-        return {name: _tensors(each, device) for name, each in values.items()}
+        return {name: _convert_to_tensors(each, device) for name, each in values.items()}
     if is_sequence(values):
-        return [_tensors(each, device) for each in values]
+        return [_convert_to_tensors(each, device) for each in values]
     is_array = hasattr(values, "__array__") and not isinstance(values, torch.Tensor)
     return torch.as_tensor(values, device=device) if is_array else values
 
 
-def _device_of(model: torch.nn.Module) -> torch.device | None:
-    """The device of a model's weights, and so of its batches; `None`: it has none."""
+def _find_device(model: torch.nn.Module) -> torch.device | None:
+    """Return the device of a model's weights, or None for a model without weights."""
     return next((each.device for each in model.parameters()), None)

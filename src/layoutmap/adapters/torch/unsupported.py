@@ -10,21 +10,21 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.torch.paths import Found
 from layoutmap.adapters.torch.tensor_classes import PLAIN, class_name, is_composed
 from layoutmap.core.unsupported import Unsupported
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.storages import get_storage_key
 
 _KNOWN = (*PLAIN, DTensor)
 
 
-def unsupported_of(tensors: Sequence[tuple[Found, str]]) -> list[Unsupported]:
-    """The tensors of a scope that cannot be laid out, and why.
+def find_unsupported(tensors: Sequence[tuple[Found, str]]) -> list[Unsupported]:
+    """Return the tensors of a scope that cannot be sharded, with the reasons.
 
     Args:
         tensors: Each once, and the name of its model.
     """
-    return [*_of_each(tensors), *_of_shared_memory(tensors)]
+    return [*_check_each_tensor(tensors), *_check_shared_memory(tensors)]
 
 
-def _of_each(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
+def _check_each_tensor(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
     for found, model in tensors:
         tensor = found.tensor
         if tensor.device.type == "meta":
@@ -62,13 +62,13 @@ def _of_each(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
             )
 
 
-def _of_shared_memory(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
+def _check_shared_memory(tensors: Sequence[tuple[Found, str]]) -> Iterator[Unsupported]:
     known: dict[object, tuple[Found, str]] = {}
     for found, model in tensors:
         tensor = found.tensor
         if isinstance(tensor, DTensor) or tensor.layout != torch.strided or not tensor.numel():
             continue
-        key = (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        key = (get_storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         other, its_model = known.setdefault(key, (found, model))
         if other is not found:
             its_path = other.path if its_model == model else f"{its_model}: {other.path}"

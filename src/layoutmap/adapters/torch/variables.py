@@ -38,13 +38,13 @@ class Variable:
         Raises:
             AttributeError: It has none.
         """
-        layout = get_engine("torch").layout_of(self.tensor)
+        layout = get_engine("torch").get_layout(self.tensor)
         if layout is None:
             raise AttributeError(f"{self.path} is a plain tensor and has no layout")
         return layout
 
     def read(self) -> NumpyArray:
-        """The global value, as a numpy array.
+        """Return the global value as a numpy array.
 
         Raises:
             PlanError: It has none.
@@ -53,14 +53,14 @@ class Variable:
         return get_engine("torch").to_numpy(self.tensor)
 
     def write(self, value: NumpyArray | torch.Tensor) -> None:
-        """Give it a value, of torch or of numpy; it keeps its layout.
+        """Assign a torch or numpy value without changing the layout.
 
         Raises:
             PlanError: It is only planned.
         """
         self._check()
         engine = get_engine("torch")
-        layout = engine.layout_of(self.tensor)
+        layout = engine.get_layout(self.tensor)
         with torch.no_grad():  # torch refuses to change a leaf in place else
             if layout is not None:
                 value = engine.relayout(value, layout)

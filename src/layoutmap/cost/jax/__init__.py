@@ -1,4 +1,4 @@
-"""Costs of a training step on JAX, from shapes: XLA partitions the lowered step, and its operations are counted.
+"""Count a training step on JAX from shapes: XLA partitions the lowered step, and its operations count.
 
 lowered     a step as a module of StableHLO, without layouts: made once
 ..shardy    the same module with layouts

@@ -1,4 +1,4 @@
-"""Calls of attention in a step, named while it is traced, so that they can be counted as one fused operation.
+"""Name the attention calls of a traced step, so that each can be counted as one fused operation.
 
 A fused kernel (flash attention) takes queries, keys, values and a bias, and keeps no scores in memory, but computes
 them again in the backward pass. `Memory` counts what is named `FUSED` so: of what is computed inside of it only what it
@@ -36,8 +36,8 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
 
 @dataclass
-class Attention:  # why: decisions/0165
-    """The calls of attention in a step that is traced.
+class AttentionCalls:  # why: decisions/0165
+    """Attention calls of a step while it is traced.
 
     Args:
         fuses: Whether each of them is counted as one fused operation, although the model calls no such kernel.
@@ -51,28 +51,28 @@ class Attention:  # why: decisions/0165
 
     @property
     def notes(self) -> list[str]:
-        """The assumptions about fused kernels, in sentences."""
+        """Assumptions about fused kernels, in sentences."""
         fused = f"{FUSED_ATTENTION}{', whatever the model calls (fuse_attention)' * self.fuses}"
         return [fused] * bool(self.fused) + [SCORED_ATTENTION] * bool(self.held)
 
 
-_calls: ContextVar[Attention | None] = ContextVar("layoutmap_traces_attention", default=None)
+_calls: ContextVar[AttentionCalls | None] = ContextVar("layoutmap_traces_attention", default=None)
 
 
 @contextmanager
-def attention_named(fuses: bool) -> Generator[Attention]:
-    """While open, calls of attention on this thread are named; yields them."""
-    calls = Attention(fuses)
+def name_attention_calls(fuses: bool) -> Generator[AttentionCalls]:
+    """Name the attention calls on this thread until the block ends, and yield their counts."""
+    calls = AttentionCalls(fuses)
     token = _calls.set(calls)
     try:
-        with _PATCHES.used():
+        with _PATCHES.activate():
             yield calls
     finally:
         _calls.reset(token)
 
 
-def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
-    def attention(
+def _wrap_xla_attention(plain: Callable[..., object]) -> Callable[..., object]:
+    def call_attention(
         query: Array, key: Array, value: Array, bias: _Given, mask: _Given, *more: object, **options: Any
     ) -> object:
         calls = _calls.get()
@@ -81,13 +81,15 @@ def _of_xla(plain: Callable[..., object]) -> Callable[..., object]:
                 calls.held += 1
             return plain(query, key, value, bias, mask, *more, **options)
         calls.fused += 1
-        return _fused(lambda *given: plain(*given, None, *more, **options), query, key, value, bias, mask)
+        return _name_fused_attention(
+            lambda *given: plain(*given, None, *more, **options), query, key, value, bias, mask
+        )
 
-    return attention
+    return call_attention
 
 
-def _of_kernel(plain: Callable[..., object]) -> Callable[..., object]:
-    def attention(
+def _wrap_fused_kernel(plain: Callable[..., object]) -> Callable[..., object]:
+    def call_attention(
         query: Array, key: Array, value: Array, bias: _Given, mask: _Given, *more: object, **options: Any
     ) -> object:
         calls = _calls.get()
@@ -95,7 +97,7 @@ def _of_kernel(plain: Callable[..., object]) -> Callable[..., object]:
             return plain(query, key, value, bias, mask, *more, **options)
         calls.fused += 1
         scale, residual = options["scale"], options.get("return_residual", False)
-        return _fused(
+        return _name_fused_attention(
             # What is masked makes no difference to what is counted.
             lambda *given: _PLAIN(*given, None, False, scale, None, None, None, residual),
             query,
@@ -105,13 +107,13 @@ def _of_kernel(plain: Callable[..., object]) -> Callable[..., object]:
             mask,
         )
 
-    return attention
+    return call_attention
 
 
-def _fused(
+def _name_fused_attention(
     function: Callable[..., object], query: Array, key: Array, value: Array, bias: _Given, mask: _Given
 ) -> object:
-    """The result of attention, computed again in the backward pass; kernels take a mask as what is added to scores."""
+    """Return the result of attention, recomputed in the backward pass. The mask becomes a bias."""
     if mask is not None:
         bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)
     with jax.named_scope(FUSED):
@@ -122,5 +124,7 @@ def _fused(
 _THERE = hasattr(_functions, _XLA) and hasattr(_functions, _KERNEL)
 _PLAIN: Any = getattr(_functions, _XLA, None)
 _PATCHES = Patches(
-    [Attribute(_functions, _XLA, _of_xla), Attribute(_functions, _KERNEL, _of_kernel)] if _THERE else []
+    [Attribute(_functions, _XLA, _wrap_xla_attention), Attribute(_functions, _KERNEL, _wrap_fused_kernel)]
+    if _THERE
+    else []
 )

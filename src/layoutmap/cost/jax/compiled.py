@@ -1,4 +1,4 @@
-"""A step as XLA's compiler makes it, for devices that need not be there: what the counted figures are held against."""
+"""Compile a step with XLA for devices that need not exist, to compare with the counted figures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from layoutmap.core.errors import EngineError
-from layoutmap.cost.jax.compiler import environment
-from layoutmap.cost.jax.compiler_process import NO_DEVICES, Asked
-from layoutmap.cost.jax.hlo import Compiled, collectives
+from layoutmap.cost.jax.compiler import make_environment
+from layoutmap.cost.jax.compiler_process import NO_DEVICES, CompilerProcess
+from layoutmap.cost.jax.hlo import CompiledCollective, parse_collectives
 from layoutmap.cost.jax.partitioner import ENVIRONMENT
-from layoutmap.cost.jax.targets import Target, target_named
+from layoutmap.cost.jax.targets import Target, find_target
 from layoutmap.cost.verified import TooLargeError
 
 _MOST_SIGNS = 500  # of what XLA said
@@ -23,7 +23,7 @@ _MOST_SIGNS = 500  # of what XLA said
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """XLA's figures of a step, in bytes and of one device.
+    """Figures of a step from XLA's compiler, in bytes per device.
 
     Args:
         text: The compiled module.
@@ -36,13 +36,13 @@ class CompiledStep:
     peak_bytes: int
 
     @property
-    def collectives(self) -> Mapping[Compiled, int]:
-        """The collectives of the compiled module, and how often each is called."""
-        return collectives(self.text)
+    def collectives(self) -> Mapping[CompiledCollective, int]:
+        """Collectives of the compiled module, with the number of calls of each."""
+        return parse_collectives(self.text)
 
     @property
     def sent_by_kind(self) -> dict[str, int]:
-        """Bytes that each device sends in a step, on rings, by kind of collective."""
+        """Bytes that each device sends in a step, as rings send them, by kind of collective."""
         found: dict[str, int] = {}
         for each, number in self.collectives.items():
             found[each.kind] = found.get(each.kind, 0) + each.sent_bytes * number
@@ -52,7 +52,7 @@ class CompiledStep:
 def compile_modules(
     modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object] = lambda: None
 ) -> list[CompiledStep]:
-    """Have XLA compile modules, each in a process of its own, which ends with this call however that ends.
+    """Have XLA compile modules, each in a separate process that ends with this call.
 
     Args:
         modules: The modules, with layouts, as text or as MLIR's bytes.
@@ -63,27 +63,27 @@ def compile_modules(
     Raises:
         EngineError: There is no such target, its plugin is not installed, or XLA cannot compile one of them.
     """
-    chosen = target_named(target)
-    answers = _answers(
+    chosen = find_target(target)
+    answers = _run_processes(
         f"{__package__}.compiler",
         [(module, (target, str(num_devices))) for module in modules],
-        environment(chosen, num_devices),
+        make_environment(chosen, num_devices),
         (target, chosen),
         on_wait,
     )
-    return [_step(**json.loads(each)) for each in answers]
+    return [_make_compiled_step(**json.loads(each)) for each in answers]
 
 
-def _step(
+def _make_compiled_step(
     text: str, argument_bytes: int, output_bytes: int, alias_bytes: int, temp_bytes: int
 ) -> CompiledStep:
     return CompiledStep(text, argument_bytes, argument_bytes + output_bytes - alias_bytes + temp_bytes)
 
 
-def partitioned(
+def partition_modules(
     modules: Sequence[bytes], num_devices: int, on_wait: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """Return the texts of what XLA's partitioner makes of modules, each in a process of its own; see `compile_modules`.
+    """Return each module's text after XLA's partitioner, which runs in one process per module.
 
     Args:
         modules: The modules, with layouts, as bytes of MLIR.
@@ -94,27 +94,29 @@ def partitioned(
         EngineError: XLA cannot partition one of them.
     """
     asked = [(module, (str(num_devices),)) for module in modules]
-    return _answers(f"{__package__}.partitioner", asked, ENVIRONMENT, ("cpu", target_named("cpu")), on_wait)
+    return _run_processes(
+        f"{__package__}.partitioner", asked, ENVIRONMENT, ("cpu", find_target("cpu")), on_wait
+    )
 
 
-def _answers(
+def _run_processes(
     name: str,
     asked: Sequence[tuple[bytes, tuple[str, ...]]],
     environment: Mapping[str, str],
     target: tuple[str, Target],
     on_wait: Callable[[], object],
 ) -> list[str]:
-    """Answers of processes that run at the same time."""
+    """Return the answers of processes that run at the same time."""
     with ExitStack() as stack:
         running = [
-            stack.enter_context(closing(Asked(name, arguments, module, environment)))
+            stack.enter_context(closing(CompilerProcess(name, arguments, module, environment)))
             for module, arguments in asked
         ]
         found: list[str] = []
         for each in running:
-            status, answer, said = each.result(on_wait)
+            status, answer, said = each.wait_for_result(on_wait)
             if status or not answer:
-                raise _failed(*target, status, said)
+                raise _make_compile_error(*target, status, said)
             found.append(answer)
         return found
 
@@ -122,9 +124,9 @@ def _answers(
 _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): (.*)$", re.MULTILINE)
 
 
-def _failed(name: str, target: Target, code: int, text: str) -> EngineError:
+def _make_compile_error(name: str, target: Target, code: int, text: str) -> EngineError:
     errors = _ERROR.findall(text) or text.splitlines() or ["nothing"]
-    installed = {package: _version(package) for package in ("jaxlib", *target.packages)}
+    installed = {package: _get_version(package) for package in ("jaxlib", *target.packages)}
     facts = {
         "XLA said": errors[-1].strip()[:_MOST_SIGNS],
         "versions": ", ".join(f"{package} {found}" for package, found in installed.items()),
@@ -135,7 +137,7 @@ def _failed(name: str, target: Target, code: int, text: str) -> EngineError:
             facts=facts,
             why="XLA for TPUs gives each array its place in memory while it compiles",
             fix="shard more, use a smaller batch or recompute activations; without verify you see what is counted",
-            peak_bytes=_needed(facts["XLA said"]),
+            peak_bytes=_parse_needed_bytes(facts["XLA said"]),
         )
     if -code in (signal.SIGKILL, signal.SIGTERM):
         return EngineError(
@@ -159,13 +161,13 @@ def _failed(name: str, target: Target, code: int, text: str) -> EngineError:
     )
 
 
-def _needed(said: str) -> int:
-    """The first size in what XLA says: "Used 20.45G of 15.75G hbm", or "temporaries (28.00G) exceeds"."""
+def _parse_needed_bytes(said: str) -> int:
+    """Return the first size in XLA's message, such as 20.45G in "Used 20.45G of 15.75G hbm"."""
     found = re.search(r"\b([\d.]+)([KMGT])\b", said)
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else 0
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

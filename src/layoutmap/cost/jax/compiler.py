@@ -1,4 +1,4 @@
-"""A process that has XLA compile a module for devices that are not there.
+"""Compile a module with XLA in a separate process, for devices that need not exist.
 
 It is given the name of a target and the number of devices, and answers with what XLA made, as JSON. It is started by
 `processes.Asked`.
@@ -15,12 +15,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from layoutmap.cost.jax.compiler_process import MODULE, NoDevicesError, answer_with_print, answering
+from layoutmap.cost.jax.compiler_process import MODULE, NoDevicesError, answer_and_exit, answer_from_dump
 from layoutmap.cost.jax.targets import TARGETS, Target
 
 
-def environment(target: Target, num_devices: int) -> dict[str, str]:
-    """Return the variables of the environment that the process needs."""
+def make_environment(target: Target, num_devices: int) -> dict[str, str]:
+    """Return the environment variables that the compiling process needs."""
     # JAX starts CPU devices alone, so that accelerators of this machine stay as free as they were.
     needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     needed |= dict.fromkeys(("JAX_ENABLE_COMPILATION_CACHE", "JAX_DISABLE_MOST_OPTIMIZATIONS"), "false")
@@ -36,7 +36,7 @@ def environment(target: Target, num_devices: int) -> dict[str, str]:
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
-def _devices(target: Target, num_devices: int) -> list[object]:
+def _make_devices(target: Target, num_devices: int) -> list[object]:
     import jax
     from jax.experimental import topologies
 
@@ -47,7 +47,7 @@ def _devices(target: Target, num_devices: int) -> list[object]:
         topology = f"1x{num_devices // of_host}x{of_host}"
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
-    sides = target.sides(num_devices)
+    sides = target.choose_sides(num_devices)
     # A host has two by two of them, or fewer where a side is odd.
     hosts = [2 - each % 2 for each in sides[:2]]
     return topologies.get_topology_desc(
@@ -61,8 +61,8 @@ _LAST = "_gpu_after_optimizations-memory-usage-report.txt"
 """The end of the name of the file that XLA for GPUs prints last, before it makes code of the module."""
 
 
-def _printed(file: Path) -> str:
-    """The module and its buffers as XLA has printed them, before it makes code."""
+def _read_dump(file: Path) -> str:
+    """Return the module and its buffer sizes as XLA printed them before code generation."""
     name = file.name.removesuffix("-memory-usage-report.txt")
     sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"), 0)
     with open(f"{name}-buffer-assignment.txt") as lines:
@@ -76,7 +76,7 @@ def _printed(file: Path) -> str:
     return json.dumps({"text": Path(f"{name}.txt").read_text(), **sizes})
 
 
-def _compiled(devices: list[Any], module: bytes) -> dict[str, Any]:
+def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
     import numpy as np
     from jax._src import compiler
     from jaxlib import xla_client
@@ -85,8 +85,8 @@ def _compiled(devices: list[Any], module: bytes) -> dict[str, Any]:
 
     assignment = np.array([device.id for device in devices]).reshape(1, len(devices))
     options = compiler.get_compile_options(1, len(devices), assignment)
-    with shardy.context():
-        parsed = shardy.parsed(module)
+    with shardy.make_context():
+        parsed = shardy.parse_module(module)
         made = compiler.backend_compile_and_load(
             devices[0].client, parsed, xla_client.DeviceList(tuple(devices)), options, []
         )
@@ -101,16 +101,16 @@ def _compiled(devices: list[Any], module: bytes) -> dict[str, Any]:
 
 
 def main(name: str, num_devices: str) -> None:  # why: decisions/0156
-    """Answer with what XLA makes of the module in this folder, and end this process.
+    """Compile the module in this folder, answer with the result, and end this process.
 
     Args:
         name: The name of a target.
         num_devices: The size of the module's mesh.
     """
-    with answering() as answer:
+    with answer_and_exit() as answer:
         try:
-            devices = _devices(TARGETS[name], int(num_devices))[: int(num_devices)]
+            devices = _make_devices(TARGETS[name], int(num_devices))[: int(num_devices)]
         except Exception as error:
             raise NoDevicesError from error
-        answer_with_print(answer, _LAST, _printed)
-        answer(json.dumps(_compiled(devices, Path(MODULE).read_bytes())))
+        answer_from_dump(answer, _LAST, _read_dump)
+        answer(json.dumps(_compile_module(devices, Path(MODULE).read_bytes())))

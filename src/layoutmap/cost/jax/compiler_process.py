@@ -1,4 +1,4 @@
-"""A process of its own for one module, which ends with who asked for it, however that ends.
+"""Run a separate process for one module, which ends at the latest when its parent ends.
 
 Of its own, since the number of simulated CPU devices and the plugins of JAX are fixed when JAX starts, and a compiler
 may crash. The module is a file in the process's folder; its stdin stays open, and is closed when who asked ends. What
@@ -36,8 +36,8 @@ importlib.import_module(sys.argv[2]).main(*sys.argv[3:])
 """
 
 
-class Asked:
-    """A process that answers about a module; to be closed.
+class CompilerProcess:
+    """Process that compiles or partitions one module, to be closed after use.
 
     Args:
         name: The module of Python whose `main` it runs.
@@ -62,8 +62,8 @@ class Asked:
                 start_new_session=True,  # Ctrl-C is for this process alone
             )
 
-    def result(self, on_wait: Callable[[], object] = lambda: None) -> tuple[int, str, str]:
-        """Return its exit status, what it found, and what it said; `on_wait` is called several times a second."""
+    def wait_for_result(self, on_wait: Callable[[], object] = lambda: None) -> tuple[int, str, str]:
+        """Return the exit status, the answer, and the output. `on_wait` is called several times a second."""
         seconds = _FIRST_SECONDS
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -76,7 +76,7 @@ class Asked:
         return Path(self._folder.name, name).read_text(errors="replace").strip()
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """End the process if it still runs."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -85,21 +85,21 @@ class Asked:
 
 
 @contextmanager
-def answering() -> Generator[Callable[[str], object]]:
-    """In the process: yields what takes the answer, and ends the process when closed, or when who asked has ended."""
+def answer_and_exit() -> Generator[Callable[[str], object]]:
+    """Yield the function that sends the answer. The process ends with the block or with its parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # what plugins print is no answer
         once = threading.Lock()
 
-        def say(text: str) -> None:
+        def send_answer(text: str) -> None:
             once.acquire()  # there is one answer: who comes second waits until the first has ended the process
             answer.write(text)
             answer.flush()
 
         status = 1
         try:
-            yield say
+            yield send_answer
             status = 0
         except NoDevicesError as error:
             status = NO_DEVICES
@@ -110,10 +110,10 @@ def answering() -> Generator[Callable[[str], object]]:
     os._exit(status)  # without an end of Python's, in which plugins may hang or crash
 
 
-def answer_with_print(
+def answer_from_dump(
     answer: Callable[[str], object], name: str, read: Callable[[Path], str]
 ) -> None:  # why: decisions/0156
-    """Have a thread answer with what XLA prints while it compiles, and end the process: XLA cannot stop after a pass.
+    """Answer from a file that XLA prints while it compiles, and end the process.
 
     Args:
         answer: Takes the answer.
@@ -121,7 +121,7 @@ def answer_with_print(
         read: Returns the answer from that file; empty while it is not all there.
     """
 
-    def await_print() -> None:
+    def wait_for_dump() -> None:
         while True:
             for file in Path().iterdir():
                 if name in file.name and (text := read(file)):
@@ -129,11 +129,11 @@ def answer_with_print(
                     os._exit(0)
             time.sleep(_BETWEEN_PRINTS)
 
-    threading.Thread(target=await_print, daemon=True).start()
+    threading.Thread(target=wait_for_dump, daemon=True).start()
 
 
 class NoDevicesError(Exception):
-    """The devices to compile for cannot be described."""
+    """Raised when the devices to compile for cannot be described."""
 
 
 def _end_with_parent() -> None:

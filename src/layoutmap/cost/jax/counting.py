@@ -1,4 +1,4 @@
-"""The count of a lowered step on each device in given layouts, and which weight or layer a collective is for."""
+"""Count the operations of a partitioned step, and find the weight or layer that causes each collective."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layoutmap.core.paths import replace_numbers
-from layoutmap.cost.jax.graph import Block, Op, Value, operand_of, results_of
-from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, memory_of, recomputes
+from layoutmap.cost.jax.graph import Block, Op, Value, get_operand, get_results
+from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, compute_memory, is_remat_barrier
 from layoutmap.cost.jax.rewrites import MOVES
-from layoutmap.cost.table import Collective, HeldKind, Phase
+from layoutmap.cost.table import Collective, PeakTensorKind, Phase
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The counted numbers of one step and one device.
+    """Counted numbers of one step on one device.
 
     Args:
         collectives: How often each is called; their own `calls` is 1.
@@ -37,29 +37,29 @@ class Counts:
     recomputes: bool = False
 
     def __sub__(self, other: Counts) -> Counts:
-        return self.plus(other, -1)
+        return self.add_counts(other, -1)
 
-    def plus(self, other: Counts, times: int) -> Counts:
-        """Return these and those of another so many times."""
+    def add_counts(self, other: Counts, times: int) -> Counts:
+        """Return the sum of these counts and `times` times the other ones."""
         return Counts(
-            _sum(self.collectives, other.collectives, times),
-            _sum(self.flops, other.flops, times),
+            _add_scaled(self.collectives, other.collectives, times),
+            _add_scaled(self.flops, other.flops, times),
             self.traffic + other.traffic * times,
-            _sum(self.peaks, other.peaks, times),
-            _sum(self.held, other.held, times),
+            _add_scaled(self.peaks, other.peaks, times),
+            _add_scaled(self.held, other.held, times),
             self.compiled_bytes + other.compiled_bytes * times,
             self.recomputes,
         )
 
 
-def _sum(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dict[Any, int]:
+def _add_scaled(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dict[Any, int]:
     return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
 
 
-def count(
+def count_step(
     block: Block, names: Sequence[str], donated: Mapping[int, int], *, with_held: bool = False
 ) -> Counts:
-    """Count what the operations of a step do.
+    """Count the collectives, operations, and memory of a step.
 
     Args:
         block: The step, partitioned.
@@ -67,8 +67,8 @@ def count(
         donated: For each result that takes the place of an argument, the number of that.
         with_held: Whether to say what is held at the peaks.
     """
-    causes = Causes(block, names, len(donated))
-    memories = memory_of(block, donated, causes.describe if with_held else None)
+    causes = CauseFinder(block, names, len(donated))
+    memories = compute_memory(block, donated, causes.describe if with_held else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
         (n, *key, what): num_bytes
@@ -76,43 +76,45 @@ def count(
         for key, found in memory.held.items()
         for what, num_bytes in found.items()
     }
-    counts = _collectives(block, causes), flops_of(block), memories[0].traffic, peaks, held
-    return Counts(*counts, recomputes=any(map(recomputes, block.ops)))
+    counts = _count_collectives(block, causes), count_flops(block), memories[0].traffic, peaks, held
+    return Counts(*counts, recomputes=any(map(is_remat_barrier, block.ops)))
 
 
-def flops_of(block: Block) -> Mapping[str, int]:
-    """Return the operations of a step's matrix products and convolutions, by the element type of their operands."""
+def count_flops(block: Block) -> Mapping[str, int]:
+    """Return the FLOPs of matrix products and convolutions in a step, by the operands' element type."""
     flops = Counter[str]()
-    for op, times in _called(block):
+    for op, times in _iterate_executed(block):
         if op.flops:
             flops[op.operands[0].dtype] += op.flops * times
     return flops
 
 
-def collectives_of(block: Block, names: Sequence[str], num_weights: int) -> Mapping[Collective, int]:
-    """Return how often each collective of a step is called; see `Causes`."""
-    return _collectives(block, Causes(block, names, num_weights))
+def count_collectives(block: Block, names: Sequence[str], num_weights: int) -> Mapping[Collective, int]:
+    """Return the number of calls of each collective in a step. See `CauseFinder`."""
+    return _count_collectives(block, CauseFinder(block, names, num_weights))
 
 
-def _collectives(block: Block, causes: Causes) -> Mapping[Collective, int]:
+def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective, int]:
     found = Counter[Collective]()
-    for op, times in _called(block):
+    for op, times in _iterate_executed(block):
         if op.name in COLLECTIVE_NAMES and op.dims:
             kind: Any = op.name
             size = max(sum(value.num_bytes for value in values) for values in (op.operands, op.results))
-            found[Collective(kind, op.dims, 1, size, causes.of(op), _phase(op), op.group)] += times
+            found[Collective(kind, op.dims, 1, size, causes.find_cause(op), _get_phase(op), op.group)] += (
+                times
+            )
     return found
 
 
-def _called(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """All operations, and how often a step runs each."""
+def _iterate_executed(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
+    """Yield all operations, each with the number of times that a step runs it."""
     for op in block.ops:
         yield op, times
         for inner in op.blocks:
-            yield from _called(inner, times * op.trips)
+            yield from _iterate_executed(inner, times * op.trips)
 
 
-def _phase(op: Op) -> Phase:
+def _get_phase(op: Op) -> Phase:
     return "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
 
 
@@ -129,8 +131,8 @@ _PASSED = MOVES | {
 _PASSED_FORWARD = _PASSED | {"multiply", "divide", "dynamic_update_slice", "negate"}
 
 
-class Causes:
-    """Finds the causes of a step's collectives.
+class CauseFinder:
+    """Finder of the weight or layer that causes a collective.
 
     Args:
         block: The step.
@@ -140,7 +142,7 @@ class Causes:
 
     def __init__(self, block: Block, names: Sequence[str], num_weights: int):
         self._batch = {*names[num_weights:]}
-        self._described: dict[int, tuple[HeldKind, str, tuple[int, ...], str]] = {}
+        self._described: dict[int, tuple[PeakTensorKind, str, tuple[int, ...], str]] = {}
         self._names = {id(value): name for value, name in zip(block.arguments, names, strict=True)}
         self._given: dict[int, Value] = {}
         self._returned: dict[tuple[int, int], Value] = {}
@@ -152,41 +154,43 @@ class Causes:
                 for number, result in enumerate(op.results):
                     self._returned[id(body.ops[-1]), number] = result
 
-    def of(self, op: Op) -> str:
-        """Return the path of a weight that is gathered or whose gradient is reduced, or else of the layer."""
+    def find_cause(self, op: Op) -> str:
+        """Return the path of a weight that is gathered or has its gradient reduced, or else of the layer."""
         if op.name in ("all_reduce", "reduce_scatter"):
-            return self._weight_of_gradient(op.results[0]) or op.where
-        return self._argument_behind(op.operands[0]) or op.where
+            return self._find_gradient_weight(op.results[0]) or op.where
+        return self._find_argument(op.operands[0]) or op.where
 
-    def describe(self, value: Value) -> tuple[HeldKind, str, tuple[int, ...], str]:
-        """Return what a value is that is held: its kind, its weight or layer, its shape and its element type."""
+    def describe(self, value: Value) -> tuple[PeakTensorKind, str, tuple[int, ...], str]:
+        """Return a value's kind, its weight or layer, its shape, and its element type."""
         if id(value) not in self._described:
-            self._described[id(value)] = (*self._kind(value), value.shape, value.dtype)
+            self._described[id(value)] = (*self._classify_value(value), value.shape, value.dtype)
         return self._described[id(value)]
 
-    def _kind(self, value: Value) -> tuple[HeldKind, str]:
-        if name := self._argument_behind(value):
+    def _classify_value(self, value: Value) -> tuple[PeakTensorKind, str]:
+        if name := self._find_argument(value):
             return "batch" if name in self._batch else "gathered weights", replace_numbers(name)
         maker = value.maker
         if maker is None:
             return "activations", ""
-        if maker.is_backward and (name := self._weight_of_gradient(value)):
+        if maker.is_backward and (name := self._find_gradient_weight(value)):
             return "gradients", replace_numbers(name)
         return "optimizer's update" if maker.is_update else "activations", replace_numbers(maker.where)
 
-    def _argument_behind(self, value: Value) -> str:
+    def _find_argument(self, value: Value) -> str:
+        """Return the path of the step's argument that a value is made of, or "" without one."""
         for _ in range(_STEPS):
             if id(value) in self._names:
                 return self._names[id(value)]
             if id(value) in self._given:
                 value = self._given[id(value)]
             elif value.maker is not None and value.maker.name in _PASSED:
-                value = operand_of(value)
+                value = get_operand(value)
             else:
                 return ""
         return ""
 
-    def _weight_of_gradient(self, value: Value) -> str:
+    def _find_gradient_weight(self, value: Value) -> str:
+        """Return the path of the weight that a gradient updates, or "" if it is not found."""
         todo, seen = [value], {id(value)}
         for _ in range(_STEPS):
             if not todo:
@@ -201,10 +205,10 @@ class Causes:
                         for number, each in enumerate(op.operands)
                         if each is value and (id(op), number) in self._returned
                     ]
-                elif op.is_update and (name := self._updated(op, value)):
+                elif op.is_update and (name := self._find_updated_variable(op, value)):
                     return name
                 elif op.name in _PASSED_FORWARD or op.is_update or is_sum_of_one:
-                    results = results_of(op, value)
+                    results = get_results(op, value)
                 else:
                     continue
                 for result in results:
@@ -213,11 +217,11 @@ class Causes:
                         todo.append(result)
         return ""
 
-    def _updated(self, op: Op, gradient: Value) -> str:
-        """The variable that a gradient is combined with: not a number that was broadcast to its size."""
+    def _find_updated_variable(self, op: Op, gradient: Value) -> str:
+        """Return the path of the variable that an update combines with a gradient, or ""."""
         for other in op.operands:
             is_number = other.maker is not None and other.maker.name == "broadcast_in_dim"
             fits = other is not gradient and other.size == gradient.size and not is_number
-            if fits and (name := self._argument_behind(other)):
+            if fits and (name := self._find_argument(other)):
                 return name
         return ""

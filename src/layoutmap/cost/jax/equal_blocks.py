@@ -1,4 +1,4 @@
-"""Which blocks of a model are equal, so that a step need not be traced with each of them."""
+"""Find equal blocks of a model, so that only a few of them are traced with a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FEWEST = 3
 _ABSENT = object()
 
 
-def equal_blocks(
+def find_equal_blocks(
     variables: Sequence[VariableSpec], layers: Sequence[tuple[str, Any]], settings: Callable[[Any], Any]
 ) -> list[list[str]]:
-    """Return the paths of layers that are equal but for their number, a list for each stack, outermost ones only.
+    """Return the paths of the outermost equal layers, one list per stack.
 
     Args:
         variables: The variables of the model.
@@ -40,14 +40,14 @@ def equal_blocks(
     for paths in groups.values():
         inside = any(p.startswith(f"{outer}.") for stack in found for outer in stack for p in paths)
         if len(paths) > _FEWEST and not inside:
-            found += [stack for stack in _equal(paths, by_path, settings) if len(stack) > _FEWEST]
+            found += [stack for stack in _group_by_settings(paths, by_path, settings) if len(stack) > _FEWEST]
     return found
 
 
-def _equal(
+def _group_by_settings(
     paths: Sequence[str], layers: Mapping[str, object], settings: Callable[[object], object]
 ) -> Iterator[list[str]]:
-    """Lists of paths whose layers, and those below, have the same settings."""
+    """Yield lists of paths with equal settings of the layers and of their inner layers."""
     below: dict[str, list[Any]] = {path: [] for path in paths}
     for path, layer in layers.items():
         parts = path.split(".")
@@ -61,21 +61,21 @@ def _equal(
     yield from groups.values()
 
 
-def plain_attributes(layer: object, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes of a layer that are plain values, the code of functions and the names of classes.
+def describe_attributes(layer: object, without: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
+    """Return a layer's attributes as constants, code of functions, and names of classes.
 
     Args:
         layer: The layer.
         without: Attributes that equal layers may differ in.
     """
     attributes = cast("Mapping[str, Any]", vars(layer))
-    found = [(name, _plain(value)) for name, value in attributes.items() if name not in without]
+    found = [(name, _describe_value(value)) for name, value in attributes.items() if name not in without]
     return tuple(each for each in found if each[1] is not _ABSENT)
 
 
-def _plain(value: object, within: tuple[object, ...] = ()) -> object:
+def _describe_value(value: object, within: tuple[object, ...] = ()) -> object:
     if isinstance(value, tuple | list):
-        inner = tuple(_plain(each, within) for each in cast("Sequence[Any]", value))
+        inner = tuple(_describe_value(each, within) for each in cast("Sequence[Any]", value))
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -83,12 +83,16 @@ def _plain(value: object, within: tuple[object, ...] = ()) -> object:
         if value in within:  # it calls itself
             return within.index(value)
         by_name = sorted((value.__kwdefaults__ or {}).items())
-        held = *map(_content, value.__closure__ or ()), *(value.__defaults__ or ()), *(e for _, e in by_name)
-        return value.__code__, *(_plain(each, (*within, value)) for each in held)
+        held = (
+            *map(_read_cell, value.__closure__ or ()),
+            *(value.__defaults__ or ()),
+            *(e for _, e in by_name),
+        )
+        return value.__code__, *(_describe_value(each, (*within, value)) for each in held)
     return getattr(value, "__qualname__", _ABSENT)
 
 
-def _content(cell: types.CellType) -> object:
+def _read_cell(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # nothing was assigned to the name yet

@@ -1,4 +1,4 @@
-"""A partitioned step as operations and the values between them, with the shapes that one device has."""
+"""Represent a partitioned step as operations and values, with the shapes on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Place = tuple[str, bool, bool, bool]
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """The result of an operation, or an argument of a block.
+    """Result of an operation, or argument of a block.
 
     Args:
         shape: Its shape on one device.
@@ -43,18 +43,18 @@ class Value:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on one device."""
+        """Number of bytes on one device."""
         return math.ceil(self.size * get_itemsize(self.dtype))
 
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """An operation.
+    """Operation of a partitioned step.
 
     Args:
         name: Its name; of collectives their kind.
@@ -91,7 +91,7 @@ class Op:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Operations in order.
+    """Operations in order, the last of which returns.
 
     Args:
         arguments: What it is given.
@@ -102,12 +102,12 @@ class Block:
     ops: list[Op]
 
     @property
-    def returned(self) -> Sequence[Value]:
-        """The values that it returns."""
+    def return_values(self) -> Sequence[Value]:
+        """Values that the block returns."""
         return self.ops[-1].operands
 
     def walk(self) -> Iterator[Op]:
-        """All operations, those inside of others too."""
+        """Yield all operations, including those of inner blocks."""
         for op in self.ops:
             yield op
             for block in op.blocks:
@@ -118,35 +118,35 @@ BARRIER = "optimization_barrier"
 """The operation that returns each of several operands as it is."""
 
 
-def operand_of(result: Value) -> Value:
-    """Return the operand that the result of an operation of one operand, or of a barrier, is made of."""
+def get_operand(result: Value) -> Value:
+    """Return the operand that becomes a result of a one-operand operation or of a barrier."""
     assert result.maker is not None
     return result.maker.operands[result.number if result.maker.name == BARRIER else 0]
 
 
-def results_of(op: Op, operand: Value) -> Sequence[Value]:
-    """Return the results that are made of an operand: of a barrier one, of others all."""
+def get_results(op: Op, operand: Value) -> Sequence[Value]:
+    """Return the results made of an operand: one for a barrier, all for other operations."""
     if op.name != BARRIER:
         return op.results
     return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]
 
 
-def replace(old: Value, new: Value) -> None:
-    """Have all that takes a value take another one."""
+def replace_value(old: Value, new: Value) -> None:
+    """Let all operations that use a value use another one."""
     for op in dict.fromkeys(old.uses):
         op.operands = [new if each is old else each for each in op.operands]
     new.uses += old.uses
     old.uses = []
 
 
-def detach(op: Op) -> None:
-    """Have an operation take nothing any more."""
+def detach_operation(op: Op) -> None:
+    """Remove an operation from the users of its operands."""
     for operand in op.operands:
         operand.uses.remove(op)
 
 
-def remove_unused(block: Block) -> None:
-    """Remove operations whose results nothing takes."""
+def remove_unused_operations(block: Block) -> None:
+    """Remove operations without used results."""
     kept: list[Op] = []
     for op in reversed(block.ops):
         if op.name in ("return", "custom_call"):
@@ -157,11 +157,11 @@ def remove_unused(block: Block) -> None:
                 kept.append(op)
                 break
         else:
-            detach(op)
+            detach_operation(op)
     block.ops = kept[::-1]
 
 
-def place_of(name: str) -> Place:
-    """Return the layer that an operation is part of, and whether it is one of a gradient, of an update, is fused."""
+def parse_place(name: str) -> Place:
+    """Return the layer in an operation's name, and whether it is backward, an update, or fused."""
     where = re.findall(LAYER + r"([^/()]*)", name)
     return (where[-1] if where else ""), "transpose(" in name, UPDATE in name, FUSED in name

@@ -1,4 +1,4 @@
-"""The collectives in XLA's compiled text of a step, those in loops as often as these run.
+"""Count the collectives in XLA's compiled text of a step, once for each run of a loop.
 
 %all-gather.3 = bf16[4096,1024]{1,0} all-gather(%convert.1), replica_groups=[8,8]<=[64], dimensions={0}
 %reduce-scatter-start.1 = ((f32[8,16]), f32[1,16]) reduce-scatter-start(..), replica_groups=mesh['a'=8,'b'=8] {'a'}
@@ -38,7 +38,7 @@ _DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "comp
 
 
 class Operation(NamedTuple):
-    """A line of a computation: `%name = shape op(rest`."""
+    """Line of a computation: `%name = shape op(rest`."""
 
     name: str
     shape: str
@@ -47,7 +47,7 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledCollective:
     """Equal collectives of a compiled step.
 
     Args:
@@ -69,16 +69,16 @@ class Compiled:
         return one * (2 if self.kind == "all_reduce" else 1)
 
 
-def collectives(text: str) -> Mapping[Compiled, int]:
-    """Return the collectives of a compiled module, and how often each is called in a step."""
-    bodies, entry = computations(text)
-    counts = Counter[Compiled]()
-    _look(bodies, entry, 1, counts, set(), _num_devices(text))
+def parse_collectives(text: str) -> Mapping[CompiledCollective, int]:
+    """Return the collectives of a compiled module, with the number of calls of each in a step."""
+    bodies, entry = parse_computations(text)
+    counts = Counter[CompiledCollective]()
+    _count_in_computation(bodies, entry, 1, counts, set(), _num_devices(text))
     return counts
 
 
-def computations(text: str) -> tuple[Mapping[str, list[Operation]], str]:
-    """Return the operations of each computation of a module by its name, its root last; and the entry."""
+def parse_computations(text: str) -> tuple[Mapping[str, list[Operation]], str]:
+    """Return each computation's operations by its name, the root last, and the entry's name."""
     bodies: dict[str, list[Operation]] = {}
     roots: dict[str, Operation] = {}
     entry = name = ""
@@ -98,39 +98,45 @@ def computations(text: str) -> tuple[Mapping[str, list[Operation]], str]:
     return bodies, entry
 
 
-def _look(
+def _count_in_computation(
     bodies: Mapping[str, list[Operation]],
     name: str,
     times: int,
-    counts: Counter[Compiled],
+    counts: Counter[CompiledCollective],
     chains: set[str],
     num_devices: int,
 ) -> None:
-    """Count what a computation calls; `chains` are those that the one around it has seen."""
+    """Add the collectives of a computation to `counts`. A collective of a known chain is skipped."""
     for _, shape, op, rest in bodies.get(name, ()):
         if op == "while":
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', rest)
             condition, body = (re.findall(rf"{each}=%?([\w.\-]+)", rest)[0] for each in ("condition", "body"))
-            number = int(trips[1]) if trips else _trips(bodies.get(condition, []), bodies.get(body, []))
-            _look(bodies, body, times * number, counts, set(), num_devices)
+            number = int(trips[1]) if trips else _count_trips(bodies.get(condition, []), bodies.get(body, []))
+            _count_in_computation(bodies, body, times * number, counts, set(), num_devices)
         elif op in ("call", "async-start", "conditional", "fusion"):
-            for inner in inner_computations(rest):
-                _look(bodies, inner, times, counts, chains if op == "fusion" else set(), num_devices)
+            for inner in find_inner_computations(rest):
+                _count_in_computation(
+                    bodies, inner, times, counts, chains if op == "fusion" else set(), num_devices
+                )
         elif (kind := NAMES.get(op.removesuffix("-start"))) is not None:
             if chain := re.search(r'chain_id="\d+"', rest):
                 if chain[0] in chains:
                     continue
                 chains.add(chain[0])
-            group = 2 if kind == "permute" else _group(rest, num_devices)  # pairs have no replica_groups
+            group = (
+                2 if kind == "permute" else _find_group_size(rest, num_devices)
+            )  # pairs have no replica_groups
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
-            for tensor_bytes in _tensors(kind, shape, group, op.endswith("-start")):
-                counts[Compiled(done, group, tensor_bytes)] += times
+            for tensor_bytes in _list_tensor_sizes(kind, shape, group, op.endswith("-start")):
+                counts[CompiledCollective(done, group, tensor_bytes)] += times
 
 
-def _tensors(kind: str, shape: str, group: int, starts: bool) -> list[int]:
-    """The sizes of the tensors of a collective, each where it is largest; several were combined to one operation."""
+def _list_tensor_sizes(kind: str, shape: str, group: int, starts: bool) -> list[int]:
+    """Return the largest size of each tensor of a collective, since XLA may combine several."""
     shapes = SHAPE.findall(shape)
-    sizes = [_bytes(*each) for each in shapes if not starts or each != ("u32", "")]  # what TPUs wait for
+    sizes = [
+        _count_bytes(*each) for each in shapes if not starts or each != ("u32", "")
+    ]  # what TPUs wait for
     if starts and kind != "all_reduce" and len(sizes) > 1:  # what it is given, and what it returns
         half = len(sizes) // 2
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
@@ -139,12 +145,12 @@ def _tensors(kind: str, shape: str, group: int, starts: bool) -> list[int]:
     return [sum(sizes)] if kind == "all_to_all" else sizes  # a tuple has a piece for each device
 
 
-def _bytes(dtype: str, sizes: str) -> int:
-    return int(math.prod(int(n) for n in sizes.split(",") if n) * get_itemsize(dtype_named(dtype)))
+def _count_bytes(dtype: str, sizes: str) -> int:
+    return int(math.prod(int(n) for n in sizes.split(",") if n) * get_itemsize(convert_dtype_name(dtype)))
 
 
-def inner_computations(rest: str) -> list[str]:
-    """Return the names of the computations that an operation runs: of a loop the condition first, of a branch all."""
+def find_inner_computations(rest: str) -> list[str]:
+    """Return the names of the computations that an operation runs, a loop's condition first."""
     found = ", ".join(one or several for one, several in _INNER.findall(rest))
     return [name.removeprefix("%") for name in found.split(", ") if name]
 
@@ -155,11 +161,11 @@ _INNER = re.compile(
 )
 
 
-def dtype_named(name: str) -> str:
-    """Return what numpy calls an element type of XLA.
+def convert_dtype_name(name: str) -> str:
+    """Return numpy's name of an XLA element type.
 
     Example:
-        >>> dtype_named("f32"), dtype_named("pred"), dtype_named("f8e4m3fn")
+        >>> convert_dtype_name("f32"), convert_dtype_name("pred"), convert_dtype_name("f8e4m3fn")
         ('float32', 'bool', 'float8_e4m3fn')
     """
     found = re.fullmatch(r"([fsu])(\d+)(.*)", name)
@@ -174,8 +180,8 @@ def _num_devices(text: str) -> int:
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", head))
 
 
-def _group(rest: str, num_devices: int) -> int:
-    """Return how many devices one group of a collective has, in each of XLA's notations."""
+def _find_group_size(rest: str, num_devices: int) -> int:
+    """Return the number of devices in one group of a collective, in any of XLA's notations."""
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
         return int(found[2])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
@@ -189,31 +195,31 @@ def _group(rest: str, num_devices: int) -> int:
     return num_devices
 
 
-def _trips(condition: list[Operation], body: list[Operation]) -> int:
-    """How often a loop runs: the constant that its counter is compared with, by what each turn adds to it."""
+def _count_trips(condition: list[Operation], body: list[Operation]) -> int:
+    """Return how often a loop runs, from the limit of its counter and the increment."""
     limits = [
         int(each.rest.partition(")")[0])
         for each in condition
         if each.op == "constant" and each.rest[0].isdigit()
     ]
     places = [int(found[1]) for each in condition if (found := re.search(r"index=(\d+)", each.rest))]
-    after = operands_of(body[-1]) if body else []
+    after = find_operands(body[-1]) if body else []
     operations = {each.name: each for each in body}
-    step = _added(operations, after[places[0]]) if len(places) == 1 and places[0] < len(after) else 1
+    step = _find_increment(operations, after[places[0]]) if len(places) == 1 and places[0] < len(after) else 1
     return -(-max(limits, default=1) // max(step, 1))
 
 
-def _added(operations: Mapping[str, Operation], name: str) -> int:
-    """The constants that are added up to a value."""
+def _find_increment(operations: Mapping[str, Operation], name: str) -> int:
+    """Return the sum of the constants that are added to a value."""
     made = operations.get(name)
     if made is None or made.op not in ("add", "constant"):
         return 0
     if made.op == "add":
-        return sum(_added(operations, each) for each in operands_of(made))
+        return sum(_find_increment(operations, each) for each in find_operands(made))
     number = made.rest.partition(")")[0]
     return int(number) if number.isdigit() else 0
 
 
-def operands_of(operation: Operation) -> list[str]:
-    """Return the names of what an operation takes."""
+def find_operands(operation: Operation) -> list[str]:
+    """Return the names of an operation's operands."""
     return re.findall(r"%([\w.\-]+)", operation.rest.partition(")")[0])

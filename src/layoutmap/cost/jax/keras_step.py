@@ -1,4 +1,4 @@
-"""A training step of a Keras model on JAX, whose variables have no values: Keras computes it with those it is given.
+"""Describe the training step of a Keras model on JAX, computed on given values of its variables.
 
 Private names of Keras, tested on Keras 3.15:
 
@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import keras
 from keras.src.backend.jax import nn as keras_nn
 
-from layoutmap.adapters.keras.describing import Entry, describe, layer_paths
+from layoutmap.adapters.keras.describing import Entry, describe_variables, list_layer_paths
 from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_own_step
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind
-from layoutmap.cost.jax.equal_blocks import equal_blocks, plain_attributes
+from layoutmap.cost.jax.equal_blocks import describe_attributes, find_equal_blocks
 from layoutmap.engines.patches import Attribute, Patches
 
 Loss = Callable[..., Any]
@@ -45,10 +45,10 @@ _RECOMPUTE = (
 )
 
 
-def training_step(
+def describe_step(
     session: KerasSession, model: Any, inputs: object, optimizer: object, loss: Loss | None
 ) -> TrainingStep:
-    """Return the training step of a model that was made in a dry run.
+    """Return the training step of a model from a dry run.
 
     Args:
         session: Its scope.
@@ -57,21 +57,27 @@ def training_step(
         optimizer: Ignored: the model has its own.
         loss: Called with what the model returns, returns a number; `None`: the loss that it was compiled with.
     """
-    entries = [entry for entry in describe(session.registry) if entry.spec.kind is not Kind.METRIC]
-    layers = _paths(session)
+    entries = [entry for entry in describe_variables(session.registry) if entry.spec.kind is not Kind.METRIC]
+    layers = _list_layers(session)
     x, tree = jax.tree.flatten(inputs)
-    batch = [Shape(_name(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in _with_paths(inputs)]
+    batch = [
+        Shape(_format_path(path), tuple(leaf.shape), str(leaf.dtype))
+        for path, leaf in _flatten_with_paths(inputs)
+    ]
     step = _CountedStep(model, entries, layers, loss, tree, len(x))
     compiled = loss is None and getattr(model, "loss", None) is not None
     notes = [] if compiled or loss is not None else [_NO_LOSS]
     if compiled:
-        targets = step.targets(batch)
-        batch += [Shape(f"targets{_name(p)}", tuple(t.shape), str(t.dtype)) for p, t in _with_paths(targets)]
+        targets = step.make_targets(batch)
+        batch += [
+            Shape(f"targets{_format_path(p)}", tuple(t.shape), str(t.dtype))
+            for p, t in _flatten_with_paths(targets)
+        ]
         step.target_tree = jax.tree.structure(targets)
         notes.append(_NO_METRICS)
     notes += [_NO_OPTIMIZER] * (step.optimizer is None) + [_OWN_STEP] * has_own_step(model)
     variables = [entry.spec for entry in entries]
-    blocks = equal_blocks(variables, layers, _settings)
+    blocks = find_equal_blocks(variables, layers, _describe_settings)
     return TrainingStep(model.name, variables, batch, blocks, step.run, notes, _RECOMPUTE)
 
 
@@ -95,41 +101,41 @@ class _CountedStep:
         self.optimizer = getattr(model, "optimizer", None)
         self._trained = {id(variable) for variable in model.trainable_variables}
 
-    def targets(self, batch: Sequence[Shape]) -> object:
-        """Return targets for the loss that a model was compiled with."""
+    def make_targets(self, batch: Sequence[Shape]) -> object:
+        """Return targets for the loss of `compile`."""
 
-        def outputs(values: Sequence[object], inputs: Sequence[object]) -> object:
+        def compute_outputs(values: Sequence[object], inputs: Sequence[object]) -> object:
             with keras.StatelessScope(
                 state_mapping=list(zip([e.variable for e in self._entries], values, strict=True))
             ):
-                return self._call(inputs)
+                return self._call_model(inputs)
 
         values = [jax.ShapeDtypeStruct(e.spec.shape, e.spec.dtype) for e in self._entries]
         inputs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in batch]
-        found = jax.eval_shape(outputs, values, inputs)
+        found = jax.eval_shape(compute_outputs, values, inputs)
         leaves, tree = jax.tree.flatten(found)
-        return tree.unflatten(map(self._target, leaves, self._losses(found, len(leaves))))
+        return tree.unflatten(map(self._make_target, leaves, self._list_losses(found, len(leaves))))
 
-    def _losses(self, found: object, number: int) -> Sequence[object]:
-        """The loss of each output."""
+    def _list_losses(self, found: object, number: int) -> Sequence[object]:
+        """Return the loss of each output."""
         loss: object = self._model.loss
         if isinstance(loss, Mapping):
             names: Sequence[str] = sorted(found) if isinstance(found, Mapping) else self._model.output_names
             return [cast("Mapping[str, object]", loss).get(name) for name in names]
         return cast("Sequence[object]", loss) if isinstance(loss, list | tuple) else [loss] * number
 
-    def _target(self, output: jax.ShapeDtypeStruct, loss: object) -> object:
+    def _make_target(self, output: jax.ShapeDtypeStruct, loss: object) -> object:
         name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
         if "sparse" in str(name).lower():
             return jax.ShapeDtypeStruct(output.shape[:-1], "int32")
         return jax.ShapeDtypeStruct(output.shape, output.dtype)
 
-    def _call(self, inputs: Sequence[object]) -> Any:
+    def _call_model(self, inputs: Sequence[object]) -> Any:
         more = {"training": True} if self._model._call_has_training_arg else {}
         return self._model(jax.tree.unflatten(self._tree, inputs), **more)
 
     def run(self, tracer: Tracer, values: Mapping[Key, object], batch: Sequence[object]) -> Mapping[Key, Any]:
-        """Return new values of variables."""
+        """Return the new values of the variables."""
         given = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
         trained = [key for key, variable in given.items() if id(variable) in self._trained]
         frozen = [key for key in given if key not in set(trained)]
@@ -137,18 +143,18 @@ class _CountedStep:
             (e.variable, tracer.unread[e.spec.key]) for e in self._entries if e.spec.key in tracer.unread
         ]
 
-        def loss_of(weights: Sequence[object]) -> tuple[jax.Array, list[object]]:
+        def compute_loss(weights: Sequence[object]) -> tuple[jax.Array, list[object]]:
             state = dict(zip(trained, weights, strict=True)) | {key: values[key] for key in frozen}
             mapping = [(given[key], value) for key, value in state.items()]
             with keras.StatelessScope(state_mapping=mapping + unread, collect_losses=True) as scope:
-                found = self._loss_value(self._call(batch[: self._num_inputs]), batch)
+                found = self._compute_loss(self._call_model(batch[: self._num_inputs]), batch)
                 if self.optimizer is not None:
                     found = self.optimizer.scale_loss(found)
             return found, [scope.get_current_value(given[key]) for key in frozen]
 
         kept = [given[key] for key in frozen]
-        with _PATCHES.used(), _traced(tracer, self._layers, kept):
-            (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+        with _PATCHES.activate(), _trace_layers(tracer, self._layers, kept):
+            (value, others), gradients = jax.value_and_grad(compute_loss, has_aux=True)(
                 [values[k] for k in trained]
             )
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
@@ -163,7 +169,7 @@ class _CountedStep:
             self.optimizer.apply(gradients, [given[key] for key in trained])
         return after | {key: scope.get_current_value(variable) for key, variable in given.items()}
 
-    def _loss_value(self, outputs: object, batch: Sequence[object]) -> Any:
+    def _compute_loss(self, outputs: object, batch: Sequence[object]) -> Any:
         if self._loss is not None:
             return self._loss(outputs)
         if self.target_tree is None:
@@ -174,17 +180,17 @@ class _CountedStep:
         return self._model.compute_loss(x=x, y=targets, y_pred=outputs, training=True)
 
 
-def _with_paths(tree: object) -> Sequence[tuple[tuple[object, ...], Any]]:
+def _flatten_with_paths(tree: object) -> Sequence[tuple[tuple[object, ...], Any]]:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-def _name(path: tuple[object, ...]) -> str:
+def _format_path(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".") or "inputs"
 
 
 @contextmanager
-def _traced(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
-    """While open, a tracer hears of each call of a layer, under the first of its paths.
+def _trace_layers(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
+    """Report each call of a layer to a tracer until the block ends, under the layer's first path.
 
     Args:
         tracer: The tracer.
@@ -196,7 +202,7 @@ def _traced(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Generato
         for path, layer in layers:
             own = layer.__dict__
             before.append((layer, own.get("call")))
-            own["call"] = _telling(tracer, path, layer.call, state)
+            own["call"] = _report_calls(tracer, path, layer.call, state)
         yield
     finally:
         for layer, call in before:
@@ -206,21 +212,21 @@ def _traced(tracer: Tracer, layers: Layers, state: Sequence[object]) -> Generato
                 layer.__dict__["call"] = call
 
 
-def _telling(tracer: Tracer, path: str, plain: Call, state: Sequence[object]) -> Call:
+def _report_calls(tracer: Tracer, path: str, plain: Call, state: Sequence[object]) -> Call:
     first = next(iter(inspect.signature(plain).parameters), "")
 
     @functools.wraps(plain)
     def call(*args: object, **kwargs: object) -> object:
         if not args and first in kwargs:  # as the decoders of Whisper are called
             args = (kwargs.pop(first),)
-        function = _recomputed(plain, state) if tracer.recomputes(path) else plain
+        function = _rematerialize(plain, state) if tracer.should_recompute(path) else plain
         return tracer.call(path, function, args, kwargs)
 
     return call
 
 
-def _recomputed(plain: Call, state: Sequence[object]) -> Call:
-    """A layer's call of which only the input is kept for the backward pass.
+def _rematerialize(plain: Call, state: Sequence[object]) -> Call:
+    """Return a layer's call that stores only its input for the backward pass, and recomputes the rest.
 
     Not Keras's own: that traces all arguments, `training` too, of which layers need the value.
     """
@@ -229,7 +235,7 @@ def _recomputed(plain: Call, state: Sequence[object]) -> Call:
         scope: Any = get_stateless_scope()
         changed: list[object] = []
 
-        def pure() -> object:
+        def compute_outputs() -> object:
             before, num_losses = [scope.get_current_value(v) for v in state], len(scope.losses)
             found = plain(*args, **kwargs)
             pairs = [
@@ -244,7 +250,7 @@ def _recomputed(plain: Call, state: Sequence[object]) -> Call:
                 scope.add_update(pair)
             return found, after, losses
 
-        found, after, losses = jax.checkpoint(pure)()
+        found, after, losses = jax.checkpoint(compute_outputs)()
         for pair in zip(changed, after, strict=True):
             scope.add_update(pair)
         scope.losses += losses
@@ -253,8 +259,8 @@ def _recomputed(plain: Call, state: Sequence[object]) -> Call:
     return call
 
 
-def _where_asked(plain: Call) -> Call:
-    """Lets layers have the fused kernel that they ask for, and no others: those depend on this machine's devices."""
+def _allow_required_kernels(plain: Call) -> Call:
+    """Return a check that ignores local devices and allows a fused kernel only if a layer requires it."""
 
     @functools.wraps(plain)
     def can_use(*args: object, raise_error: bool = False, **kwargs: object) -> bool:
@@ -278,24 +284,24 @@ class _WithoutDevices:
 
 _CAN_USE = "_can_use_flash_attention"
 _PATCHES = Patches(
-    [Attribute(keras_nn, _CAN_USE, _where_asked), Attribute(keras_nn, "jax", _WithoutDevices)]
+    [Attribute(keras_nn, _CAN_USE, _allow_required_kernels), Attribute(keras_nn, "jax", _WithoutDevices)]
     if hasattr(keras_nn, _CAN_USE)
     else []
 )
 
 
-def _paths(session: KerasSession) -> list[tuple[str, keras.Layer]]:
-    """Each layer with the path under which rules find it: the first one that a rule for activations is for."""
+def _list_layers(session: KerasSession) -> list[tuple[str, keras.Layer]]:
+    """Return each layer with its path for rules, the first one that a rule for activations matches."""
     found: dict[int, tuple[str, keras.Layer]] = {}
-    for path, layer in layer_paths(session.registry.layers()):
+    for path, layer in list_layer_paths(session.registry.layers()):
         found.setdefault(id(layer), (path, layer))
     return list(found.values())
 
 
-def _settings(layer: keras.Layer) -> object:
-    """The settings that layers must share to be equal. Not their `get_config`, which fails for layers of keras-hub."""
+def _describe_settings(layer: keras.Layer) -> object:
+    """Return the settings that equal layers share. `get_config` would fail for layers of KerasHub."""
     policy = layer.dtype_policy
-    return policy.compute_dtype, policy.variable_dtype, plain_attributes(layer, _NAMES)
+    return policy.compute_dtype, policy.variable_dtype, describe_attributes(layer, _NAMES)
 
 
 _NAMES = frozenset(("name", "_name", "_path", "_parent_path", "_inbound_nodes", "_outbound_nodes"))

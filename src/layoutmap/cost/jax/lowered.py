@@ -1,4 +1,4 @@
-"""A training step, lowered once without layouts, and counted in any.
+"""Lower a JAX training step once without layouts, and count it in any layouts.
 
 The file is longer than others since tracing, counting and compiling go through the same few private classes.
 """
@@ -24,26 +24,26 @@ from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
-from layoutmap.cost.jax.attention import attention_named
-from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partitioned
-from layoutmap.cost.jax.counting import Counts, collectives_of, count, flops_of
-from layoutmap.cost.jax.graph import LAYER, UPDATE, place_of
-from layoutmap.cost.jax.memory import upper_bound
-from layoutmap.cost.jax.partitioned import read
-from layoutmap.cost.jax.rewrites import rewrite, separate
-from layoutmap.cost.jax.targets import target_named
-from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, Held, StepCost
+from layoutmap.cost.jax.attention import name_attention_calls
+from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partition_modules
+from layoutmap.cost.jax.counting import Counts, count_collectives, count_flops, count_step
+from layoutmap.cost.jax.graph import LAYER, UPDATE, parse_place
+from layoutmap.cost.jax.memory import estimate_upper_bound
+from layoutmap.cost.jax.partitioned import parse_step
+from layoutmap.cost.jax.rewrites import rewrite_block, split_all_reduces
+from layoutmap.cost.jax.targets import find_target
+from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.corrections import lowered_without_devices
-from layoutmap.engines.jax.programs import undisturbed
+from layoutmap.engines.jax.programs import leave_program_context
 
 _KEPT = 2
 """How many of equal blocks are always counted: the first and the last one."""
 
 
 class LoweredStep:  # why: decisions/0156
-    """A training step as it is before it has layouts: traced once, and counted in any layouts in a fraction of that.
+    """Training step on JAX that is traced once without layouts, and then counted quickly in any layouts.
 
     Of equal blocks two and three are traced; what the third one adds is what each of the others adds. Where layouts
     differ within a stack, all of its blocks are traced.
@@ -58,9 +58,9 @@ class LoweredStep:  # why: decisions/0156
     def __init__(self, step: TrainingStep, remat: str | None = None, fuse_attention: bool = False):
         self._step = step
         self._fuses = fuse_attention
-        self._recomputes = _chosen(step, remat)
+        self._recomputes = _make_remat_check(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        self._modules: dict[frozenset[str], _Lowered] = {}
+        self._modules: dict[frozenset[str], _LoweredModule] = {}
         self._made: dict[
             tuple[bytes, int, str], CompiledStep
         ] = {}  # by the hash of a module with its layouts
@@ -75,7 +75,7 @@ class LoweredStep:  # why: decisions/0156
         target: str | None = None,
         on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
-        """Count what the step does in given layouts.
+        """Count the step's collectives, operations, and memory in given layouts.
 
         Args:
             assignments: Each variable of the step and its layout, in their order.
@@ -89,40 +89,42 @@ class LoweredStep:  # why: decisions/0156
             LayoutError: A rule for activations does not fit what a layer returns.
             ScopeError: The model fails while it is traced.
         """
-        if target and target_named(target).chip:
+        if target and find_target(target).chip:
             raise EngineError(
                 f"a step is not counted as XLA compiles it for {target!r}",
                 why="XLA for TPUs computes parts of collectives inside of fusions, which are not told apart",
                 fix=f"leave target out, or print what verify(.., target={target!r}) says",
             )
         layouts = {a.variable.key: a.layout for a in assignments}
-        counts = self._counts(layouts, policy, with_held, target, on_wait)
+        counts = self._count_blocks(layouts, policy, with_held, target, on_wait)
         batch = [
             Assignment(
-                VariableSpec(each.name, each.shape, _held_dtype(each.dtype)),
+                VariableSpec(each.name, each.shape, _canonicalize_dtype(each.dtype)),
                 policy.derive_batch_layout(each.shape),
             )
             for each in self._step.batch
         ]
         arguments = sum(a.shard_bytes for a in (*assignments, *batch))
-        collectives = [replace(each, calls=number) for each, number in _settled(counts.collectives)]
+        collectives = [
+            replace(each, calls=number) for each, number in _settle_negative_counts(counts.collectives)
+        ]
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
-        peaks = [upper_bound(peak, collectives, counts.recomputes) for peak in peaks]
-        held = _held_at_the_peak(counts)
+        peaks = [estimate_upper_bound(peak, collectives, counts.recomputes) for peak in peaks]
+        held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
             sums = itertools.accumulate(each.num_bytes for each in held)  # they were estimated
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
             policy.mesh,
-            tuple(_merged(collectives)),
+            tuple(_merge_repeated(collectives)),
             {dtype: number for dtype, number in counts.flops.items() if number},
             counts.traffic,
             arguments,
             arguments + peaks[0],
-            (*self._notes, *self._of_attention),
+            (*self._notes, *self._attention_notes),
             arguments + min(peaks),
             held,
             f"{COMPILED}{target}" if target else PARTITIONED,
@@ -130,23 +132,23 @@ class LoweredStep:  # why: decisions/0156
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:
-        """The shape of the first array that each layer returns, by path, as far as the step has been counted."""
+        """Shape of the first array that each layer returns, by path, for the layers traced so far."""
         traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
         equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
         return {**equal, **traced}
 
     @property
-    def _of_attention(self) -> Iterator[str]:
-        yield from dict.fromkeys(note for module in self._modules.values() for note in module.of_attention)
+    def _attention_notes(self) -> Iterator[str]:
+        yield from dict.fromkeys(note for module in self._modules.values() for note in module.attention_notes)
 
     @property
     def fingerprint(self) -> str:
-        """A text that is the same for steps that do the same, as far as the step has been counted."""
+        """Text that is equal for equal steps, as far as they have been counted."""
         parts = [*map(repr, (self._step.variables, self._step.batch, self._step.blocks))]
         parts += sorted(str(module.module) for module in self._modules.values())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
-    def _counts(
+    def _count_blocks(
         self,
         layouts: Mapping[Key, Layout],
         policy: LayoutPolicy,
@@ -154,61 +156,68 @@ class LoweredStep:  # why: decisions/0156
         target: str | None,
         on_wait: Callable[[], object],
     ) -> Counts:
-        """Counts of the step with two of each kind of equal blocks, the others as the addition of a third."""
-        tied = self._tied(layouts, policy)
+        """Count the step with two and three blocks per stack, and extrapolate to all blocks."""
+        tied = self._find_equal_stacks(layouts, policy)
         sizes = sorted({len(self._step.blocks[number]) for number in tied})
         kept = [dict.fromkeys(tied, _KEPT)]
         kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in tied} for size in sizes]
         try:
-            modules = [self._lowered(self._left_out(each)) for each in kept]
-        except _NotTied as error:
+            modules = [self._lower_cached(self._choose_skipped(each)) for each in kept]
+        except _UnequalStackError as error:
             self._loose.add(error.stack)
-            return self._counts(layouts, policy, with_held, target, on_wait)
-        if self._tied(layouts, policy) != tied:  # the layers inside of blocks are known only now
-            return self._counts(layouts, policy, with_held, target, on_wait)
-        given = [shardy.bytes_of(self._with_layouts(each, layouts, policy)) for each in modules]
-        texts = partitioned(given, policy.mesh.size, on_wait)
-        made = self._compiled(given, policy.mesh.size, target, on_wait) if target else [None] * len(given)
+            return self._count_blocks(layouts, policy, with_held, target, on_wait)
+        if self._find_equal_stacks(layouts, policy) != tied:  # the layers inside of blocks are known only now
+            return self._count_blocks(layouts, policy, with_held, target, on_wait)
+        given = [shardy.serialize_module(self._place_module(each, layouts, policy)) for each in modules]
+        texts = partition_modules(given, policy.mesh.size, on_wait)
+        made = (
+            self._compile_modules(given, policy.mesh.size, target, on_wait) if target else [None] * len(given)
+        )
         low, *high = (
-            self._counted(text, each, policy, with_held, of)
+            self._count_module(text, each, policy, with_held, of)
             for text, each, of in zip(texts, modules, made, strict=True)
         )
         total = low
         for size, more in zip(sizes, high, strict=True):
-            total = total.plus(more - low, size - _KEPT)
+            total = total.add_counts(more - low, size - _KEPT)
         peaks = {key: total.peaks[key] for key in low.peaks}
         return replace(total, peaks=peaks)
 
-    def _left_out(self, kept: Mapping[int, int]) -> dict[str, str]:
-        """The path of each block that is left out, and of its equal; `kept`: how many stay of each stack."""
+    def _choose_skipped(self, kept: Mapping[int, int]) -> dict[str, str]:
+        """Return the path of each skipped block and of its equal. `kept` is how many remain per stack."""
         blocks = self._step.blocks
         return {path: blocks[n][0] for n, number in kept.items() for path in blocks[n][number - 1 : -1]}
 
-    def _counted(
-        self, text: str, lowered: _Lowered, policy: LayoutPolicy, with_held: bool, made: CompiledStep | None
+    def _count_module(
+        self,
+        text: str,
+        lowered: _LoweredModule,
+        policy: LayoutPolicy,
+        with_held: bool,
+        made: CompiledStep | None,
     ) -> Counts:
-        block = read(text, policy.mesh)
-        rewrite(block)
+        block = parse_step(text, policy.mesh)
+        rewrite_block(block)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
         names += [""] * lowered.num_unread
         donated = {number: number for number in range(len(lowered.variables))}
-        found = count(block, names, donated, with_held=with_held)
+        found = count_step(block, names, donated, with_held=with_held)
         if made is None:
             return found
-        block = read(made.text, policy.mesh)
-        separate(block)
+        block = parse_step(made.text, policy.mesh)
+        split_all_reduces(block)
         return replace(
             found,
-            collectives=collectives_of(block, names, len(donated)),
-            flops=flops_of(block),
+            collectives=count_collectives(block, names, len(donated)),
+            flops=count_flops(block),
             compiled_bytes=made.peak_bytes - made.argument_bytes,
         )
 
-    def _tied(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
-        """The stacks whose blocks have equal layouts, and so cost the same."""
+    def _find_equal_stacks(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
+        """Return the stacks of blocks with equal layouts, and so with equal costs."""
         below: dict[str, list[object]] = {path: [] for stack in self._step.blocks for path in stack}
         for variable in self._step.variables:
-            if (block := _block_of(variable, below)) is not None:
+            if (block := _find_block(variable, below)) is not None:
                 inner = (variable.parent or variable.path)[len(block) :]
                 below[block].append((inner, variable.kind, layouts[variable.key].sharding_specs))
         return [
@@ -216,10 +225,10 @@ class LoweredStep:  # why: decisions/0156
             for number, stack in enumerate(self._step.blocks)
             if number not in self._loose
             and all(below[path] == below[stack[0]] for path in stack)
-            and all(self._same_outputs(stack[0], path, policy) for path in stack)
+            and all(self._has_same_outputs(stack[0], path, policy) for path in stack)
         ]
 
-    def _same_outputs(self, first: str, path: str, policy: LayoutPolicy) -> bool:
+    def _has_same_outputs(self, first: str, path: str, policy: LayoutPolicy) -> bool:
         if policy.activations is None:
             return True
         paths = {first, *(p for lowered in self._modules.values() for p in lowered.outputs)}
@@ -227,16 +236,18 @@ class LoweredStep:  # why: decisions/0156
         layout_of = policy.find_activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
-    def _with_layouts(self, lowered: _Lowered, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Any:
+    def _place_module(
+        self, lowered: _LoweredModule, layouts: Mapping[Key, Layout], policy: LayoutPolicy
+    ) -> Any:
         given = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.derive_batch_layout(each.shape) for each in self._step.batch]
-        outputs = lowered.layouts_of(policy)
+        outputs = lowered.make_output_lookup(policy)
         return shardy.place(
             lowered.module,
             policy.mesh,
             [*given, *batch, *[None] * lowered.num_unread],
             [*given, *[None] * lowered.num_others],
-            lambda name, shape: outputs(place_of(name)[0], shape),
+            lambda name, shape: outputs(parse_place(name)[0], shape),
         )
 
     def compile(
@@ -246,7 +257,7 @@ class LoweredStep:  # why: decisions/0156
         target: str,
         on_wait: Callable[[], object] = lambda: None,
     ) -> CompiledStep:
-        """Have XLA compile the step, all of its blocks, for devices that need not be there; see `count`.
+        """Have XLA compile the step with all blocks, for devices that need not exist. See `count`.
 
         Args:
             assignments: See `count`.
@@ -255,13 +266,13 @@ class LoweredStep:  # why: decisions/0156
             on_wait: Called several times a second while XLA compiles.
         """
         layouts = {a.variable.key: a.layout for a in assignments}
-        placed = self._with_layouts(self._lowered({}), layouts, policy)
-        return self._compiled([shardy.bytes_of(placed)], policy.mesh.size, target, on_wait)[0]
+        placed = self._place_module(self._lower_cached({}), layouts, policy)
+        return self._compile_modules([shardy.serialize_module(placed)], policy.mesh.size, target, on_wait)[0]
 
-    def _compiled(  # why: decisions/0156
+    def _compile_modules(  # why: decisions/0156
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
-        """The steps that XLA compiles modules to; one that was compiled before is not compiled again."""
+        """Return the compiled steps of modules. A module is compiled only once."""
         keys = [(hashlib.sha256(each).digest(), num_devices, target) for each in modules]
         new = {key: each for key, each in zip(keys, modules, strict=True) if key not in self._made}
         self._made.update(
@@ -277,22 +288,24 @@ class LoweredStep:  # why: decisions/0156
         counted: StepCost,
         on_wait: Callable[[], object] = lambda: None,
     ) -> Verified:
-        """Return what was counted beside what XLA says of the same step; see `compile`."""
+        """Return the counted figures next to XLA's figures of the same step. See `compile`."""
         made = self.compile(assignments, policy, target, on_wait)
         return Verified(counted, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
 
-    def _lowered(self, skipped: Mapping[str, str]) -> _Lowered:
+    def _lower_cached(self, skipped: Mapping[str, str]) -> _LoweredModule:
         key = frozenset(skipped)
         if key not in self._modules:
             try:
-                self._modules[key] = _lower(self._step, skipped, self._recomputes, self._fuses)
-            except _Unequal as error:
-                raise _NotTied(next(n for n, s in enumerate(self._step.blocks) if error.path in s)) from None
+                self._modules[key] = _lower_without_blocks(self._step, skipped, self._recomputes, self._fuses)
+            except _UnequalBlockError as error:
+                raise _UnequalStackError(
+                    next(n for n, s in enumerate(self._step.blocks) if error.path in s)
+                ) from None
         return self._modules[key]
 
 
-def _held_at_the_peak(counts: Counts) -> tuple[Held, ...]:
-    """The tensors that are held at the peak where memory is short, worked out when somebody asks."""
+def _find_peak_tensors(counts: Counts) -> tuple[PeakTensors, ...]:
+    """Return the tensors on a device at the peak, if memory is short."""
     of_orders: dict[int, Any] = {}
     for key, peak in counts.peaks.items():
         if peak > counts.peaks.get(of_orders.get(key[0]), -1):
@@ -301,15 +314,15 @@ def _held_at_the_peak(counts: Counts) -> tuple[Held, ...]:
         return ()
     highest = min(of_orders.values(), key=lambda key: counts.peaks[key])
     at_the_peak = {key[-1]: num_bytes for key, num_bytes in counts.held.items() if key[:-1] == highest}
-    found = [Held(*what, num_bytes=num_bytes) for what, num_bytes in at_the_peak.items()]
+    found = [PeakTensors(*what, num_bytes=num_bytes) for what, num_bytes in at_the_peak.items()]
     return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
 
 
 _NOTE = "activations inside of layers are computed again in the backward pass, whatever the model's code says"
 
 
-def _chosen(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | None:
-    """Which layers' activations are computed again, by path; `None`: no layer's."""
+def _make_remat_check(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | None:
+    """Return a check whether the layer at a path is recomputed, or None without `remat`."""
     if remat is None:
         return None
     if remat == "blocks":
@@ -318,34 +331,36 @@ def _chosen(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | No
     return lambda path: pattern.match(path) is not None
 
 
-class _Unequal(Exception):
-    """A block cannot be left out: it returns something else than it is given, or does not do what its equal does."""
+class _UnequalBlockError(Exception):
+    """Raised when a block cannot be skipped because it behaves differently from its equal."""
 
     def __init__(self, path: str):
         self.path = path
 
 
-class _NotTied(Exception):
+class _UnequalStackError(Exception):
+    """Raised when the blocks of a stack cannot be skipped."""
+
     def __init__(self, stack: int):
         self.stack = stack
 
 
-def _block_of(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
+def _find_block(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
     path = variable.parent or variable.path
     parts = path.split(".")
     return next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in blocks), None)
 
 
 @dataclass(frozen=True)
-class _Lowered:
+class _LoweredModule:
     module: Any
     variables: Sequence[VariableSpec]
     num_unread: int
     num_others: int
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
-    of_attention: Sequence[str]
+    attention_notes: Sequence[str]
 
-    def layouts_of(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
+    def make_output_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
         """Return what gives the layout of an array that a layer returns, by the layer's path and the array's shape."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
         for path, shapes in self.outputs.items():
@@ -358,9 +373,9 @@ class _Lowered:
         return lambda path, shape: known.get((path, shape))
 
 
-def _lower(
+def _lower_without_blocks(
     step: TrainingStep, skipped: Mapping[str, str], recomputes: Callable[[str], bool] | None, fuses: bool
-) -> _Lowered:
+) -> _LoweredModule:
     """Trace and lower a step without some of its blocks.
 
     Args:
@@ -369,8 +384,8 @@ def _lower(
         recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
         fuses: Whether each call of attention is one fused kernel.
     """
-    variables = [v for v in step.variables if _block_of(v, skipped) is None]
-    unread = [v for v in step.variables if _block_of(v, skipped) is not None]
+    variables = [v for v in step.variables if _find_block(v, skipped) is None]
+    unread = [v for v in step.variables if _find_block(v, skipped) is not None]
     keys = [variable.key for variable in variables]
     tracer = _Tracer(skipped, recomputes)
 
@@ -380,38 +395,43 @@ def _lower(
         return [after.pop(key) for key in keys], list(after.values())
 
     values, batch, others = (
-        [jax.ShapeDtypeStruct(each.shape, _dtype(each.dtype)) for each in arrays]
+        [jax.ShapeDtypeStruct(each.shape, _convert_dtype(each.dtype)) for each in arrays]
         for arrays in (variables, step.batch, unread)
     )
-    with undisturbed(), lowered_without_devices(), attention_named(fuses) as calls, _failures(step, tracer):
+    with (
+        leave_program_context(),
+        lowered_without_devices(),
+        name_attention_calls(fuses) as calls,
+        _explain_failures(step, tracer),
+    ):
         traced = jax.jit(run, keep_unused=True, in_shardings=_ABSTRACT).trace(values, batch, others)
         _check_unread(traced.jaxpr.jaxpr, unread, skipped)
         tracer.check_calls()
-        with jax.default_device(_NoDevice()):
-            module = traced.lower(lowering_platforms=(_NoDevice.platform,)).compiler_ir("stablehlo")
+        with jax.default_device(_StandInDevice()):
+            module = traced.lower(lowering_platforms=(_StandInDevice.platform,)).compiler_ir("stablehlo")
     if recomputes and not tracer.recomputed:
-        raise _nothing_recomputed(step, tracer)
+        raise _make_remat_error(step, tracer)
     if fuses and not calls.fused:
-        raise _nothing_fused(step)
+        raise _make_fusion_error(step)
     num_others = len(jax.tree.leaves(traced.out_info)) - len(keys)
-    return _Lowered(module, variables, len(unread), num_others, tracer.outputs, calls.notes)
+    return _LoweredModule(module, variables, len(unread), num_others, tracer.outputs, calls.notes)
 
 
 def _check_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[str, str]) -> None:
-    """Refuse to leave out a block whose variables the layers around it read: their gradients would be missing."""
+    """Refuse to skip a block if outer layers read its variables, since gradients would be missing."""
     _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     for variable, is_read in zip(unread, is_used[len(is_used) - len(unread) :], strict=True):
-        if is_read and (block := _block_of(variable, skipped)) is not None:
-            raise _Unequal(block)
+        if is_read and (block := _find_block(variable, skipped)) is not None:
+            raise _UnequalBlockError(block)
 
 
-def _dtype(name: str) -> jax.typing.DTypeLike:
+def _convert_dtype(name: str) -> jax.typing.DTypeLike:
     impl = _KEYS.get(name)
     return name if impl is None else jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
-def _held_dtype(name: str) -> str:
-    """The element type that JAX gives an array of some type: without `jax_enable_x64` it has no int64."""
+def _canonicalize_dtype(name: str) -> str:
+    """Return the element type that JAX arrays get. JAX has no int64 without `jax_enable_x64`."""
     return name if name in _KEYS else str(jax.dtypes.canonicalize_dtype(name))
 
 
@@ -419,13 +439,13 @@ _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg
 
 
 @contextmanager
-def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
+def _explain_failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
     try:
         yield
     except Exception as error:
         if tracer.unequal:  # Keras makes an exception of its own of that which was raised
-            raise _Unequal(tracer.unequal) from None
-        if isinstance(error, LayoutMapError | _Unequal):
+            raise _UnequalBlockError(tracer.unequal) from None
+        if isinstance(error, LayoutMapError | _UnequalBlockError):
             raise
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
@@ -436,7 +456,7 @@ def _failures(step: TrainingStep, tracer: _Tracer) -> Generator[None]:
         ) from error
 
 
-def _nothing_recomputed(step: TrainingStep, tracer: _Tracer) -> ScopeError:
+def _make_remat_error(step: TrainingStep, tracer: _Tracer) -> ScopeError:
     return ScopeError(
         f"{step.name}: remat matches none of its layers",
         facts={"layers": join_names(list(tracer.outputs)) or "none are known"},
@@ -447,7 +467,7 @@ def _nothing_recomputed(step: TrainingStep, tracer: _Tracer) -> ScopeError:
     )
 
 
-def _nothing_fused(step: TrainingStep) -> ScopeError:
+def _make_fusion_error(step: TrainingStep) -> ScopeError:
     return ScopeError(
         f"{step.name}: fuse_attention finds no call of attention",
         why="calls of jax.nn.dot_product_attention are known, which keras.ops.dot_product_attention and layers of "
@@ -458,7 +478,7 @@ def _nothing_fused(step: TrainingStep) -> ScopeError:
 
 @dataclass(eq=False)
 class _Tracer:
-    """Marks what layers return, and leaves out blocks that are called as their equals are."""
+    """Tracer that marks the outputs of layers, and skips blocks that are called like their equals."""
 
     skipped: Mapping[str, str]
     chosen: Callable[[str], bool] | None = None
@@ -471,39 +491,39 @@ class _Tracer:
     _changing: set[str] = field(default_factory=set[str])
     _is_inside: bool = False
 
-    def recomputes(self, path: str) -> bool:
+    def should_recompute(self, path: str) -> bool:
         return self.chosen is not None and not self._is_inside and self.chosen(path)
 
     def call(
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         calls = self._calls.setdefault(path, [])
-        calls.append(_kind((args, kwargs)))
+        calls.append(_describe_structure((args, kwargs)))
         if path in self.skipped:
             like = self.skipped[path]
             if like in self._changing or calls != self._calls.get(like, [])[: len(calls)]:
                 self.unequal = path
-                raise _Unequal(path)
+                raise _UnequalBlockError(path)
             return args[0]
         with jax.named_scope(f"{LAYER}{path}"):
-            found = self._called(path, function, args, kwargs)
+            found = self._call_layer(path, function, args, kwargs)
             leaves, tree = jax.tree.flatten(found)
-            if not args or _kind(found) != _kind(args[0]):
+            if not args or _describe_structure(found) != _describe_structure(args[0]):
                 self._changing.add(path)
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
-            return jax.tree.unflatten(tree, [_marked(each) for each in leaves])
+            return jax.tree.unflatten(tree, [_mark_array(each) for each in leaves])
 
     def check_calls(self) -> None:
         """Refuse to leave out a block that is called less often than its equal."""
         for path, like in self.skipped.items():
             if len(self._calls.get(path, [])) != len(self._calls.get(like, [])):
-                raise _Unequal(path)
+                raise _UnequalBlockError(path)
 
-    def _called(
+    def _call_layer(
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        if not self.recomputes(path):
+        if not self.should_recompute(path):
             return function(*args, **kwargs)
         self.recomputed = self._is_inside = True
         try:
@@ -517,8 +537,8 @@ class _Tracer:
             yield
 
 
-def _kind(values: object) -> object:
-    """The properties that two calls with equal results share: shapes and types of arrays, and all else as it is."""
+def _describe_structure(values: object) -> object:
+    """Return the properties that two calls share if their results are equal, such as shapes and types."""
     leaves, tree = jax.tree.flatten(values)
     return tree, [
         (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
@@ -530,26 +550,26 @@ _MARKED = AbstractMesh((1,), (shardy.MARK,))
 _ABSTRACT = NamedSharding(_MARKED, PartitionSpec())
 
 
-class _NoDevice:
-    """Stands where JAX looks for a default device, even on an abstract mesh: to look for one would start a backend."""
+class _StandInDevice:
+    """Stand-in for JAX's default device, since a search for a real one would start a backend."""
 
     platform = "tpu"
 
     @property
-    def client(self) -> _NoDevice:
+    def client(self) -> _StandInDevice:
         """The client that JAX asks for the platform."""
         return self
 
 
-def _marked(array: object) -> object:
+def _mark_array(array: object) -> object:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
     return jax.lax.with_sharding_constraint(array, NamedSharding(_MARKED, open_axes))
 
 
-def _settled(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
-    """Yield how often each collective is called, those of one kind and size as often in all as was counted.
+def _settle_negative_counts(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
+    """Yield the calls of each collective. Equal collectives make up for negative counts.
 
     The count that two and three blocks give for many may be negative for one cause, where a collective has another
     cause in three blocks than in two. Then it is too high for the others, and is taken off these.
@@ -566,8 +586,8 @@ def _settled(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, in
                 yield each, number - taken
 
 
-def _merged(collectives: Sequence[Collective]) -> list[Collective]:
-    """Rows that differ in the numbers of layers only as one, with `*` for the number; in a fixed order."""
+def _merge_repeated(collectives: Sequence[Collective]) -> list[Collective]:
+    """Return collectives with one row for repeated layers, which has `*` for the layer's number."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
         key = each.kind, each.dims, each.tensor_bytes, re.sub(r"\d+", "*", each.cause), each.phase, each.group

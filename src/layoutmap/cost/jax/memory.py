@@ -1,4 +1,4 @@
-"""The peak of what a device holds while it runs operations in some order, by when each value is last used."""
+"""Compute the peak memory of a device that runs operations in a given order."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ one kind of collectives that XLA combines at most.
 """
 
 
-def upper_bound(
+def estimate_upper_bound(
     num_bytes: int, collectives: Iterable[Collective] = (), recomputes: bool = False
 ) -> int:  # why: decisions/0165
-    """Return the most bytes that XLA for GPUs needs beside a step's arguments.
+    """Return an upper bound of the bytes that XLA for GPUs needs besides a step's arguments.
 
     Args:
         num_bytes: What was counted. A tenth of it is added for copies in other orders of axes and gaps between buffers,
@@ -66,41 +66,41 @@ def upper_bound(
     return int(num_bytes * (_RECOMPUTED if recomputes else _MORE)) + _WORKSPACE + combined
 
 
-def gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0165
-    """Return operations in the order that XLA prefers: gradients of weights after the backward pass, updates last.
+def order_gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0165
+    """Return operations as XLA prefers them: weight gradients after the backward pass, updates last.
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update
     waits for them. So the products that make them come last, and what these read is held until then. Where activations
     are computed again, which a barrier says, that would hold all of them at once; there they come first.
     """
-    if any(map(recomputes, ops)):
-        return gradients_first(ops)
-    late, backward = _late(ops), _backward(ops)
+    if any(map(is_remat_barrier, ops)):
+        return order_gradients_first(ops)
+    late, backward = _find_weight_gradients(ops), _find_backward(ops)
     first = [op for op in ops if id(op) not in late]
-    updates = _and_after({id(op) for op in ops if op.is_update}, ops)
+    updates = _add_dependents({id(op) for op in ops if op.is_update}, ops)
     return [
-        *_early(first, backward),
+        *_order_forward_first(first, backward),
         *sorted((op for op in ops if id(op) in late), key=lambda op: id(op) in updates),
     ]
 
 
-def recomputes(op: Op) -> bool:
-    """Return whether activations are computed again from its results; JAX puts barriers before numbers, too."""
+def is_remat_barrier(op: Op) -> bool:
+    """Return whether an operation is a barrier before recomputed activations."""
     return op.name == BARRIER and not op.is_fused and any(value.size > 1 for value in op.operands)
 
 
-def gradients_first(ops: Sequence[Op]) -> list[Op]:
-    """Return operations in an order in which gradients of weights, and updates, come as soon as they can."""
-    return _early(ops, _backward(ops), _late(ops))
+def order_gradients_first(ops: Sequence[Op]) -> list[Op]:
+    """Return operations with weight gradients and updates as early as possible."""
+    return _order_forward_first(ops, _find_backward(ops), _find_weight_gradients(ops))
 
 
-def _early(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) -> list[Op]:
-    """Operations with the forward pass first, and what needs others of them as soon as it can, late ones first.
+def _order_forward_first(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) -> list[Op]:
+    """Return the forward pass first, then each operation as soon as its operands exist.
 
     A module's text has them one result of the step after another, each after all that it alone needs.
     """
     missing = {id(op): {id(v.maker) for v in op.operands if v.maker is not None} for op in ops}
-    eager = (backward | late) - _numbers(ops)
+    eager = (backward | late) - _find_constant_numbers(ops)
     waiting = {id(op): op for op in ops if id(op) in eager and missing[id(op)] & eager}
     made: list[Op] = []
     for first in [op for op in sorted(ops, key=lambda op: id(op) in eager) if id(op) not in waiting]:
@@ -117,8 +117,8 @@ def _early(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) 
     return made
 
 
-def _numbers(ops: Sequence[Op]) -> Set[int]:
-    """The operations that make a number of constants and of the device's own, such as where its slice begins."""
+def _find_constant_numbers(ops: Sequence[Op]) -> Set[int]:
+    """Return operations that compute a number from constants and the device's own index."""
     found: set[int] = set()
     for op in ops:
         is_number = all(id(v.maker) in found for v in op.operands) and all(v.size <= 1 for v in op.results)
@@ -127,13 +127,13 @@ def _numbers(ops: Sequence[Op]) -> Set[int]:
     return found
 
 
-def _backward(ops: Sequence[Op]) -> Set[int]:
-    """The operations of the backward pass, and all that needs them; what is computed again comes after a barrier."""
-    return _and_after({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
+def _find_backward(ops: Sequence[Op]) -> Set[int]:
+    """Return the operations of the backward pass and those that use them. A barrier begins remat."""
+    return _add_dependents({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
 
 
-def _and_after(some: Set[int], ops: Sequence[Op]) -> Set[int]:
-    """Some operations, and all that need their results."""
+def _add_dependents(some: Set[int], ops: Sequence[Op]) -> Set[int]:
+    """Return some operations, and all that depend on their results."""
     found = set(some)
     for op in ops:
         if any(id(value.maker) in found for value in op.operands):
@@ -141,19 +141,19 @@ def _and_after(some: Set[int], ops: Sequence[Op]) -> Set[int]:
     return found
 
 
-def _late(ops: Sequence[Op]) -> Set[int]:
-    """The gradients of weights, and the update."""
+def _find_weight_gradients(ops: Sequence[Op]) -> Set[int]:
+    """Return the operations of weight gradients and of the update."""
     late: set[int] = set()
     for op in reversed(ops):
         uses = [use for result in op.results for use in result.uses]
         ends = all(use.is_update or (id(use) in late and use.name not in _PRODUCTS) for use in uses)
         if op.is_update or (uses and ends and op.is_backward):
             late.add(id(op))
-    return _and_after(late, ops)
+    return _add_dependents(late, ops)
 
 
-class Memory:
-    """The bytes that the operations of a block hold.
+class BlockMemory:
+    """Memory that the operations of a block use.
 
     Args:
         block: The block.
@@ -180,8 +180,8 @@ class Memory:
         self._held_inside: dict[int, Counter[object]] = {}
         self.peak = self._run()
 
-    def roots(self, value: Value) -> tuple[Value, ...]:
-        """The values in memory that one is read from."""
+    def find_buffers(self, value: Value) -> tuple[Value, ...]:
+        """Return the values in memory that a value is read from."""
         return self._roots.get(id(value), (value,))
 
     def _run(self) -> int:
@@ -190,16 +190,16 @@ class Memory:
         made: dict[int, list[Value]] = {}
         copies: dict[int, Value] = {}
         for number, op in enumerate(ops):
-            sources = self._sources(op)
+            sources = self._find_sources(op)
             for result in op.results:
-                self._roots[id(result)] = self._of(op, result, sources)
+                self._roots[id(result)] = self._find_storage(op, result, sources)
             for value in sources:
                 last[id(value)] = number
             new = [r for r in op.results if self._roots[id(r)] == (r,) and id(r) not in self._kept]
             made[number] = new
             for value in new:
                 last.setdefault(id(value), number)
-            for operand in _padded(op):
+            for operand in _find_padded_operands(op):
                 if id(operand) not in copies:  # made for the first product, and held for that of the gradient
                     copies[id(operand)] = Value(operand.shape, operand.dtype, operand.maker, operand.number)
                     made[number] = [*made[number], copies[id(operand)]]
@@ -216,18 +216,18 @@ class Memory:
                 sizes[id(value)] = value.num_bytes
                 values[id(value)] = value
                 now += value.num_bytes
-            here = now + self._peak_inside(op)
+            here = now + self._compute_inner_peak(op)
             peak = max(peak, here)
             key = (op.where, "update" if op.is_update else "backward" if op.is_backward else "forward")
             if self._describe is not None and here > self.peaks.get(key, -1):
-                self.held[key] = self._held((values[each] for each in sizes), op)
+                self.held[key] = self._describe_memory((values[each] for each in sizes), op)
             self.peaks[key] = max(self.peaks.get(key, 0), here)
             for value_id in ends.get(number, ()):
                 now -= sizes.pop(value_id, 0)
         return peak
 
-    def _held(self, values: Iterable[Value], op: Op) -> Counter[object]:
-        """Bytes of what is held now, by what is said of it; of a loop or a branch, with what is held inside."""
+    def _describe_memory(self, values: Iterable[Value], op: Op) -> Counter[object]:
+        """Return the bytes in memory by description, including a loop's or branch's own peak."""
         assert self._describe is not None
         found = Counter[object]()
         for value in values:
@@ -235,34 +235,34 @@ class Memory:
         inside = max(op.blocks, key=lambda each: self.inner.get(id(each), 0), default=None)
         return found + self._held_inside[id(inside)] if inside is not None else found
 
-    def _sources(self, op: Op) -> list[Value]:
-        return list({id(root): root for value in op.operands for root in self.roots(value)}.values())
+    def _find_sources(self, op: Op) -> list[Value]:
+        return list({id(root): root for value in op.operands for root in self.find_buffers(value)}.values())
 
-    def _of(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
+    def _find_storage(self, op: Op, result: Value, sources: list[Value]) -> tuple[Value, ...]:
         if op.is_fused and op.name not in COLLECTIVE_NAMES:
             return tuple(sources) if all(use.is_fused for use in result.uses) else (result,)
         if op.name in ALIASES or (op.name == "copy" and all(use.name == "while" for use in result.uses)):
-            return self.roots(op.operands[result.number if len(op.operands) > 1 else 0])
+            return self.find_buffers(op.operands[result.number if len(op.operands) > 1 else 0])
         if op.name == "while":
-            return self._carried(op, result)
+            return self._find_loop_storage(op, result)
         if op.name in IN_PLACE:
-            return self._taken(op.operands[0], result)
-        if op.name in FUSED and not self._is_read(result) and not _is_kept(op):
+            return self._reuse_storage(op.operands[0], result)
+        if op.name in FUSED and not self._is_read(result) and not _is_stored_for_backward(op):
             return tuple(sources)
         return (result,)
 
-    def _carried(self, op: Op, result: Value) -> tuple[Value, ...]:
+    def _find_loop_storage(self, op: Op, result: Value) -> tuple[Value, ...]:
         operand, body = op.operands[result.number], op.blocks[-1]
-        if body.returned[result.number] is body.arguments[result.number]:
-            return self.roots(operand)
-        taken = self._taken(operand, result)
+        if body.return_values[result.number] is body.arguments[result.number]:
+            return self.find_buffers(operand)
+        taken = self._reuse_storage(operand, result)
         # One of the results has the place of what several begin with, such as zeros; the others have their own.
         is_first = all(each is not operand for each in op.operands[: result.number])
         return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
 
-    def _taken(self, operand: Value, result: Value) -> tuple[Value, ...]:
-        """The value whose place a result takes: what its operand is read from, if that is as large."""
-        roots = self.roots(operand)
+    def _reuse_storage(self, operand: Value, result: Value) -> tuple[Value, ...]:
+        """Return the operand's buffer if the result has the same size, or else the result itself."""
+        roots = self.find_buffers(operand)
         return roots if len(roots) == 1 and roots[0].num_bytes == result.num_bytes else (result,)
 
     def _is_read(self, value: Value) -> bool:
@@ -274,11 +274,11 @@ class Memory:
             for use in value.uses
         )
 
-    def _peak_inside(self, op: Op) -> int:
+    def _compute_inner_peak(self, op: Op) -> int:
         found = 0
         for inner in op.blocks:
             if id(inner) not in self.inner:
-                memory = Memory(inner, ops=gradients_first(inner.ops), describe=self._describe)
+                memory = BlockMemory(inner, ops=order_gradients_first(inner.ops), describe=self._describe)
                 self.inner[id(inner)] = memory.peak
                 highest = max(memory.peaks, key=lambda key: memory.peaks[key], default=None)
                 self._held_inside[id(inner)] = memory.held.get(highest, Counter()) if highest else Counter()
@@ -298,8 +298,8 @@ class Memory:
             self.traffic += read + sum(value.num_bytes for value in new)
 
 
-def _padded(op: Op) -> Sequence[Value]:
-    """The operands of a product that XLA for GPUs pads, in copies: tensor cores take multiples of 8."""
+def _find_padded_operands(op: Op) -> Sequence[Value]:
+    """Return operands that XLA for GPUs copies and pads, since tensor cores take multiples of 8."""
     if op.name != "dot_general" or op.operands[0].dtype not in ("bfloat16", "float16") or not op.flops:
         return ()
     left, right = op.operands
@@ -310,7 +310,7 @@ def _padded(op: Op) -> Sequence[Value]:
     ]
 
 
-def _is_kept(op: Op) -> bool:
+def _is_stored_for_backward(op: Op) -> bool:
     uses = [use for result in op.results for use in result.uses]
     is_dear = op.name in DEAR or (op.function and any(use.function != op.function for use in uses))
     return bool(is_dear) and any(use.is_backward for use in uses) and not op.is_backward and not op.is_update
@@ -319,18 +319,19 @@ def _is_kept(op: Op) -> bool:
 COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"))
 
 
-def memory_of(
+def compute_memory(
     block: Block, donated: Mapping[int, int], describe: Callable[[Value], object] | None = None
-) -> tuple[Memory, Memory]:
-    """Return the memory of a step, without that of its arguments: with gradients of weights last, and first.
+) -> tuple[BlockMemory, BlockMemory]:
+    """Return the memory of a step besides its arguments, with weight gradients last, and first.
 
     Args:
         block: The step.
         donated: For each result that takes the place of an argument, the number of that.
-        describe: See `Memory`.
+        describe: See `BlockMemory`.
     """
-    kept = frozenset(id(block.returned[number]) for number in donated)
+    kept = frozenset(id(block.return_values[number]) for number in donated)
     last, first = (
-        Memory(block, kept, order(block.ops), describe) for order in (gradients_last, gradients_first)
+        BlockMemory(block, kept, order(block.ops), describe)
+        for order in (order_gradients_last, order_gradients_first)
     )
     return last, first

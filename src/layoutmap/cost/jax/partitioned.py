@@ -1,4 +1,4 @@
-"""The text of what XLA made of a step, read as operations and the values between them.
+"""Parse XLA's text of a step into operations and values.
 
 %dot.174 = bf16[8,2048,4096]{2,1,0} dot(%convert.349, %param.140), lhs_contracting_dims={2}, .., metadata={op_name=".."}
 %all-reduce.1 = bf16[8,2048,4096]{2,1,0} all-reduce(%dot.181), channel_id=6, replica_groups=[8,8]<=[64], ..
@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.cost.jax.graph import BARRIER, Block, Op, Place, Value, place_of
+from layoutmap.cost.jax.graph import BARRIER, Block, Op, Place, Value, parse_place
 from layoutmap.cost.jax.hlo import (
     NAMES,
     SHAPE,
     Operation,
-    computations,
-    dtype_named,
-    inner_computations,
-    operands_of,
+    convert_dtype_name,
+    find_inner_computations,
+    find_operands,
+    parse_computations,
 )
 
 Numbers = np.ndarray | None
@@ -52,31 +52,31 @@ _IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"
 """Numbers from 0 on, in a shape, with its axes in another order."""
 
 
-def read(text: str, mesh: Mesh) -> Block:
-    """Return the operations of the module that a text prints.
+def parse_step(text: str, mesh: Mesh) -> Block:
+    """Return the operations of a module's text.
 
     Args:
         text: The module after the partitioner, with large constants.
         mesh: The mesh that it was partitioned for.
     """
-    bodies, entry = computations(text)
-    return _Reader(bodies, mesh).block(entry)
+    bodies, entry = parse_computations(text)
+    return _Reader(bodies, mesh).read_block(entry)
 
 
 class _Reader:
     def __init__(self, bodies: Mapping[str, Sequence[Operation]], mesh: Mesh):
         self._bodies = bodies
-        self._places = _Places(mesh)
+        self._places = _MeshPositions(mesh)
 
-    def block(self, name: str, inside: Place = ("", False, False, False)) -> Block:
-        """The operations of a computation; `inside` is the place of what it is part of."""
+    def read_block(self, name: str, inside: Place = ("", False, False, False)) -> Block:
+        """Return the operations of a computation. `inside` is the place of the operation that runs it."""
         ops: list[Op] = []
         arguments: dict[int, object] = {}
         result = self._read(name, (), arguments, ops, inside)
-        made = Op("return", _flat(result), [], *inside)
+        made = Op("return", _flatten_values(result), [], *inside)
         for value in made.operands:
             value.uses.append(made)
-        return Block(_flat([arguments[number] for number in sorted(arguments)]), [*ops, made])
+        return Block(_flatten_values([arguments[number] for number in sorted(arguments)]), [*ops, made])
 
     def _read(
         self, name: str, given: Sequence[object], arguments: dict[int, object], ops: list[Op], inside: Place
@@ -87,51 +87,58 @@ class _Reader:
         for each in self._bodies[name]:
             if each.op == "parameter":
                 number = int(each.rest.partition(")")[0])
-                last = given[number] if given else _values(each.shape)
+                last = given[number] if given else _make_values(each.shape)
                 arguments[number] = last
             else:
-                last = self._made(each, values, numbers, ops, inside)
+                last = self._read_operation(each, values, numbers, ops, inside)
             values[each.name] = last
         return last
 
-    def _made(
+    def _read_operation(
         self, each: Operation, values: dict[str, Any], numbers: dict[str, Any], ops: list[Op], inside: Place
     ) -> Any:
-        """The result of an operation, which is added to `ops` unless it only takes others together, or apart."""
-        names = [] if each.op == "constant" else operands_of(each)
+        """Return the result of an operation, and add it to `ops` unless it only packs or unpacks tuples."""
+        names = [] if each.op == "constant" else find_operands(each)
         given = [values[name] for name in names]
         if each.op == "tuple":
             return given
         if each.op == "get-tuple-element":
-            return given[0][int(_attribute(each, r"index=(\d+)"))]
-        if each.op == "custom-call" and _attribute(each, r'custom_call_target="([^"]*)"') in _MARKS:
+            return given[0][int(_read_attribute(each, r"index=(\d+)"))]
+        if each.op == "custom-call" and _read_attribute(each, r'custom_call_target="([^"]*)"') in _MARKS:
             return given[0]
         if each.op.endswith("-done") or each.op == "copy-start":
             return given[0]
-        place = _place(each, inside)
+        place = _read_place(each, inside)
         if each.op in _CALLS:
-            return self._read(_attribute(each, r"(?:to_apply|calls)=%?([\w.\-]+)"), given, {}, ops, place)
+            return self._read(
+                _read_attribute(each, r"(?:to_apply|calls)=%?([\w.\-]+)"), given, {}, ops, place
+            )
         known = [numbers.get(name) for name in names]
-        found = self._places.number(each, known)
+        found = self._places.evaluate_number(each, known)
         if found is not None:
             numbers[each.name] = found
         kind, shape = each.op.removesuffix("-start"), each.shape
         if kind in NAMES and each.op != kind and kind != "all-reduce":
-            shape = _parts(shape)[1]  # the first is what it is given
+            shape = _split_tuple(shape)[1]  # the first is what it is given
         each = each._replace(op=kind, shape=shape)
         if kind in NAMES and kind != "all-to-all" and shape.startswith("("):  # the compiler combines several
-            parts = zip(given, _parts(shape), strict=True)
+            parts = zip(given, _split_tuple(shape), strict=True)
             return [
-                self._added(each._replace(shape=part), [one], known, _place_of(one, place), ops)
+                self._add_operation(each._replace(shape=part), [one], known, _choose_place(one, place), ops)
                 for one, part in parts
             ]
-        return self._added(each, given, known, place, ops)
+        return self._add_operation(each, given, known, place, ops)
 
-    def _added(
+    def _add_operation(
         self, each: Operation, given: Sequence[Any], known: Sequence[Numbers], place: Place, ops: list[Op]
     ) -> Any:
-        result = _values(each.shape)
-        made = Op(_NAMES.get(each.op, each.op.replace("-", "_")), _flat(given), _flat(result), *place)
+        result = _make_values(each.shape)
+        made = Op(
+            _NAMES.get(each.op, each.op.replace("-", "_")),
+            _flatten_values(given),
+            _flatten_values(result),
+            *place,
+        )
         for number, value in enumerate(made.results):
             value.maker, value.number = made, number
         for value in made.operands:
@@ -141,25 +148,25 @@ class _Reader:
         return result
 
     def _describe(self, made: Op, each: Operation, numbers: Sequence[Numbers]) -> None:
-        """Say what an operation does beside taking operands and returning results."""
+        """Set the dims, FLOPs, inner blocks, trip count, and key of an operation."""
         if each.op in NAMES:
-            made.dims, made.group = self._places.exchanging(each.rest)
+            made.dims, made.group = self._places.find_exchange_dims(each.rest)
         elif each.op == "dynamic-slice":
-            made.dims = self._places.varying(numbers[1:])
+            made.dims = self._places.find_slice_dims(numbers[1:])
             made.name = "slice" if made.dims else made.name
         elif each.op == "dot":
-            sizes = _attribute(each, r"lhs_contracting_dims=\{([\d,]*)\}").split(",")
+            sizes = _read_attribute(each, r"lhs_contracting_dims=\{([\d,]*)\}").split(",")
             contracting = [made.operands[0].shape[int(n)] for n in sizes if n]
             made.flops = 2 * made.results[0].size * math.prod(contracting)
         elif each.op == "convolution":
-            made.flops = _flops_of_convolution(made.results[0], made.operands[1], each)
+            made.flops = _count_convolution_flops(made.results[0], made.operands[1], each)
         elif each.op == "custom-call":
-            made.flops = _flops_of_call(made, each)
+            made.flops = _count_library_flops(made, each)
         elif each.op in ("while", "conditional"):
             place = made.where, made.is_backward, made.is_update, made.is_fused
-            made.blocks += [self.block(name, place) for name in inner_computations(each.rest)]
-            made.trips = _trips(made) if each.op == "while" else 1
-        made.function = _attribute(each, r'op_name="[^"]*/(erfc?|erf_inv)"')
+            made.blocks += [self.read_block(name, place) for name in find_inner_computations(each.rest)]
+            made.trips = _count_trips(made) if each.op == "while" else 1
+        made.function = _read_attribute(each, r'op_name="[^"]*/(erfc?|erf_inv)"')
         values, _, attributes = each.rest.partition(")")
         is_alone = made.blocks or ("to_apply=" in attributes and each.op not in NAMES)
         made.key = (
@@ -167,31 +174,31 @@ class _Reader:
         )
 
 
-class _Places:
-    """Which devices exchange, and which take different parts, on a mesh."""
+class _MeshPositions:
+    """Positions of devices on a mesh, which tell the dims of collectives and slices."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._devices = np.arange(mesh.size)
         self._coords = dict(zip(mesh.dim_names, np.unravel_index(self._devices, mesh.shape), strict=True))
 
-    def exchanging(self, rest: str) -> tuple[tuple[str, ...], int]:
-        """The dims along which the devices of a collective exchange, and how many do; 0: all that are along them."""
+    def find_exchange_dims(self, rest: str) -> tuple[tuple[str, ...], int]:
+        """Return a collective's mesh dims, and its group size if that is not all devices along them."""
         if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
             ends = np.array([each.split(",") for each in re.findall(r"\d+,\d+", pairs[1])], int).reshape(
                 -1, 2
             )
             dims = [dim for dim, at in self._coords.items() if (at[ends[:, 0]] != at[ends[:, 1]]).any()]
             return tuple(dims), 0
-        group = self._group(rest)
+        group = self._find_first_group(rest)
         dims = tuple(dim for dim, at in self._coords.items() if len(np.unique(at[group])) > 1)
         is_all = len(group) == math.prod(map(self._mesh.dim_size, dims))
         return dims, 0 if is_all else len(group)
 
-    def _group(self, rest: str) -> np.ndarray:
-        """The devices of the first group, in each of the ways that XLA writes it."""
+    def _find_first_group(self, rest: str) -> np.ndarray:
+        """Return the devices of the first group, in any of XLA's notations."""
         if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", rest):
-            return self._in_order(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
+            return self._order_devices(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
         if found := re.search(
             rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]+))\))? \{{([^}}]*)\}}", rest
         ):
@@ -201,7 +208,7 @@ class _Places:
             if found[4]:
                 devices = np.array([int(n) for n in found[4].split(",")])
             else:
-                devices = self._in_order(found[2] or str(len(self._devices)), found[3])
+                devices = self._order_devices(found[2] or str(len(self._devices)), found[3])
             places: list[np.ndarray] = []
             for name, size in axes:
                 before, length = taken.get(name, (1, 1))
@@ -211,14 +218,14 @@ class _Places:
             return np.array([int(n) for n in found[1].split(",")])
         return self._devices
 
-    def _in_order(self, sizes: str, order: str | None) -> np.ndarray:
-        """The devices in the order that a text says: `[16,4]T(1,0)` is theirs by the minor axis first."""
+    def _order_devices(self, sizes: str, order: str | None) -> np.ndarray:
+        """Return the devices in a text's order: `[16,4]T(1,0)` counts along the minor axis first."""
         shape = [int(n) for n in sizes.split(",")]
         axes = [int(n) for n in order.split(",")] if order else range(len(shape))
         return self._devices.reshape(shape).transpose(axes).ravel()
 
-    def varying(self, offsets: Sequence[Numbers]) -> tuple[str, ...]:
-        """The dims along which devices take a slice at different places."""
+    def find_slice_dims(self, offsets: Sequence[Numbers]) -> tuple[str, ...]:
+        """Return the dims along which devices take different slices."""
         found: list[str] = []
         for at in offsets:
             if at is None or len(at) != self._mesh.size:
@@ -227,29 +234,29 @@ class _Places:
             found += [d for n, d in enumerate(self._mesh.dim_names) if (at != at.take([0], n)).any()]
         return tuple(dim for dim in self._mesh.dim_names if dim in found)
 
-    def number(self, each: Operation, given: Sequence[Any]) -> Numbers:
-        """A small whole number, or a table, on each device, the device's axis first; `None`: it is something else."""
+    def evaluate_number(self, each: Operation, given: Sequence[Any]) -> Numbers:
+        """Return a small integer or table for each device, or None for other values."""
         if each.op == "partition-id":
             return self._devices
         if each.op == "constant":
-            return self._table(each)
+            return self._read_table(each)
         if not given or any(value is None for value in given):
             return None
         if each.op in ("reshape", "copy", "bitcast"):
-            return given[0].reshape(len(given[0]), *_shape(each.shape))
+            return given[0].reshape(len(given[0]), *_parse_shape(each.shape))
         if each.op == "convert":
             return given[0] if each.shape[0] in "su" else None
-        if each.op == "dynamic-slice" and given[0].ndim == 2 and _shape(each.shape) == (1,):
+        if each.op == "dynamic-slice" and given[0].ndim == 2 and _parse_shape(each.shape) == (1,):
             return np.take(given[0][0], given[1], mode="clip").reshape(-1, 1)
         if each.op in _OPERATIONS and given[0].ndim == given[-1].ndim:
             return _OPERATIONS[each.op](given[0], given[-1])
         return None
 
-    def _table(self, each: Operation) -> Numbers:
-        if each.shape[0] not in "su" or math.prod(_shape(each.shape)) > max(self._mesh.size, 64):
+    def _read_table(self, each: Operation) -> Numbers:
+        if each.shape[0] not in "su" or math.prod(_parse_shape(each.shape)) > max(self._mesh.size, 64):
             return None
         found = re.findall(r"-?\d+", each.rest.partition(")")[0])
-        shape = (1, *_shape(each.shape))
+        shape = (1, *_parse_shape(each.shape))
         return np.array(found, np.int64).reshape(shape) if len(found) == math.prod(shape) else None
 
 
@@ -264,16 +271,16 @@ _OPERATIONS: Mapping[str, Callable[..., np.ndarray]] = {
 }
 
 
-def _flops_of_convolution(result: Value, kernel: Value, each: Operation) -> int:
-    labels = _attribute(each, r"dim_labels=\w+_(\w+)->")
+def _count_convolution_flops(result: Value, kernel: Value, each: Operation) -> int:
+    labels = _read_attribute(each, r"dim_labels=\w+_(\w+)->")
     return 2 * result.size * kernel.size // max(kernel.shape[labels.index("o")], 1)
 
 
-def _flops_of_call(made: Op, each: Operation) -> int:
-    """Operations of the product or the convolution that XLA for GPUs has a library compute; 0: it is something else."""
-    target = _attribute(each, r'custom_call_target="([^"]*)"')
+def _count_library_flops(made: Op, each: Operation) -> int:
+    """Return the FLOPs of a GPU library's product or convolution, or 0 for other calls."""
+    target = _read_attribute(each, r'custom_call_target="([^"]*)"')
     if target.startswith("__cublas"):
-        axes = _attribute(each, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        axes = _read_attribute(each, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
         length = math.prod(made.operands[0].shape[int(n)] for n in re.findall(r"\d+", axes))
         return 2 * made.results[0].size * length
     if not target.startswith("__cudnn$conv"):
@@ -281,62 +288,64 @@ def _flops_of_call(made: Op, each: Operation) -> int:
     # Of gradients, too, the labels are those of the convolution itself.
     given, result = made.operands, made.results[0]
     if target.endswith("BackwardInput"):
-        return _flops_of_convolution(given[0], given[1], each)
+        return _count_convolution_flops(given[0], given[1], each)
     of = (given[1], result) if target.endswith("BackwardFilter") else (result, given[1])
-    return _flops_of_convolution(*of, each)
+    return _count_convolution_flops(*of, each)
 
 
-def _place(each: Operation, inside: Place) -> Any:
-    found = place_of(_attribute(each, r'op_name="([^"]*)"'))
+def _read_place(each: Operation, inside: Place) -> Any:
+    found = parse_place(_read_attribute(each, r'op_name="([^"]*)"'))
     return tuple(own or outer for own, outer in zip(found, inside, strict=True)) if inside else found
 
 
-def _place_of(value: Value, place: Place) -> Place:
-    """The place of what makes a value, where the operation that takes it has none: it stands for several."""
+def _choose_place(value: Value, place: Place) -> Place:
+    """Return an operation's place, or else its operand's, since combined operations have none."""
     made = value.maker
     return (
         place if any(place) or made is None else (made.where, made.is_backward, made.is_update, made.is_fused)
     )
 
 
-def _attribute(each: Operation, pattern: str) -> str:
+def _read_attribute(each: Operation, pattern: str) -> str:
     found = re.search(pattern, each.rest)
     return found[1] if found else ""
 
 
-def _trips(made: Op) -> int:
-    """How often a loop runs whose condition compares a counter with a constant; 1 if that is not known."""
+def _count_trips(made: Op) -> int:
+    """Return how often a loop runs if its condition compares a counter with a constant, or else 1."""
     block = made.blocks[-2]  # the condition; the body is the last
-    root = block.returned[0].maker
+    root = block.return_values[0].maker
     if root is None or root.name != "compare":
         return 1
     counter, limit = root.operands
     start = next((made.operands[n] for n, arg in enumerate(block.arguments) if arg is counter), None)
-    last, first = _constant(limit), _constant(start)
+    last, first = _read_constant(limit), _read_constant(start)
     return 1 if last is None else max(last - (first or 0), 1)
 
 
-def _constant(value: Value | None) -> int | None:
+def _read_constant(value: Value | None) -> int | None:
     if value is None or value.maker is None or value.maker.name != "constant" or value.shape:
         return None
     return int(value.maker.key[0]) if re.fullmatch(r"-?\d+", value.maker.key[0]) else None
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _parse_shape(text: str) -> tuple[int, ...]:
     found = SHAPE.search(text)
     return tuple(int(n) for n in found[2].split(",") if n) if found else ()
 
 
-def _values(shape: str) -> Any:
-    """A value of a shape, or for a tuple a list of values."""
+def _make_values(shape: str) -> Any:
+    """Return a value of a shape, or a list of values for a tuple."""
     if not shape.startswith("("):
         found = SHAPE.search(shape)
-        return Value(_shape(shape), dtype_named(found[1])) if found else Value((0,), "bool")  # a token
-    return [_values(each) for each in _parts(shape)]
+        return (
+            Value(_parse_shape(shape), convert_dtype_name(found[1])) if found else Value((0,), "bool")
+        )  # a token
+    return [_make_values(each) for each in _split_tuple(shape)]
 
 
-def _parts(shape: str) -> list[str]:
-    """The shapes in that of a tuple."""
+def _split_tuple(shape: str) -> list[str]:
+    """Return the shapes inside a tuple's shape."""
     parts, depth, start = list[str](), 0, 1
     for place, sign in enumerate(shape):
         depth += (sign in "([{") - (sign in ")]}")
@@ -346,7 +355,7 @@ def _parts(shape: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def _flat(values: Any) -> list[Value]:
+def _flatten_values(values: Any) -> list[Value]:
     if isinstance(values, Value):
         return [values]
-    return [value for each in values for value in _flat(each)]
+    return [value for each in values for value in _flatten_values(each)]

@@ -1,4 +1,4 @@
-"""A process that has XLA's partitioner print what it makes of a module, for any number of devices.
+"""Run XLA's partitioner in a separate process, and answer with the partitioned module.
 
 It needs jaxlib alone, and takes a fifth of what compiling does: the process ends with the print. It is started by
 `processes.Asked`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from layoutmap.cost.jax.compiler_process import MODULE, answer_with_print, answering
+from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump
 
 _MOST_SECONDS = 10  # from the end of compiling to the print, which was before it
 _MOST_DEVICES = 2048
@@ -21,23 +21,23 @@ ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_C
 
 
 def main(num_devices: str) -> None:  # why: decisions/0156
-    """Answer with the module in this folder as the partitioner leaves it, and end this process."""
-    with answering() as answer:
+    """Partition the module in this folder, answer with the result, and end this process."""
+    with answer_and_exit() as answer:
         # For one device there is nothing to partition.
         wanted = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
 
-        answer_with_print(answer, wanted, _whole)
-        _compile(Path(MODULE).read_bytes(), int(num_devices))
+        answer_from_dump(answer, wanted, _read_complete_file)
+        _compile_module(Path(MODULE).read_bytes(), int(num_devices))
         time.sleep(_MOST_SECONDS)
 
 
-def _whole(file: Path) -> str:
-    """The module that a file has, once it is all there."""
+def _read_complete_file(file: Path) -> str:
+    """Return the module in a file, or "" while the file is incomplete."""
     text = file.read_text()
     return text if "\nENTRY" in text and text.rstrip().endswith("\n}") else ""
 
 
-def _compile(module: bytes, num_devices: int) -> None:
+def _compile_module(module: bytes, num_devices: int) -> None:
     import numpy as np
     from jaxlib import xla_client
 

@@ -1,4 +1,4 @@
-"""A training step of a module of flax.nnx or of a pytree, for engines that count what it does."""
+"""Describe a training step of a flax.nnx module or of a pytree, to count its operations."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import jax
 import jax.numpy as jnp
 
 from layoutmap.adapters.jax.models import is_nnx
-from layoutmap.adapters.jax.pytrees import key_text
+from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.adapters.jax.session import JaxSession
-from layoutmap.adapters.jax.slots import StateLeaf, slot_variables
-from layoutmap.adapters.jax.training import TrainState, arrays_of, called, model_in, with_targets
+from layoutmap.adapters.jax.slots import StateLeaf, describe_slots
+from layoutmap.adapters.jax.training import TrainState, call_model, split_batch, split_model, unwrap_model
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.steps import Key, Shape, Tracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.cost.jax.equal_blocks import equal_blocks, plain_attributes
+from layoutmap.cost.jax.equal_blocks import describe_attributes, find_equal_blocks
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
 _RECOMPUTE = "In flax.nnx: write @nnx.remat above the __call__ of their class."
 _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weights, and there are no slots"
 
 
-def training_step(
+def describe_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return a training step of a model whose arrays are shapes.
+    """Return the training step of a model that has shapes in place of arrays.
 
     Args:
         session: The session of the dry run.
@@ -42,11 +42,11 @@ def training_step(
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
     step = _CountedStep(state, specs, inputs, optimizer or state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
-    module, blocks, how_to_recompute = model_in(model), list[list[str]](), ""
+    module, blocks, how_to_recompute = unwrap_model(model), list[list[str]](), ""
     if is_nnx(module):
         from layoutmap.adapters.jax import nnx
 
-        blocks = equal_blocks(specs, nnx.named_layers(module), plain_attributes)
+        blocks = find_equal_blocks(specs, nnx.list_layers(module), describe_attributes)
         how_to_recompute = _RECOMPUTE
     name = type(module).__name__
     return TrainingStep(name, [*specs, *step.slots], step.batch, blocks, step.run, notes, how_to_recompute)
@@ -72,12 +72,12 @@ class _CountedStep:
     ):
         self._state = state
         self._specs = specs
-        self._parts = arrays_of(state)
+        self._parts = split_model(state)
         self._loss = loss
         self.optimizer = optimizer
         has_targets = loss is None and state.loss is not None
         plain = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
-        given = with_targets(inputs, state) if has_targets else (plain, ())
+        given = split_batch(inputs, state) if has_targets else (plain, ())
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(given)
         for _, leaf in leaves:
             _check_array(inputs, leaf)
@@ -92,51 +92,51 @@ class _CountedStep:
         ]
         self.slots: list[VariableSpec] = []
         if optimizer is not None:
-            self.slots, _ = self._slots_of(self._trained)
+            self.slots, _ = self._make_slots(self._trained)
 
-    def _slots_of(self, trained: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
-        """The optimizer's state for some weights, and the tree that it is."""
+    def _make_slots(self, trained: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
+        """Return the optimizer's state for some weights, and the state's tree structure."""
         weights = {s.path: s for s in self._specs if s.key in trained}
         shapes = {path: jax.ShapeDtypeStruct(s.shape, s.dtype) for path, s in weights.items()}
         found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.optimizer.init, shapes))
-        leaves = [StateLeaf(tuple(map(key_text, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
-        return slot_variables({(path,): s for path, s in weights.items()}, leaves), tree
+        leaves = [StateLeaf(tuple(map(format_key, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
+        return describe_slots({(path,): s for path, s in weights.items()}, leaves), tree
 
     def run(
         self, tracer: Tracer, values: Mapping[Key, jax.Array], batch: Sequence[jax.Array]
     ) -> Mapping[Key, jax.Array]:
-        """Return new values of variables."""
+        """Return the new values of the variables."""
         inputs, targets = jax.tree.unflatten(self._tree, batch)
         trained = [key for key in self._trained if key in values]
         frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]
 
-        def loss_of(weights: Mapping[str, jax.Array]) -> tuple[object, list[object]]:
+        def compute_loss(weights: Mapping[str, jax.Array]) -> tuple[object, list[object]]:
             given = {**values, **tracer.unread} | {key: weights[key[1]] for key in trained}
             model = self._parts.put_together([given[s.key] for s in self._specs])
             if is_nnx(model):
                 from layoutmap.adapters.jax import nnx
 
                 nnx.trace_outputs(model, tracer)
-            output = called(model, self._state.forward, inputs)
+            output = call_model(model, self._state.forward, inputs)
             after = dict(
-                zip((s.key for s in self._specs), (x.value for x in arrays_of(model).leaves), strict=True)
+                zip((s.key for s in self._specs), (x.value for x in split_model(model).leaves), strict=True)
             )
-            return self._loss_value(output, targets), [after[key] for key in frozen]
+            return self._compute_loss(output, targets), [after[key] for key in frozen]
 
         weights = {key[1]: values[key] for key in trained}
-        (value, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        (value, others), gradients = jax.value_and_grad(compute_loss, has_aux=True)(weights)
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
         with tracer.open_update():
             if self.optimizer is None:
                 return after | {key: weights[key[1]] - gradients[key[1]] for key in trained}
-            slots, tree = self._slots_of(trained)
+            slots, tree = self._make_slots(trained)
             state = jax.tree.unflatten(tree, [values[slot.key] for slot in slots])
             updates, state = self.optimizer.update(gradients, state, weights)
             new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
         after |= {key: new[key[1]] for key in trained}
         return after | dict(zip((slot.key for slot in slots), jax.tree.leaves(state), strict=True))
 
-    def _loss_value(self, output: object, targets: object) -> object:
+    def _compute_loss(self, output: object, targets: object) -> object:
         if self._loss is not None:
             return self._loss(output)
         if self._state.loss is not None:

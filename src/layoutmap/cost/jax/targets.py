@@ -1,4 +1,4 @@
-"""Devices that XLA can compile for where none is there: CPUs always, GPUs and TPUs by plugins of JAX."""
+"""Describe the devices that XLA can compile for: CPUs, and with JAX plugins GPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class Target:
-    """The device that a step is compiled for.
+    """Device that a step is compiled for.
 
     Args:
         platform: JAX's name of it.
@@ -56,26 +56,26 @@ class Target:
     config: str = ""
     chip: str = ""
 
-    def sides(self, num_devices: int) -> list[int]:
-        """Return the sides of a slice of so many TPUs: as near to a cube, or to a square, as they can be.
+    def choose_sides(self, num_devices: int) -> list[int]:
+        """Return the sides of a slice of TPUs, as close to a cube or a square as possible.
 
         Example:
-            >>> TARGETS["v5p"].sides(256), TARGETS["v5e"].sides(24)
+            >>> TARGETS["v5p"].choose_sides(256), TARGETS["v5e"].choose_sides(24)
             ([8, 8, 4], [6, 4])
         """
         sides = [1, 1] if self.chip in ("v5e", "v6e") else [1, 1, 1]
-        for each in sorted(_factors(num_devices), reverse=True):
+        for each in sorted(_factor_number(num_devices), reverse=True):
             sides[sides.index(min(sides))] *= each
         return sides
 
 
-def _factors(number: int) -> list[int]:
-    """The prime factors of a number."""
+def _factor_number(number: int) -> list[int]:
+    """Return the prime factors of a number."""
     least = next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
-    return [] if number == 1 else [least, *_factors(number // least)]
+    return [] if number == 1 else [least, *_factor_number(number // least)]
 
 
-def _gpu(name: str, **facts: float) -> Target:
+def _make_gpu_target(name: str, **facts: float) -> Target:
     packages, modules = ("jax-cuda12-plugin", "jax-cuda12-pjrt"), ("jax_cuda12_plugin", "jax_cuda13_plugin")
     return Target("cuda", "xla-gpu", packages, modules, _GPU.format(name=name, **facts))
 
@@ -108,10 +108,10 @@ _A100 = {
 # The figures of GPUs are those of NVIDIA's data sheets, in the form of openxla/xla's target_config/specs.
 TARGETS = {
     "cpu": Target("cpu"),
-    "h100": _gpu("NVIDIA H100 80GB HBM3", bandwidth=3352320000000, memory=84942979072, **_H100),
-    "h200": _gpu("NVIDIA H200", bandwidth=4800000000000, memory=151397597184, **_H100),
-    "b200": _gpu("NVIDIA B200", bandwidth=7672320000000, memory=191514411008, **_B200),
-    "a100": _gpu("NVIDIA A100-SXM4-80GB", bandwidth=2039000000000, memory=85899345920, **_A100),
+    "h100": _make_gpu_target("NVIDIA H100 80GB HBM3", bandwidth=3352320000000, memory=84942979072, **_H100),
+    "h200": _make_gpu_target("NVIDIA H200", bandwidth=4800000000000, memory=151397597184, **_H100),
+    "b200": _make_gpu_target("NVIDIA B200", bandwidth=7672320000000, memory=191514411008, **_B200),
+    "a100": _make_gpu_target("NVIDIA A100-SXM4-80GB", bandwidth=2039000000000, memory=85899345920, **_A100),
     **{chip: Target("tpu", "xla-tpu", ("libtpu",), ("libtpu",), chip=chip) for chip in ("v5e", "v5p", "v6e")},
 }
 """The targets by name."""
@@ -122,8 +122,8 @@ def is_gpu(name: str) -> bool:
     return name in TARGETS and TARGETS[name].platform == "cuda"
 
 
-def is_at_hand(name: str) -> bool:
-    """Return whether steps can be counted as XLA compiles them for a device: a GPU whose compiler is installed."""
+def has_gpu_compiler(name: str) -> bool:
+    """Return whether a device is a GPU with an installed XLA compiler."""
     return is_gpu(name) and any(map(_is_installed, TARGETS[name].modules))
 
 
@@ -131,8 +131,8 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def target_named(name: str) -> Target:
-    """Return a target whose compiler is installed.
+def find_target(name: str) -> Target:
+    """Return the target with a name. Raise an error if its compiler is not installed.
 
     Raises:
         EngineError: There is no such target, or its compiler is not installed.

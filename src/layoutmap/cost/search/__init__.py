@@ -1,4 +1,4 @@
-"""The search for a layout map: the layouts that groups may have, the descent through them, the rules that say it.
+"""Search a layout map: list the possible layouts, descend through them, and write rules for the result.
 
 What a candidate costs is a function that the search is given; nothing here knows a framework.
 """

@@ -1,4 +1,4 @@
-"""Coordinate descent: one choice after the other, each time the best, from several starts; pure, and without a clock.
+"""Minimize a function of several choices by coordinate descent from several starts.
 
 What a point costs is a function that is asked once for each point. An exhaustive search takes the place of the descent
 where all points are fewer than it may ask for.
@@ -17,12 +17,12 @@ Score = tuple[float, ...]
 T = TypeVar("T")
 
 
-class Spent(Exception):
-    """The search has asked as often as it may."""
+class BudgetSpent(Exception):
+    """Raised when the search has used all its evaluations."""
 
 
-class Asked:
-    """A function of points that is called once for each, and not more often than it may be.
+class ScoreCache:
+    """Score function that evaluates each point once, up to a limit of evaluations.
 
     Args:
         score: The function; less is better.
@@ -38,17 +38,17 @@ class Asked:
         """Return the score of a point."""
         if point not in self.scores:
             if len(self.scores) >= self._most:
-                raise Spent
+                raise BudgetSpent
             self.scores[point] = self._score(point)
         return self.scores[point]
 
     @property
     def best(self) -> Point:
-        """The best point so far, of equal ones the first."""
+        """Best point so far, and the first of equal ones."""
         return min(self.scores, key=self.scores.__getitem__)
 
 
-def minimum(
+def find_minimum(
     sizes: Sequence[int],
     score: Callable[[Point], Score],
     starts: Iterable[Point],
@@ -57,7 +57,7 @@ def minimum(
     seed: int = 0,
     restarts: int = 0,
 ) -> Point:
-    """Find a point with a small score: one that no single change improves, and no worse than any start.
+    """Return a point with a small score that no single change improves.
 
     Args:
         sizes: How many choices there are for each coordinate.
@@ -71,10 +71,10 @@ def minimum(
         Spent: No point may be asked for.
 
     Example:
-        >>> minimum((3, 3), lambda p: ((p[0] - 2) ** 2 + (p[1] - 1) ** 2,), [(0, 0)], most=9)
+        >>> find_minimum((3, 3), lambda p: ((p[0] - 2) ** 2 + (p[1] - 1) ** 2,), [(0, 0)], most=9)
         (2, 1)
     """
-    asked, chance = Asked(score, most), random.Random(seed)
+    asked, chance = ScoreCache(score, most), random.Random(seed)
     try:
         if math.prod(sizes) <= most:
             for point in itertools.chain(starts, itertools.product(*map(range, sizes))):
@@ -83,25 +83,25 @@ def minimum(
         by_chance = (tuple(chance.randrange(size) for size in sizes) for _ in range(restarts))
         for start in itertools.chain(starts, by_chance):
             _descend(tuple(start), sizes, asked, chance)
-    except Spent:
+    except BudgetSpent:
         if not asked.scores:
             raise
     return asked.best
 
 
-def _descend(point: Point, sizes: Sequence[int], asked: Asked, chance: random.Random) -> None:
+def _descend(point: Point, sizes: Sequence[int], asked: ScoreCache, chance: random.Random) -> None:
     asked(point)
     coordinates = [n for n, size in enumerate(sizes) if size > 1]
     chance.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
-        best = min(((*point[:n], c, *point[n + 1 :]) for c in _first(point[n], sizes[n])), key=asked)
+        best = min(((*point[:n], c, *point[n + 1 :]) for c in _list_choices(point[n], sizes[n])), key=asked)
         unchanged = unchanged + 1 if best == point else 0
         point = best
         if unchanged == len(coordinates):
             return
 
 
-def _first(choice: int, size: int) -> list[int]:
-    """All choices, the present one first: another one must be better than that."""
+def _list_choices(choice: int, size: int) -> list[int]:
+    """Return all choices of a coordinate, the current one first, so that ties keep it."""
     return [choice, *(c for c in range(size) if c != choice)]

@@ -1,4 +1,4 @@
-"""The maps that an expert would try first, to hold what is found against them."""
+"""Make the layout maps that an expert would try, to start a search and to compare with its result."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.specs import Specs
-from layoutmap.cost.search.groups import Group, kernels_of_biases
-from layoutmap.cost.search.options import REPLICATED, Grid, Option, specs_in, specs_of
+from layoutmap.cost.search.groups import VariableGroup, match_biases
+from layoutmap.cost.search.options import REPLICATED, Grid, Option, get_specs, make_specs
 from layoutmap.cost.search.space import Blocks, Layouts, Model
 from layoutmap.plan.lint.weights import is_attention_output_name
 from layoutmap.plan.planner import make_table
@@ -18,8 +18,8 @@ from layoutmap.rules.rule_set import RuleSet
 
 
 @dataclass(frozen=True)
-class Expert:
-    """A map that an expert would try.
+class ExpertMap:
+    """Layout map that an expert would try.
 
     Args:
         name: What it is called.
@@ -36,18 +36,18 @@ class Expert:
     blocks: Mapping[Blocks, Specs | None]
 
 
-def fitting_preset(model: Model, grid: Grid) -> str | None:
-    """The preset that has a rule for each weight of a model, of several that with the fewest rules for others."""
+def choose_preset(model: Model, grid: Grid) -> str | None:
+    """Return the preset with a rule for each weight, and of several the one with the fewest unused rules."""
     unused: dict[str, int] = {}
     for name in presets.list_presets():
-        rules = _preset(name, grid)
+        rules = _read_preset(name, grid)
         matching = [rules.matching_rules(group.paths[0]) for group in model.groups]
         if all(matching):
             unused[name] = len(rules) - len({found[0].number for found in matching})
     return min(unused, key=unused.__getitem__, default=None)
 
 
-def _preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
+def _read_preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
     fields = presets.read_preset(name, grid.mesh, grid.model, grid.data if data else None)
     made = RuleSet(grid.mesh, activations=fields.activations, rest="replicated")
     for pattern, specs in fields.rules.items():
@@ -55,8 +55,10 @@ def _preset(name: str, grid: Grid, *, data: bool = False) -> RuleSet:
     return made
 
 
-def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:  # why: decisions/0094
-    """The maps that an expert would try on a mesh.
+def make_expert_maps(
+    model: Model, grid: Grid, preset: str | None
+) -> Iterator[ExpertMap]:  # why: decisions/0094
+    """Yield the layout maps that an expert would try on a mesh.
 
     Without a `model` dim: data parallel, and fully sharded along the largest axis, what comes in or what goes out; with
     one: Megatron's split, by what layers do and by their order, and both together. With both the rows of tables, and
@@ -69,99 +71,109 @@ def experts(model: Model, grid: Grid, preset: str | None) -> Iterator[Expert]:  
     """
     batch = {b: (grid.data, *(None,) * (len(b.shape) - 1)) if grid.data else None for b in model.free_blocks}
     free = dict.fromkeys(model.free_blocks)
-    biases = kernels_of_biases(model.groups)
+    biases = match_biases(model.groups)
     large = [group for group in model.groups if group.rank > 1 and group not in biases]
     found: list[tuple[str, Layouts, Mapping[Blocks, Specs | None]]] = []
     if grid.model is None:
         found.append(("data parallel", {}, free))
         if grid.data:
-            every = {group: specs_of(group, Option(data=True), grid) for group in large}
+            every = {group: make_specs(group, Option(data=True), grid) for group in large}
             found.append(("fully sharded", every, batch))
             for role in ("in", "out"):
-                layouts = {g: _over(g, g.axes(role), grid.data, grid) or every[g] for g in large}
+                layouts = {
+                    g: _shard_first_axis(g, g.find_axes(role), grid.data, grid) or every[g] for g in large
+                }
                 found.append((f"fully sharded, {role}put axes", layouts, batch))
     for data in () if grid.model is None else (False, True) if grid.data else (False,):
         name = "Megatron's split" + ", fully sharded" * data
         if preset:
-            yield from _of_preset(f"{name} (preset {preset})", model, grid, preset, data)
+            yield from _make_preset_map(f"{name} (preset {preset})", model, grid, preset, data)
             continue
-        layouts = {g: specs_of(g, Option(megatron_option(g).model, data), grid) for g in large}
+        layouts = {g: make_specs(g, Option(choose_megatron_option(g).model, data), grid) for g in large}
         found.append((name, layouts, batch if data else free))
-        alternating = {g: specs_of(g, Option(axis, data), grid) for g, axis in _alternating(model, large)}
+        alternating = {
+            g: make_specs(g, Option(axis, data), grid) for g, axis in _alternate_axes(model, large)
+        }
         found.append((f"{name}, alternating", {**layouts, **alternating}, batch if data else free))
     for dim in (grid.data, grid.model):
-        tables = {g: _over(g, g.axes("rows"), dim, grid) for g in large}
-        found.append((f"rows of tables over {dim}", _taken(tables), free))
-        banks = {g: _over(g, (0,), dim, grid) for g in large if g.rank > 2 and 0 not in g.axes("in")}
-        found.append((f"experts over {dim}", _taken(banks), free))
+        tables = {g: _shard_first_axis(g, g.find_axes("rows"), dim, grid) for g in large}
+        found.append((f"rows of tables over {dim}", _drop_unsharded(tables), free))
+        banks = {
+            g: _shard_first_axis(g, (0,), dim, grid)
+            for g in large
+            if g.rank > 2 and 0 not in g.find_axes("in")
+        }
+        found.append((f"experts over {dim}", _drop_unsharded(banks), free))
     known: set[object] = set()
     for name, layouts, blocks in found:
-        key = frozenset(_taken(layouts).items()), frozenset(blocks.items())
+        key = frozenset(_drop_unsharded(layouts).items()), frozenset(blocks.items())
         if key not in known and (layouts or name == "data parallel"):
-            yield Expert(name, grid, model.map_of(grid, layouts, blocks), layouts, blocks)
+            yield ExpertMap(name, grid, model.make_layout_map(grid, layouts, blocks), layouts, blocks)
         known.add(key)
 
 
-def _over(group: Group, axes: Sequence[int], dim: str | None, grid: Grid) -> Specs | None:
-    """The specs with one of some axes sharded over a dim, the first that divides; `None`: none does."""
+def _shard_first_axis(group: VariableGroup, axes: Sequence[int], dim: str | None, grid: Grid) -> Specs | None:
+    """Return specs that shard the first of some axes that `dim` divides, or None without one."""
     if dim is None:
         return None
     for axis in axes:
-        if group.divides(axis, grid.mesh.dim_size(dim), heads=True):
+        if group.can_shard(axis, grid.mesh.dim_size(dim), heads=True):
             return tuple(dim if n == axis else None for n in range(group.rank))
     return None
 
 
-def _taken(layouts: Mapping[Group, Specs | None]) -> dict[Group, Specs]:
-    """Layouts that shard something."""
+def _drop_unsharded(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
+    """Return the layouts that shard an axis."""
     return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
 
 
-def _alternating(model: Model, large: Sequence[Group]) -> Iterator[tuple[Group, int]]:
-    """The axes of plain layers if every other one shards what comes out, and the others what comes in."""
+def _alternate_axes(model: Model, large: Sequence[VariableGroup]) -> Iterator[tuple[VariableGroup, int]]:
+    """Yield an axis for each dense layer, in turn an output axis and an input axis."""
     places = {variable.path: number for number, variable in enumerate(model.variables)}
-    plain = [g for g in large if g.rank == 2 and g.axes("in") and g.axes("out") and g.head_size is None]
+    plain = [
+        g for g in large if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
+    ]
     if model.blocks and all(group.parity is None for group in plain):
         return  # what follows what is in the blocks, and the roles of their layers say it
     every = sorted((places[path], path) for group in plain for path in group.paths)
     number_of = {path: number for number, (_, path) in enumerate(every)}
     for group in plain:
-        yield group, group.axes("in" if number_of[group.paths[0]] % 2 else "out")[0]
+        yield group, group.find_axes("in" if number_of[group.paths[0]] % 2 else "out")[0]
 
 
-def _of_preset(name: str, model: Model, grid: Grid, preset: str, data: bool) -> Iterator[Expert]:
+def _make_preset_map(name: str, model: Model, grid: Grid, preset: str, data: bool) -> Iterator[ExpertMap]:
     try:
-        made = _preset(preset, grid, data=data)
-        yield expert_of(name, model, grid, made)
+        made = _read_preset(preset, grid, data=data)
+        yield make_expert_map(name, model, grid, made)
     except LayoutMapError:  # a rule of it does not fit the mesh
         return
 
 
-def expert_of(name: str, model: Model, grid: Grid, layout_map: RuleSet) -> Expert:
-    """A map as an expert's.
+def make_expert_map(name: str, model: Model, grid: Grid, layout_map: RuleSet) -> ExpertMap:
+    """Return a layout map as an expert map, with the layouts that it gives.
 
     Raises:
         PlanError: Some of its layouts do not fit.
     """
     table = make_table(model.variables, layout_map, complete=False).check()
-    layouts = {group: specs_in(table[group.paths[0]].layout) for group in model.groups}
-    blocks = {b: _specs(layout_map, b) for b in model.free_blocks}
-    return Expert(name, grid, layout_map, layouts, blocks)
+    layouts = {group: get_specs(table[group.paths[0]].layout) for group in model.groups}
+    blocks = {b: _get_specs(layout_map, b) for b in model.free_blocks}
+    return ExpertMap(name, grid, layout_map, layouts, blocks)
 
 
-def _specs(layout_map: RuleSet, blocks: Blocks) -> Specs | None:
+def _get_specs(layout_map: RuleSet, blocks: Blocks) -> Specs | None:
     layout = layout_map.activations.get(blocks.paths[0])
     if layout is None or layout.rank != len(blocks.shape):
         return None
-    return specs_in(layout)
+    return get_specs(layout)
 
 
-def megatron_option(group: Group) -> Option:
-    """Megatron's option for a weight: layers that widen over what comes out, layers that narrow over what goes in.
+def choose_megatron_option(group: VariableGroup) -> Option:
+    """Return Megatron's option: widening layers shard outputs, and narrowing layers shard inputs.
 
     Heads stay on one device; a table is sharded over its rows.
     """
-    inside, outside, rows = (group.axes(role) for role in ("in", "out", "rows"))
+    inside, outside, rows = (group.find_axes(role) for role in ("in", "out", "rows"))
     if rows:
         return Option(rows[0])
     if not (inside and outside):

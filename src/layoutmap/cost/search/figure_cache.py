@@ -1,4 +1,4 @@
-"""Figures of maps in a file, beside the fingerprint of the step, so that a search that is begun again is quick."""
+"""Cache the figures of layout maps in a file, so that a repeated search of the same step is fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layoutmap.rules.rule_set import RuleSet
 VERSION = 1
 
 
-class KeptFigures:
+class FigureCache:
     """A file of figures: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes, serial_seconds]}}}`.
 
     Args:
@@ -58,8 +58,8 @@ class KeptFigures:
                 fix="name another file for cache=, or delete it",
             ) from error
 
-    def around(self, evaluate: Evaluate, fingerprint: str) -> Evaluate:
-        """The same function, which is asked only for maps whose figures are not in the file.
+    def wrap_evaluate(self, evaluate: Evaluate, fingerprint: str) -> Evaluate:
+        """Return a function that evaluates only the maps without figures in the file.
 
         Args:
             evaluate: The function.
@@ -79,7 +79,7 @@ class KeptFigures:
         return evaluate_once
 
     def write(self) -> None:
-        """Write the file: all of it, or nothing, with a warning, since what was found counts more."""
+        """Write the whole file, or warn and leave the file unchanged."""
         text = json.dumps({"version": VERSION, "figures": self._all}, indent=1)
         new = f"{self._path}.{os.getpid()}.new"
         try:

@@ -1,4 +1,4 @@
-"""The maps that a search may return, compiled by XLA: the best of them, or the first that fits."""
+"""Compile the best maps of a search with XLA, and choose the fastest or the first that fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.core.text_table import format_bytes
-from layoutmap.cost.search.loop import Figures, Outcome, Tried, is_better, least
+from layoutmap.cost.search.loop import Candidate, Figures, Outcome, choose_candidate, is_better
 from layoutmap.cost.verified import TooLargeError, Verified
 
 _OTHERS = 2  # of the maps that were found, beside the best
@@ -17,8 +17,8 @@ _ERROR = 0.05  # of the time, by which a count may be wrong where others were ex
 _SMALL = 1e-3  # seconds of a step; collectives of small arrays are those that XLA changes most, and compile quickly
 
 
-def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Outcome:
-    """Choose among the best maps that were found, and those of experts, by what XLA makes of a step with each.
+def choose_compiled(outcome: Outcome, compiled: Callable[[Candidate], Figures]) -> Outcome:
+    """Choose among the best maps and the expert maps by XLA's figures of a step.
 
     Args:
         outcome: What was found by counting.
@@ -28,7 +28,7 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
         The same with the best of them first; experts' maps that were compiled are before those that were only counted.
         What was found by counting, if an interrupt came before any was compiled or the compiler fails.
     """
-    made, failed = dict[object, Tried](), list[str]()
+    made, failed = dict[object, Candidate](), list[str]()
     is_small = outcome.best.figures is not None and outcome.best.figures.seconds < _SMALL
     error, fastest = 1.0 if is_small else _ERROR, math.inf
     is_complete = outcome.is_complete
@@ -54,10 +54,10 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
             fix="pass verify=False to do without the compiler, or verify=True to see its whole error",
         )
         warnings.warn(warning, stacklevel=2)
-    chosen = least(list(made.values()))
+    chosen = choose_candidate(list(made.values()))
     if chosen is None or chosen.missing_bytes:
         return replace(outcome, is_complete=is_complete)
-    experts = [_as_compiled(each, made.get(each.cost)) for each in outcome.experts]
+    experts = [_set_compiled_figures(each, made.get(each.cost)) for each in outcome.experts]
     experts.sort(key=lambda each: (each.compiled_bytes is None, each.score))
     fitting = [each for each in made.values() if each is not chosen and not each.missing_bytes]
     return replace(
@@ -69,12 +69,12 @@ def best_compiled(outcome: Outcome, compiled: Callable[[Tried], Figures]) -> Out
     )
 
 
-def searched_on(counted: Outcome, compiled: Outcome, near: Callable[[Tried], Outcome]) -> Outcome:
-    """Search on from the best map as XLA compiles it, where counts chose one that is slower or does not fit.
+def extend_search(counted: Outcome, compiled: Outcome, near: Callable[[Candidate], Outcome]) -> Outcome:
+    """Search further from the best compiled map if counting had chosen a worse one.
 
     Args:
         counted: What was found by counting.
-        compiled: The same after `best_compiled`.
+        compiled: The same after `choose_compiled`.
         near: Searches from a map on by XLA's own figures.
 
     Returns:
@@ -98,14 +98,14 @@ def searched_on(counted: Outcome, compiled: Outcome, near: Callable[[Tried], Out
     return replace(found, best=best, others=(first, *found.others)) if is_better(best, first) else found
 
 
-def _as_compiled(expert: Tried, made: Tried | None) -> Tried:
+def _set_compiled_figures(expert: Candidate, made: Candidate | None) -> Candidate:
     return replace(expert, figures=made.figures, compiled_bytes=made.compiled_bytes) if made else expert
 
 
-def first_that_fits(
-    outcome: Outcome, verify: Callable[[Tried], Verified], limit: int
+def choose_fitting(
+    outcome: Outcome, verify: Callable[[Candidate], Verified], limit: int
 ) -> tuple[Outcome, Verified | None]:
-    """Compile the best maps that were found, and take the first that fits as XLA has compiled it.
+    """Compile the best maps, and choose the first that fits as XLA compiled it.
 
     Args:
         outcome: What was found by counting.
@@ -119,9 +119,11 @@ def first_that_fits(
     Raises:
         PlanError: None of them fits.
     """
-    needed: list[Tried] = []
+    needed: list[Candidate] = []
     for best in (outcome.best, *outcome.others):
-        found = replace(outcome, best=best, experts=tuple(_with(needed, each) for each in outcome.experts))
+        found = replace(
+            outcome, best=best, experts=tuple(_set_compiled_bytes(needed, each) for each in outcome.experts)
+        )
         try:
             made = verify(best)
             if made.peak_bytes <= limit:
@@ -144,7 +146,7 @@ def first_that_fits(
     )
 
 
-def _with(compiled: list[Tried], expert: Tried) -> Tried:
-    """An expert's map, with what XLA needs for it, or for one that costs the same, where that is known."""
+def _set_compiled_bytes(compiled: list[Candidate], expert: Candidate) -> Candidate:
+    """Return an expert's map with XLA's memory for a map of the same cost, if one was compiled."""
     found = (each.compiled_bytes for each in compiled if each.cost == expert.cost)
     return replace(expert, compiled_bytes=next(found, None))

@@ -1,4 +1,4 @@
-"""The search itself: experts' maps on each mesh, a descent from the best of them, and as few rules as cost no more."""
+"""Search layout maps: try expert maps on each mesh, descend from the best, and drop needless rules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from layoutmap.core.errors import LayoutMapError, PlanError
 from layoutmap.core.text_table import format_bytes
-from layoutmap.cost.search.descent import Point, Score, Spent, minimum
-from layoutmap.cost.search.experts import Expert
+from layoutmap.cost.search.descent import BudgetSpent, Point, Score, find_minimum
+from layoutmap.cost.search.experts import ExpertMap
 from layoutmap.cost.search.space import Model, Space
 from layoutmap.rules.rule_set import RuleSet
 
@@ -25,7 +25,7 @@ _OTHERS = 4
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a step with a map.
+    """Figures of a step with a layout map.
 
     Args:
         seconds: How long it takes.
@@ -39,12 +39,12 @@ class Figures:
 
 
 Evaluate = Callable[[RuleSet], Figures]
-OnTried = Callable[[int, "Tried"], object]
+OnTried = Callable[[int, "Candidate"], object]
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A map whose cost was counted.
+class Candidate:
+    """Layout map with its counted cost.
 
     Args:
         name: Whose map it is.
@@ -66,18 +66,18 @@ class Tried:
 
     @property
     def missing_bytes(self) -> float:
-        """Bytes that a device lacks with it; not below zero."""
+        """Bytes that a device lacks, at least zero."""
         needed = self.compiled_bytes or (self.figures.peak_bytes if self.figures else math.inf)
         return max(0.0, needed - self.limit)
 
     @property
     def cost(self) -> object:
-        """A value that is the same for maps that cost the same, whatever their rules are."""
+        """Value that is equal for maps of equal cost, regardless of their rules."""
         return self.layout_map.mesh, self.figures, self.recomputes
 
     @property
     def score(self) -> Score:
-        """The order of maps, less first: bytes that a device lacks, time with overlap, then without, to four digits."""
+        """Sort key of maps: missing bytes, time with overlap, and time without overlap."""
         if self.figures is None:
             return (math.inf, math.inf, math.inf)
         times = (float(f"{seconds:.3e}") for seconds in (self.figures.seconds, self.figures.serial_seconds))
@@ -85,13 +85,13 @@ class Tried:
 
     @property
     def num_rules(self) -> int:
-        """The number of its rules."""
+        """Number of rules."""
         return len(self.layout_map) + len(self.layout_map.activations)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a search.
+    """Outcome of a search.
 
     Args:
         best: The best map.
@@ -102,12 +102,12 @@ class Outcome:
         without: If activations are computed again with the best map: the best one without that.
     """
 
-    best: Tried
-    experts: tuple[Tried, ...]
+    best: Candidate
+    experts: tuple[Candidate, ...]
     num_tried: int
     is_complete: bool
-    others: tuple[Tried, ...] = ()
-    without: Tried | None = None
+    others: tuple[Candidate, ...] = ()
+    without: Candidate | None = None
 
 
 class _Search:
@@ -116,66 +116,69 @@ class _Search:
     ):
         self._evaluate, self._limit, self._most, self._on_tried = evaluate, limit, most, on_tried
         self._recomputes = recomputes
-        self._known: dict[str, Tried] = {}
+        self._known: dict[str, Candidate] = {}
         self._num_alike: int | None = None  # the maps after that give groups that are alike different layouts
-        self._fastest: Tried | None = None
-        self.experts: list[Tried] = []
+        self._fastest: Candidate | None = None
+        self.experts: list[Candidate] = []
 
     @property
     def num_tried(self) -> int:
-        """For how many maps the cost was counted."""
+        """Number of maps that were counted."""
         return len(self._known)
 
     @property
-    def left(self) -> int:
-        """For how many more it may be counted."""
+    def num_left(self) -> int:
+        """Number of maps that may still be counted."""
         return self._most - len(self._known)
 
-    def tried(self, name: str, layout_map: RuleSet) -> Tried:
-        """The cost of a map, counted once."""
+    def evaluate_map(self, name: str, layout_map: RuleSet) -> Candidate:
+        """Return a map with its cost, which is counted once."""
         key = layout_map.to_yaml()
         if key not in self._known:
-            if not self.left and self._known:
-                raise Spent
+            if not self.num_left and self._known:
+                raise BudgetSpent
             figures, why_not = None, ""
             try:
                 figures = self._evaluate(layout_map)
             except LayoutMapError as error:
                 why_not = error.what
-            made = Tried(name, layout_map, figures, self._limit, why_not, self._recomputes)
+            made = Candidate(name, layout_map, figures, self._limit, why_not, self._recomputes)
             self._known[key] = made
             if self._fastest is None or made.score < self._fastest.score:
                 self._fastest = made
             self._on_tried(self.num_tried, self._fastest)
         return self._known[key]
 
-    def best(self) -> Tried | None:
-        """The map to return: one with different layouts for groups that are alike only if no other one ties with it."""
+    def choose_best(self) -> Candidate | None:
+        """Return the best map. Different layouts for similar groups must beat every shared layout."""
         every = list(self._known.values())
-        plain, apart = least(every[: self._num_alike]), every[self._num_alike :] if self._num_alike else []
+        plain, apart = (
+            choose_candidate(every[: self._num_alike]),
+            every[self._num_alike :] if self._num_alike else [],
+        )
         if plain is None or not apart:
             return plain
         fastest = min(apart, key=lambda tried: tried.score)
-        return least([plain, *apart]) if is_better(fastest, plain) else plain
+        return choose_candidate([plain, *apart]) if is_better(fastest, plain) else plain
 
     @property
-    def every(self) -> Sequence[Tried]:
+    def candidates(self) -> Sequence[Candidate]:
         """All maps that were tried."""
         return list(self._known.values())
 
     def run(
-        self, model: Model, experts: Sequence[Expert], seed: int, is_promising: Callable[[], bool]
+        self, model: Model, experts: Sequence[ExpertMap], seed: int, is_promising: Callable[[], bool]
     ) -> None:
-        """Try the experts' maps, and if it is promising then others on the meshes of the best of them."""
-        with contextlib.suppress(Spent):
+        """Try the expert maps, and then search on the meshes of the best ones if that is promising."""
+        with contextlib.suppress(BudgetSpent):
             self._run(model, experts, seed, is_promising)
 
     def _run(
-        self, model: Model, experts: Sequence[Expert], seed: int, is_promising: Callable[[], bool]
+        self, model: Model, experts: Sequence[ExpertMap], seed: int, is_promising: Callable[[], bool]
     ) -> None:
         scores: dict[int, Score] = {}
         for number, expert in enumerate(experts):
-            made = self.tried(expert.name, expert.layout_map)
+            made = self.evaluate_map(expert.name, expert.layout_map)
             self.experts.append(replace(made, name=expert.name))
             scores[number] = made.score
         if not is_promising():
@@ -186,42 +189,42 @@ class _Search:
         for number, grid in enumerate(meshes):
             mine = [experts[n] for n in order if experts[n].grid == grid]
             space = Space(model, grid, also=[(e.layouts, e.blocks) for e in mine])
-            most = self.left if number == len(meshes) - 1 else self.left // 2  # the most for the best
+            most = self.num_left if number == len(meshes) - 1 else self.num_left // 2  # the most for the best
             if most < 1:
                 break
-            starts = [space.point_of(e.layouts, e.blocks) for e in mine]
-            point = minimum(space.sizes, self._score(space), starts, most=most, seed=seed)
-            point = self._simplified(space, point)
+            starts = [space.find_point(e.layouts, e.blocks) for e in mine]
+            point = find_minimum(space.sizes, self._score(space), starts, most=most, seed=seed)
+            point = self._simplify_point(space, point)
             ends.append((self._score(space)(point), space, point))
         if ends:
             _, space, point = min(ends, key=lambda end: end[0])
-            self._untie(space, point, seed)
+            self._untie_groups(space, point, seed)
 
     def _score(self, space: Space) -> Callable[[Point], Score]:
-        return lambda point: self.tried(_FOUND, space.map_of(point)).score
+        return lambda point: self.evaluate_map(_FOUND, space.make_layout_map(point)).score
 
-    def _simplified(self, space: Space, point: Point) -> Point:
-        """The same point, with the first choice, which needs no rule, wherever that is no worse."""
+    def _simplify_point(self, space: Space, point: Point) -> Point:
+        """Return the point with the first choice, which needs no rule, wherever that is not worse."""
         score = self._score(space)
         for n, choice in enumerate(point):
             simpler = (*point[:n], 0, *point[n + 1 :])
-            if choice and self.left and score(simpler) <= score(point):
+            if choice and self.num_left and score(simpler) <= score(point):
                 point = simpler
         return point
 
-    def _untie(self, space: Space, point: Point, seed: int) -> None:
-        """Give groups that are alike layouts of their own, if that is worth the rules."""
-        layouts, blocks = space.layouts_of(point)
+    def _untie_groups(self, space: Space, point: Point, seed: int) -> None:
+        """Give similar groups separate layouts if that is worth the extra rules."""
+        layouts, blocks = space.get_layouts(point)
         untied = Space(space.model, space.grid, tied=False, also=[(layouts, blocks)])
-        if len(untied.sizes) == len(space.sizes) or self.left < 1:
+        if len(untied.sizes) == len(space.sizes) or self.num_left < 1:
             return
-        start = untied.point_of(layouts, blocks)
+        start = untied.find_point(layouts, blocks)
         self._num_alike = len(self._known)
-        minimum(untied.sizes, self._score(untied), [start], most=self.left, seed=seed)
+        find_minimum(untied.sizes, self._score(untied), [start], most=self.num_left, seed=seed)
 
 
-def least(tried: Sequence[Tried]) -> Tried | None:
-    """The map to choose: of those that fit and take as long as the fastest, to 1 %, that with the least memory.
+def choose_candidate(tried: Sequence[Candidate]) -> Candidate | None:
+    """Return the map with the least memory among those that fit and are within 1 % of the fastest.
 
     Of those with as much memory, to 1 %, it is the one with the fewest rules. If none fits, it is the nearest.
     """
@@ -236,14 +239,14 @@ def least(tried: Sequence[Tried]) -> Tried | None:
     return min(small, key=lambda each: (each.num_rules, each.score))
 
 
-def is_better(new: Tried, old: Tried) -> bool:
-    """Whether a map lacks less memory than another one, or is faster by more than a tie."""
+def is_better(new: Candidate, old: Candidate) -> bool:
+    """Return whether a map lacks less memory than another one, or is faster by more than a tie."""
     return (new.score[0], new.score[1]) < (old.score[0], old.score[1] * (1 - TIE))
 
 
-def search(  # why: decisions/0094
+def search_maps(  # why: decisions/0094
     model: Model,
-    experts: Iterable[Expert],
+    experts: Iterable[ExpertMap],
     evaluate: Evaluate,
     *,
     limit: int,
@@ -252,7 +255,7 @@ def search(  # why: decisions/0094
     seed: int = 0,
     on_tried: OnTried = lambda number, best: None,
 ) -> Outcome:
-    """Find the map with which a step takes least, among those that fit.
+    """Find the fastest map among those that fit.
 
     Args:
         model: The model.
@@ -276,48 +279,51 @@ def search(  # why: decisions/0094
     plain = _Search(evaluate, limit, most, on_tried)
     again = _Search(recomputing or evaluate, limit, most, lambda n, t: on_tried(plain.num_tried + n, t), True)
     try:
-        plain.run(model, every, seed, lambda: recomputing is None or not _is_far(plain.best(), limit))
-        if recomputing is not None and _may_gain(plain):
-            again.run(model, every, seed, lambda: _gains(plain, again))
+        plain.run(model, every, seed, lambda: recomputing is None or not _is_far(plain.choose_best(), limit))
+        if recomputing is not None and _can_gain(plain):
+            again.run(model, every, seed, lambda: _is_remat_better(plain, again))
     except KeyboardInterrupt:
-        if plain.best() is None:
+        if plain.choose_best() is None:
             raise
         is_complete = False
     runs, num_tried = (plain, again), plain.num_tried + again.num_tried
-    best, without = plain.best(), None
-    if _gains(plain, again):
-        best, without = again.best(), best
+    best, without = plain.choose_best(), None
+    if _is_remat_better(plain, again):
+        best, without = again.choose_best(), best
     if best is None or best.missing_bytes:
-        raise _nothing_fits(best, limit, num_tried)
-    rows: dict[object, Tried] = {}  # of each expert's map the better of both ways
+        raise _make_no_fit_error(best, limit, num_tried)
+    rows: dict[object, Candidate] = {}  # of each expert's map the better of both ways
     for tried in sorted((t for run in runs for t in run.experts), key=lambda tried: tried.score):
         rows.setdefault((tried.name, tried.layout_map.mesh), tried)
     fitting = {
-        t.cost: t for run in runs for t in reversed(run.every) if not t.missing_bytes and t.cost != best.cost
+        t.cost: t
+        for run in runs
+        for t in reversed(run.candidates)
+        if not t.missing_bytes and t.cost != best.cost
     }
     others = sorted(fitting.values(), key=lambda tried: tried.score)
     return Outcome(best, tuple(rows.values()), num_tried, is_complete, tuple(others[:_OTHERS]), without)
 
 
-def _is_far(best: Tried | None, limit: int) -> bool:
+def _is_far(best: Candidate | None, limit: int) -> bool:
     return best is not None and best.missing_bytes > (_FAR - 1) * limit
 
 
-def _may_gain(searched: _Search) -> bool:
-    """Whether nothing fits, or something that does not would be faster."""
-    best = searched.best()
+def _can_gain(searched: _Search) -> bool:
+    """Return whether nothing fits, or a map that does not fit would be faster."""
+    best = searched.choose_best()
     if best is None or best.figures is None or best.missing_bytes:
         return True
-    return min(t.figures.seconds for t in searched.every if t.figures) < best.figures.seconds * (1 - TIE)
+    return min(t.figures.seconds for t in searched.candidates if t.figures) < best.figures.seconds * (1 - TIE)
 
 
-def _gains(plain: _Search, again: _Search) -> bool:
-    """Whether a map that needs activations to be computed again is better than all that do not."""
-    before, best = plain.best(), again.best()
+def _is_remat_better(plain: _Search, again: _Search) -> bool:
+    """Return whether a map with recomputed activations is better than all maps without."""
+    before, best = plain.choose_best(), again.choose_best()
     return before is not None and best is not None and is_better(best, before)
 
 
-def _nothing_fits(nearest: Tried | None, limit: int, num_tried: int) -> PlanError:
+def _make_no_fit_error(nearest: Candidate | None, limit: int, num_tried: int) -> PlanError:
     if nearest is None or nearest.figures is None:
         return PlanError(
             "search: the cost of no map could be counted",

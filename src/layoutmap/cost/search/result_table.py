@@ -1,23 +1,23 @@
-"""The result of a search as text: the verdict, and the table that holds it against the maps of experts."""
+"""Format the result of a search: the verdict, and a table of the result and the expert maps."""
 
 from __future__ import annotations
 
 from layoutmap.core.text_table import format_bytes
-from layoutmap.cost.cost import duration
-from layoutmap.cost.search.loop import TIE, Outcome, Tried
+from layoutmap.cost.cost import format_duration
+from layoutmap.cost.search.loop import TIE, Candidate, Outcome
 
 HEAD = ("map", "mesh", "step", "memory", "")
 RIGHT = ("step", "memory")
 
 
-def verdict(outcome: Outcome) -> str:
-    """How what was found compares with the best map of an expert that fits, in a sentence.
+def compare_with_best_expert(outcome: Outcome) -> str:
+    """Return a sentence that compares the result with the best expert map that fits.
 
     Example:
         >>> from layoutmap.rules.rule_set import RuleSet
         >>> from layoutmap.cost.search.loop import Figures
-        >>> tried = [Tried(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in (("found", 0.8), ("dp", 1.0))]
-        >>> verdict(Outcome(tried[0], (tried[1],), 2, True))
+        >>> tried = [Candidate(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in (("found", 0.8), ("dp", 1.0))]
+        >>> compare_with_best_expert(Outcome(tried[0], (tried[1],), 2, True))
         '20 % faster than the best built-in map that fits, dp on data=8'
     """
     best, fitting = outcome.best, [tried for tried in outcome.experts if not tried.missing_bytes]
@@ -35,28 +35,28 @@ def verdict(outcome: Outcome) -> str:
     return f"{100 * gain:.0f} % faster than {named}"
 
 
-def rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """A row for what was found and for each expert's map, the fastest that fits first."""
+def make_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """Return a row for the result and for each expert map, the fastest that fits first."""
     best = outcome.best
     there = [t for t in outcome.experts if (t.layout_map, t.recomputes) == (best.layout_map, best.recomputes)]
     return [
-        _row(tried, tried in there or tried is best)
+        _make_row(tried, tried in there or tried is best)
         for tried in (*([] if there else [best]), *outcome.experts)
     ]
 
 
-def _row(tried: Tried, is_found: bool) -> tuple[str, ...]:
+def _make_row(tried: Candidate, is_found: bool) -> tuple[str, ...]:
     mesh = str(tried.layout_map.mesh)
     if tried.figures is None:
         return (tried.name, mesh, "", "", tried.why_not)
     said = f"lacks {format_bytes(tried.missing_bytes)}" if tried.missing_bytes else "the result" * is_found
     said = f"{said} as XLA compiles it".strip() if tried.compiled_bytes is not None else said
     name = tried.name + ", recomputing" * tried.recomputes
-    return (name, mesh, duration(tried.figures.seconds), format_bytes(tried.figures.peak_bytes), said)
+    return (name, mesh, format_duration(tried.figures.seconds), format_bytes(tried.figures.peak_bytes), said)
 
 
-def recompute_text(outcome: Outcome, layers: str, how: str) -> str:
-    """Why activations are to be recomputed for the map that was found, and how that is done; empty if they need not be.
+def explain_recomputing(outcome: Outcome, layers: str, how: str) -> str:
+    """Return why and how to recompute activations for the result, or "" without need.
 
     Args:
         outcome: What was found.
@@ -68,6 +68,6 @@ def recompute_text(outcome: Outcome, layers: str, how: str) -> str:
         return ""
     why = f"no map fits, and the nearest needs {format_bytes(before.figures.peak_bytes)} per device"
     if not before.missing_bytes:
-        why = f"the best map takes {duration(before.figures.seconds)} a step"
+        why = f"the best map takes {format_duration(before.figures.seconds)} a step"
     needed = f"It needs the activations inside of {layers} to be recomputed in the backward pass"
     return f"{needed}: without that {why}.\n{how}"

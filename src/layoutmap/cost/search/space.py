@@ -1,4 +1,4 @@
-"""The maps that a search may return on one mesh: a choice for each class of groups, and one for outputs of blocks."""
+"""Define the layout maps that a search may return on one mesh, as points of a discrete space."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from layoutmap.core.paths import find_repeated_layers, make_path_regex, split_at
 from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.search.descent import Point
-from layoutmap.cost.search.groups import Group, groups_of, kernels_of_biases, searched
-from layoutmap.cost.search.options import Grid, activation_options, bias_specs, options_of, specs_of
+from layoutmap.cost.search.groups import VariableGroup, group_variables, match_biases, select_searched_groups
+from layoutmap.cost.search.options import (
+    Grid,
+    list_activation_options,
+    list_options,
+    make_bias_specs,
+    make_specs,
+)
 from layoutmap.rules.merged_rules import make_group_rules
 from layoutmap.rules.rule_set import RuleSet
 
-Layouts = Mapping[Group, Specs]
+Layouts = Mapping[VariableGroup, Specs]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Repeated layers between which activations pass.
+    """Repeated layers that pass activations to each other.
 
     Args:
         paths: Their paths.
@@ -31,10 +37,10 @@ class Blocks:
     shape: tuple[int, ...]
 
 
-def blocks_of(
+def find_blocks(
     outputs: Mapping[str, tuple[int, ...]], variables: Iterable[VariableSpec]
 ) -> tuple[Blocks, ...]:
-    """The repeated layers of a model that have weights and are in no other repeated layer.
+    """Return the outermost repeated layers that have weights.
 
     Args:
         outputs: The shape of what each layer returns, by its path.
@@ -43,7 +49,7 @@ def blocks_of(
     Example:
         >>> paths = [f"h.{n}.up.kernel" for n in range(2)]
         >>> variables = [VariableSpec(path, (8, 32), "float32") for path in paths]
-        >>> blocks_of({"h.0": (4, 6, 8), "h.0.up": (4, 6, 32), "h.1": (4, 6, 8), "h.1.up": (4, 6, 32)}, variables)
+        >>> find_blocks({"h.0": (4, 6, 8), "h.0.up": (4, 6, 32), "h.1": (4, 6, 8), "h.1.up": (4, 6, 32)}, variables)
         (Blocks(paths=('h.0', 'h.1'), shape=(4, 6, 8)),)
     """
     layers = find_repeated_layers(v.path for v in variables)
@@ -59,7 +65,7 @@ def blocks_of(
 
 @dataclass(frozen=True)
 class Model:
-    """The weights and layers of a model, for a search.
+    """Weights and layers of a model, for a search.
 
     Args:
         variables: Its variables.
@@ -72,22 +78,22 @@ class Model:
     kept: RuleSet | None = None
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups that no kept rule is for."""
-        return tuple(group for group in groups_of(self.variables) if not self._is_kept(group))
+    def groups(self) -> tuple[VariableGroup, ...]:
+        """Groups without a kept rule."""
+        return tuple(group for group in group_variables(self.variables) if not self._is_kept(group))
 
-    def _is_kept(self, group: Group) -> bool:
+    def _is_kept(self, group: VariableGroup) -> bool:
         return self.kept is not None and any(self.kept.match(path).rule for path in group.paths)
 
     @cached_property
     def free_blocks(self) -> tuple[Blocks, ...]:
-        """The blocks that no kept rule is for."""
+        """Blocks without a kept rule."""
         kept = self.kept
         return tuple(b for b in self.blocks if kept is None or not kept.activations.match(b.paths[0]).rule)
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """Whose path each path is that a rule could match."""
+        """Variable of each path that a rule could match."""
         return {
             path: v.path
             for v in self.variables
@@ -95,12 +101,12 @@ class Model:
             for path in (v.path, *v.aliases)
         }
 
-    def map_of(self, grid: Grid, layouts: Layouts, blocks: Mapping[Blocks, Specs | None]) -> RuleSet:
-        """The map that gives groups these layouts; biases follow, and what has none is replicated."""
+    def make_layout_map(self, grid: Grid, layouts: Layouts, blocks: Mapping[Blocks, Specs | None]) -> RuleSet:
+        """Return the map that gives groups these layouts. Biases follow, and all others are replicated."""
         every = dict(layouts)
-        for bias, kernel in kernels_of_biases(self.groups).items():
+        for bias, kernel in match_biases(self.groups).items():
             if bias not in every and kernel in every:
-                every[bias] = bias_specs(bias, kernel, every[kernel], grid)
+                every[bias] = make_bias_specs(bias, kernel, every[kernel], grid)
         by_paths = {group.paths: every.get(group, (None,) * group.rank) for group in self.groups}
         rules = make_group_rules(by_paths, self.owners)
         outputs = {
@@ -115,7 +121,7 @@ class Model:
 
 
 class Space:
-    """The maps of one mesh: a point of it has a choice for each class, and a last one for the outputs of blocks.
+    """Layout maps of one mesh. A point has a choice for each class of groups, and one for outputs.
 
     Args:
         model: The model.
@@ -134,14 +140,18 @@ class Space:
     ):
         self.model, self.grid = model, grid
         also = tuple(also)
-        classes = searched(model.groups)
+        classes = select_searched_groups(model.groups)
         self.classes = classes if tied else tuple((group,) for each in classes for group in each)
         self._choices = [
-            list(dict.fromkeys([*_options(each, grid), *(_taken(each, layouts) for layouts, _ in also)]))
+            list(
+                dict.fromkeys(
+                    [*_list_group_choices(each, grid), *(_select_specs(each, layouts) for layouts, _ in also)]
+                )
+            )
             for each in self.classes
         ]
         blocks = model.free_blocks
-        common = [activation_options(b.shape, grid) for b in blocks]
+        common = [list_activation_options(b.shape, grid) for b in blocks]
         options = [
             tuple(s if s in o else None for o in common) for s in dict.fromkeys(s for o in common for s in o)
         ]
@@ -150,36 +160,36 @@ class Space:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of choices for each coordinate."""
+        """Number of choices for each coordinate."""
         return (*map(len, self._choices), len(self._outputs))
 
-    def map_of(self, point: Point) -> RuleSet:
-        """The map of a point."""
-        layouts, blocks = self.layouts_of(point)
-        return self.model.map_of(self.grid, layouts, blocks)
+    def make_layout_map(self, point: Point) -> RuleSet:
+        """Return the layout map for a point."""
+        layouts, blocks = self.get_layouts(point)
+        return self.model.make_layout_map(self.grid, layouts, blocks)
 
-    def layouts_of(self, point: Point) -> tuple[dict[Group, Specs], dict[Blocks, Specs | None]]:
-        """The layouts of a point, for the groups that are searched and for the outputs of blocks."""
-        layouts: dict[Group, Specs] = {}
+    def get_layouts(self, point: Point) -> tuple[dict[VariableGroup, Specs], dict[Blocks, Specs | None]]:
+        """Return the layouts for a point, of searched groups and of block outputs."""
+        layouts: dict[VariableGroup, Specs] = {}
         for groups, choices, number in zip(self.classes, self._choices, point, strict=False):
             layouts.update(zip(groups, choices[number], strict=True))
         return layouts, dict(zip(self.model.free_blocks, self._outputs[point[-1]], strict=True))
 
-    def point_of(self, layouts: Layouts, blocks: Mapping[Blocks, Specs | None]) -> Point:
-        """The point of layouts that are among the choices."""
+    def find_point(self, layouts: Layouts, blocks: Mapping[Blocks, Specs | None]) -> Point:
+        """Return the point of layouts that are among the choices."""
         classes = [
-            choices.index(_taken(groups, layouts))
+            choices.index(_select_specs(groups, layouts))
             for groups, choices in zip(self.classes, self._choices, strict=True)
         ]
         outputs = tuple(blocks.get(b) for b in self.model.free_blocks)
         return (*classes, self._outputs.index(outputs))
 
 
-def _options(groups: Sequence[Group], grid: Grid) -> list[tuple[Specs, ...]]:
-    """The choices of groups together: each option of any of them, fitted to all."""
-    options = dict.fromkeys(option for group in groups for option in options_of(group, grid))
-    return [tuple(specs_of(group, option, grid) for group in groups) for option in options]
+def _list_group_choices(groups: Sequence[VariableGroup], grid: Grid) -> list[tuple[Specs, ...]]:
+    """Return the shared choices of groups: each option of any group, applied to all."""
+    options = dict.fromkeys(option for group in groups for option in list_options(group, grid))
+    return [tuple(make_specs(group, option, grid) for group in groups) for option in options]
 
 
-def _taken(groups: Sequence[Group], layouts: Layouts) -> tuple[Specs, ...]:
+def _select_specs(groups: Sequence[VariableGroup], layouts: Layouts) -> tuple[Specs, ...]:
     return tuple(layouts.get(group, (None,) * group.rank) for group in groups)

@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_full_index, normalize_index
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.checks import no_element_type, no_numbers
-from layoutmap.engines.jax.devices import Device, name_of
+from layoutmap.engines.checks import make_element_type_error, make_no_numbers_error
+from layoutmap.engines.jax.devices import Device, get_device_name
 
 
-def dtype_of(name: str, path: str) -> np.dtype[Any]:
-    """The element type of a name, if JAX holds it as it is.
+def convert_dtype(name: str, path: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a name, or raise if JAX would convert arrays of it to another one.
 
     Raises:
         EngineError: It does not; names the path.
@@ -27,7 +27,7 @@ def dtype_of(name: str, path: str) -> np.dtype[Any]:
         dtype = np.dtype(jnp.dtype(name))
         kept = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
-        raise no_element_type("JAX", name, path) from None
+        raise make_element_type_error("JAX", name, path) from None
     if kept != dtype:
         raise EngineError(
             f"{path}: JAX would hold {name} as {kept}",
@@ -38,15 +38,15 @@ def dtype_of(name: str, path: str) -> np.dtype[Any]:
     return dtype
 
 
-def canonical(values: NumpyArray) -> NumpyArray:
-    """Numpy values in the element type that JAX holds them in.
+def canonicalize(values: NumpyArray) -> NumpyArray:
+    """Return numpy values in the element type that JAX stores them in.
 
     Raises:
         EngineError: It holds no such elements.
     """
     number = jnp.issubdtype(values.dtype, jnp.number) or values.dtype == bool
     if not number or values.dtype.kind in "mM":
-        raise no_numbers("JAX", values.dtype)
+        raise make_no_numbers_error("JAX", values.dtype)
     return values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
 
 
@@ -58,7 +58,7 @@ def from_blocks(
     *,
     copy: bool = True,
 ) -> jax.Array:
-    """An array made from blocks, each read once.
+    """Return an array made from blocks, each read once.
 
     Args:
         shape: The shape of the array.
@@ -79,8 +79,8 @@ def from_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
-def shards_of(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once, with both ends; of random keys, their data.
+def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+    """Yield the shards of this process, each index once. Random keys are yielded as their data.
 
     On CPU devices they are in the array's own memory, which never changes: JAX donates no memory that numpy shares. A
     pytree may have arrays of numpy too.
@@ -97,18 +97,18 @@ def shards_of(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, N
             yield index, np.asarray(shard.data)
 
 
-def by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
-    """The values that each device of this process holds, with its name; of random keys, their data."""
+def iterate_by_device(array: object) -> Iterator[tuple[str, NumpyArray]]:
+    """Yield the values on each device of this process, with its name. Random keys are yielded as their data."""
     if isinstance(array, (np.ndarray, np.generic)):
         yield "", np.asarray(array)
     elif isinstance(array, jax.Array):
         data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
         for shard in data.addressable_shards:
-            yield name_of(shard.device), np.asarray(shard.data)
+            yield get_device_name(shard.device), np.asarray(shard.data)
 
 
-def ready(array: jax.Array) -> jax.Array:
-    """The array, computed already where that matters.
+def wait_on_cpu(array: jax.Array) -> jax.Array:
+    """Return the array, on a CPU after its computation is finished.
 
     On CPU devices, independent programs with collectives that are under way at the same time can wait for each other
     for ever, so each is waited for.

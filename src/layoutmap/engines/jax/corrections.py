@@ -67,7 +67,7 @@ def correct_for(shape: Sequence[int]) -> None:
     for longer than arrays (docs/decisions/0112).
     """
     if any(size > 1 for size in shape) and not _for_good:
-        _for_good.append(_PATCHES.used())
+        _for_good.append(_PATCHES.activate())
         _for_good[0].__enter__()
 
 
@@ -76,14 +76,14 @@ def lowered_without_devices() -> Generator[None]:
     """While open, programs for one device are lowered as if they were for a mesh: they are given one later."""
     token = _without_devices.set(True)
     try:
-        with _PATCHES.used():
+        with _PATCHES.activate():
             yield
     finally:
         _without_devices.reset(token)
 
 
 class _Lowering:
-    """The rules for lowering a primitive, and what takes their place in programs of several devices.
+    """Lowering rules of a primitive, replaced in programs for several devices.
 
     Args:
         primitive: The primitive.
@@ -100,7 +100,9 @@ class _Lowering:
         for table in (_lowerings, *list(_platform_specific_lowerings.values())):
             entry = table.get(self._primitive)
             if entry is not None and all(entry is not ours for _, _, ours in self._found):
-                ours = dataclasses.replace(entry, rule=functools.partial(_lowered, self._form, entry.rule))
+                ours = dataclasses.replace(
+                    entry, rule=functools.partial(_lower_corrected, self._form, entry.rule)
+                )
                 self._found.append((table, entry, ours))
                 table[self._primitive] = ours
 
@@ -111,32 +113,32 @@ class _Lowering:
             self._found.remove(found)
 
 
-def _lowered(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> object:
+def _lower_corrected(form: Form, plain: Form, context: Any, *operands: object, **params: object) -> object:
     axes = context.module_context.axis_context
-    if _inside.get() or not _is_for_a_mesh(axes):
+    if _inside.get() or not _is_partitioned(axes):
         return plain(context, *operands, **params)
     token = _inside.set(True)
-    _devices.set(None if _without_devices.get() else _devices_of(axes))
+    _devices.set(None if _without_devices.get() else _count_devices(axes))
     try:
         return mlir.lower_fun(functools.partial(form, **params), multiple_results=False)(context, *operands)
     finally:
         _inside.reset(token)
 
 
-def _is_for_a_mesh(axes: Any) -> bool:
-    """Whether XLA partitions a program; inside of `shard_map` over all dims each device computes for itself."""
+def _is_partitioned(axes: Any) -> bool:
+    """Return whether XLA partitions a program, which it does not in a `shard_map` over all dims."""
     if hasattr(axes, "manual_axes"):
         return len(axes.manual_axes) < len(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 1) > 1 or _without_devices.get()
 
 
-def _devices_of(axes: Any) -> int:
-    """The number of devices that a program is for."""
+def _count_devices(axes: Any) -> int:
+    """Return the number of devices that a program is for."""
     return axes.mesh.size if hasattr(axes, "manual_axes") else axes.num_devices
 
 
 def _is_even(size: int, times: int = 1) -> bool:
-    """Whether shards of an axis have equally many elements, over any dims.
+    """Return whether shards of an axis are equally long, whichever mesh dims shard it.
 
     Args:
         size: The size of the axis.
@@ -153,8 +155,8 @@ _gathered_p = Primitive("layoutmap_gathered")
 _gathered_p.def_abstract_eval(lambda value, axes: value)
 
 
-def _gathered(value: jax.Array, axes: Collection[int]) -> jax.Array:
-    """A value of which some axes are not sharded; its other axes stay as they are."""
+def _gather_axes(value: jax.Array, axes: Collection[int]) -> jax.Array:
+    """Return a value with these axes unsharded. Its other axes keep their sharding."""
     return _gathered_p.bind(value, axes=frozenset(axes)) if axes else value
 
 
@@ -180,20 +182,22 @@ mlir.register_lowering(_gathered_p, _lower_gathered)
 def _select_and_scatter(
     operand: jax.Array, source: jax.Array, initial: jax.Array, **params: Any
 ) -> jax.Array:
-    axes = _axes_of_windows(**params)
+    axes = _find_window_axes(**params)
     result = lax.select_and_scatter_p.bind(
-        _gathered(operand, axes), _gathered(source, axes), initial, **params
+        _gather_axes(operand, axes), _gather_axes(source, axes), initial, **params
     )
-    return _gathered(result, axes)
+    return _gather_axes(result, axes)
 
 
 def _select_and_gather(tangents: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    axes = _axes_of_windows(**params)
-    result = lax.select_and_gather_add_p.bind(_gathered(tangents, axes), _gathered(operand, axes), **params)
-    return _gathered(result, axes)
+    axes = _find_window_axes(**params)
+    result = lax.select_and_gather_add_p.bind(
+        _gather_axes(tangents, axes), _gather_axes(operand, axes), **params
+    )
+    return _gather_axes(result, axes)
 
 
-def _axes_of_windows(*, window_dimensions: Sequence[int], **_: object) -> set[int]:
+def _find_window_axes(*, window_dimensions: Sequence[int], **_: object) -> set[int]:
     return {axis for axis, size in enumerate(window_dimensions) if size > 1}
 
 
@@ -203,7 +207,7 @@ def _axes_of_windows(*, window_dimensions: Sequence[int], **_: object) -> set[in
 def _scatter(
     primitive: Primitive, operand: jax.Array, indices: jax.Array, updates: jax.Array, **params: Any
 ) -> jax.Array:
-    """A scatter to which the ends of uneven shards add nothing: there updates are 0, or else they are gathered."""
+    """Scatter so that the padding of uneven shards adds nothing: set its updates to 0, or gather them."""
     rows = [
         axis for axis in range(updates.ndim) if axis not in params["dimension_numbers"].update_window_dims
     ]
@@ -216,25 +220,25 @@ def _scatter(
         end = lax.optimization_barrier(np.int32(updates.shape[axis]))
         is_element = lax.broadcasted_iota(np.int32, updates.shape, axis) < end
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
-    indices = _gathered(indices, {rows.index(axis) for axis in uneven - masked})
-    return primitive.bind(operand, indices, _gathered(updates, uneven - masked), **params)
+    indices = _gather_axes(indices, {rows.index(axis) for axis in uneven - masked})
+    return primitive.bind(operand, indices, _gather_axes(updates, uneven - masked), **params)
 
 
 # -- products of matrices
 
 
-def _product(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object) -> jax.Array:
-    """A product that adds up over three axes or more, as over one: XLA may leave out a mesh dim of one of them."""
+def _multiply(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object) -> jax.Array:
+    """Multiply with all summed axes merged into one, since XLA may ignore a mesh dim of three or more."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_summed) > 2:
-        lhs, lhs_batch, lhs_summed = _one_summed(lhs, lhs_batch, lhs_summed)
-        rhs, rhs_batch, rhs_summed = _one_summed(rhs, rhs_batch, rhs_summed)
+        lhs, lhs_batch, lhs_summed = _merge_summed_axes(lhs, lhs_batch, lhs_summed)
+        rhs, rhs_batch, rhs_summed = _merge_summed_axes(rhs, rhs_batch, rhs_summed)
         dimension_numbers = (lhs_summed, rhs_summed), (lhs_batch, rhs_batch)
     return lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimension_numbers, **params)
 
 
-def _one_summed(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Array, _Axes, _Axes]:
-    """An operand with the axes of its batch first, then one of all that are added up over; where these are."""
+def _merge_summed_axes(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Array, _Axes, _Axes]:
+    """Return an operand with its batch axes first and its summed axes merged, and the positions of both."""
     others = [axis for axis in range(value.ndim) if axis not in (*batch, *summed)]
     shape = [value.shape[axis] for axis in (*batch, *others)]
     number = math.prod(value.shape[axis] for axis in summed)
@@ -246,29 +250,29 @@ def _one_summed(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Arra
 # -- Fourier transforms
 
 
-def _fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
-    """A Fourier transform: XLA can share out one whose shards have as many elements as there are shards, or a multiple.
+def _transform_fourier(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
+    """Compute a Fourier transform, with the last axis gathered where XLA could not split it correctly.
 
     It gathers the operands of all other kinds, and of all with fewer than three axes, itself. On CPUs it can ask for
     another order of the axes in memory than its own kernel takes.
     """
 
-    def of_parts(value: jax.Array) -> jax.Array:
+    def transform_shards(value: jax.Array) -> jax.Array:
         result = lax.fft_p.bind(value, fft_type=fft_type, **params)
         return with_layout_constraint(result, Layout(tuple(range(result.ndim))))
 
     is_shared_out = fft_type == lax.FftType.FFT and value.ndim > 2
     if not is_shared_out or _is_even(value.shape[-1], 2):
-        return of_parts(value)
+        return transform_shards(value)
     last = {value.ndim - 1}
-    return _gathered(of_parts(_gathered(value, last)), last)
+    return _gather_axes(transform_shards(_gather_axes(value, last)), last)
 
 
 # -- convolutions
 
 
-def _convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """A convolution; see the module."""
+def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Compute a convolution in a form that XLA partitions correctly (see the module)."""
     lhs_spec, rhs_spec, _ = numbers = params["dimension_numbers"]
     groups, by_batch = params["feature_group_count"], params["batch_group_count"] > 1
     shape = jax.eval_shape(functools.partial(lax.conv_general_dilated_p.bind, **params), lhs, rhs).shape
@@ -278,34 +282,39 @@ def _convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
         return lax.conv_general_dilated_p.bind(_replicated(lhs), _replicated(rhs), **params)
     is_product = groups > 1 and math.prod(map(min, windows, places)) == 1
     # On a mesh of one dim, too: behind a reshape Shardy shards axes over parts of it, as if they were dims.
-    lhs, rhs = _gathered(lhs, lhs_spec[2:]), _gathered(rhs, rhs_spec[2:])
+    lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(places):
-        return _sums_of_products(places, lhs, rhs, **params)
-    lhs, rhs = _between_groups(lhs, lhs_spec[1], groups), _between_groups(rhs, rhs_spec[0], groups)
+        return _sum_products(places, lhs, rhs, **params)
+    lhs, rhs = (
+        _shard_between_groups(lhs, lhs_spec[1], groups),
+        _shard_between_groups(rhs, rhs_spec[0], groups),
+    )
     if is_product:
-        return _one_product(places, lhs, rhs, **params)
+        return _compute_as_product(places, lhs, rhs, **params)
     if groups > 1:  # XLA takes the order of the result's axes for its inverse
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
-    result = _gathered(_between_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
-    return result if groups == 1 else _in_order(jnp.transpose(result, lhs_spec), params["dimension_numbers"])
+    result = _gather_axes(_shard_between_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
+    return (
+        result if groups == 1 else _restore_axes(jnp.transpose(result, lhs_spec), params["dimension_numbers"])
+    )
 
 
 def _replicated(value: jax.Array) -> jax.Array:
-    return _gathered(value, range(value.ndim))
+    return _gather_axes(value, range(value.ndim))
 
 
-def _between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
-    """A value whose axis of features is sharded between groups, never within one: XLA takes each shard for groups."""
+def _shard_between_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
+    """Return a value with its feature axis sharded between groups only, since XLA takes shards for groups."""
     size = value.shape[axis] // groups
     if groups == 1 or size == 1:
         return value
     parted = value.reshape(*value.shape[:axis], groups, size, *value.shape[axis + 1 :])
-    return _gathered(parted, {axis + 1}).reshape(value.shape)
+    return _gather_axes(parted, {axis + 1}).reshape(value.shape)
 
 
-def _sums_of_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """A convolution in groups of its batch: for each place of the result, the products that it is the sum of.
+def _sum_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Compute a convolution in batch groups as one sum of products for each place of the result.
 
     As the gradient of a kernel it has a place for each element of a window, and adds up over all rows of a batch. XLA
     knows how to add up products over shards. On CPU devices that is also faster than XLA's own form, which computes the
@@ -314,9 +323,9 @@ def _sums_of_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **p
     groups, strides, dilation = (
         params[name] for name in ("batch_group_count", "window_strides", "rhs_dilation")
     )
-    lhs, rhs, sums, dtype = _operands(lhs, rhs, **params)
+    lhs, rhs, sums, dtype = _prepare_operands(lhs, rhs, **params)
     lhs, rhs = (each.reshape(groups, -1, *each.shape[1:]) for each in (lhs, rhs))
-    lengths = list(map(_reach, rhs.shape[3:], dilation))
+    lengths = list(map(_compute_extent, rhs.shape[3:], dilation))
     parts: list[jax.Array] = []
     for place in np.ndindex(*places):
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
@@ -326,37 +335,41 @@ def _sums_of_products(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **p
             products = window.astype(sums) * rhs.astype(sums)
             parts.append(products.sum(tuple(range(2, products.ndim)))[:, :, None])
         else:
-            parts.append(_multiplied("gbf...,gof...->gbo", window, rhs, sums, **params))
+            parts.append(_contract("gbf...,gof...->gbo", window, rhs, sums, **params))
     result = jnp.moveaxis(jnp.stack(parts, -1), 0, 1)  # batch, groups, features, places
-    return _in_order(result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"])
+    return _restore_axes(
+        result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"]
+    )
 
 
-def _one_product(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """A convolution in groups of its features whose windows have, along each axis, one element or one place.
+def _compute_as_product(places: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Compute a convolution in feature groups as a product: each axis has a window or a result of size one.
 
     As a convolution XLA ends the process on CPU devices where the features are sharded: "free(): invalid pointer".
     """
     groups, strides, dilation = (
         params[name] for name in ("feature_group_count", "window_strides", "rhs_dilation")
     )
-    lhs, rhs, sums, dtype = _operands(lhs, rhs, **params)
+    lhs, rhs, sums, dtype = _prepare_operands(lhs, rhs, **params)
     windows = rhs.shape[2:]
     steps = [
         stride if window == 1 else each
         for window, stride, each in zip(windows, strides, dilation, strict=True)
     ]
-    ends = map(_reach, map(max, windows, places), steps)
+    ends = map(_compute_extent, map(max, windows, places), steps)
     lhs = lax.slice(lhs, [0] * lhs.ndim, (*lhs.shape[:2], *ends), (1, 1, *steps))
     lhs = lhs.reshape(lhs.shape[0], groups, -1, *lhs.shape[2:])
     rhs = rhs.reshape(groups, -1, rhs.shape[1], *(window for window in windows if window > 1))
     letters = "stuvwxyz"[: len(windows)]
     summed = "".join(letter for letter, window in zip(letters, windows, strict=True) if window > 1)
     kept = "".join(letter for letter, window in zip(letters, windows, strict=True) if window == 1)
-    result = _multiplied(f"bgf{letters},gof{summed}->bgo{kept}", lhs, rhs, sums, **params)
-    return _in_order(result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"])
+    result = _contract(f"bgf{letters},gof{summed}->bgo{kept}", lhs, rhs, sums, **params)
+    return _restore_axes(
+        result.reshape(result.shape[0], -1, *places).astype(dtype), params["dimension_numbers"]
+    )
 
 
-def _operands(
+def _prepare_operands(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
@@ -366,7 +379,7 @@ def _operands(
     preferred_element_type: np.dtype[Any] | None,
     **_: object,
 ) -> tuple[jax.Array, jax.Array, np.dtype[Any], np.dtype[Any]]:
-    """The operands in the order batch, features, places; in which type is added up, and the type of the result."""
+    """Return the operands in the order batch, features, places, and the types of the sums and the result."""
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]
@@ -376,12 +389,12 @@ def _operands(
     return lhs, jnp.transpose(rhs, dimension_numbers.rhs_spec), sums, dtype
 
 
-def _reach(number: int, step: int) -> int:
-    """The length of an axis over which so many elements lie, a step from one to the next."""
+def _compute_extent(number: int, step: int) -> int:
+    """Return the length of an axis over which `number` elements with a distance of `step` extend."""
     return (number - 1) * step + 1
 
 
-def _multiplied(
+def _contract(
     spec: str,
     lhs: jax.Array,
     rhs: jax.Array,
@@ -393,22 +406,22 @@ def _multiplied(
     return jnp.einsum(spec, lhs, rhs, precision=precision, preferred_element_type=sums)
 
 
-def _in_order(result: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Array:
-    """A result in the order batch, features, places, with its axes where the convolution has them."""
+def _restore_axes(result: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Array:
+    """Return a result in the order batch, features, places with its axes in the convolution's order."""
     return jnp.transpose(result, list(map(numbers.out_spec.index, range(result.ndim))))
 
 
 _PATCHES = Patches(
     [
-        _Lowering(lax.dot_general_p, _product),
-        _Lowering(lax.conv_general_dilated_p, _convolution),
+        _Lowering(lax.dot_general_p, _multiply),
+        _Lowering(lax.conv_general_dilated_p, _convolve),
         _Lowering(lax.select_and_scatter_p, _select_and_scatter),
         _Lowering(lax.select_and_gather_add_p, _select_and_gather),
         *(
             _Lowering(each, functools.partial(_scatter, each))
             for each in (lax.scatter_add_p, lax.scatter_mul_p, lax.scatter_min_p, lax.scatter_max_p)
         ),
-        _Lowering(lax.fft_p, _fourier),
+        _Lowering(lax.fft_p, _transform_fourier),
         far_products.PATCH,
     ]
 )

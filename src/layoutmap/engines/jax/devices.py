@@ -12,21 +12,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import bound, check_simulated, device_names_of, fix_too_few, no_devices
+from layoutmap.engines.checks import (
+    bind_devices,
+    check_simulated,
+    explain_more_devices,
+    make_no_devices_error,
+    resolve_device_names,
+)
 from layoutmap.engines.jax.corrections import correct_for
 
 Device = Any
 _MAX_NATIVES = 4096
 
 
-def name_of(device: Device) -> str:
-    """The name of a device: its platform and JAX's number of it."""
+def get_device_name(device: Device) -> str:
+    """Return the name of a device: its platform and JAX's number for it."""
     return f"{device.platform.upper()}:{device.id}"
 
 
-def device_names(device_type: str | None = None) -> tuple[str, ...]:
-    """The names of all devices of a type, or of JAX's default platform, in JAX's order."""
-    return tuple(map(name_of, _devices(device_type)))
+def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
+    """Return the names of all devices of a type, or of JAX's default platform, in JAX's order."""
+    return tuple(map(get_device_name, _devices(device_type)))
 
 
 def _devices(device_type: str | None) -> Sequence[Device]:
@@ -36,55 +42,55 @@ def _devices(device_type: str | None) -> Sequence[Device]:
         return jax.devices(device_type.lower())
     except RuntimeError as error:
         usable, why = jax.devices()[0].platform.upper(), str(error).partition("\n")[0]
-        raise no_devices("JAX", device_type.upper(), usable, why) from None
+        raise make_no_devices_error("JAX", device_type.upper(), usable, why) from None
 
 
 def simulate(number: int) -> None:
-    """Have JAX start on so many devices of the CPU; see `Engine.simulate`."""
+    """Make JAX start with this number of simulated CPU devices (see `Engine.simulate`)."""
     try:
         jax.config.update("jax_num_cpu_devices", number)
     except RuntimeError:
-        check_simulated("JAX", number, [name_of(device) for device in jax.local_devices()])
+        check_simulated("JAX", number, [get_device_name(device) for device in jax.local_devices()])
     else:
         jax.config.update("jax_platforms", "cpu")
 
 
-def bound_devices(mesh: Mesh) -> list[Device]:
-    """The devices of a mesh, in its order.
+def find_devices(mesh: Mesh) -> list[Device]:
+    """Return the devices of a mesh, in the mesh's order.
 
     Raises:
         MeshError: The machine has too few devices, or not the ones that are named.
     """
-    names = device_names_of(mesh, device_names, "JAX", fix_too_few("JAX", mesh.size))
-    there = {name_of(device): device for device in _devices(mesh.device_type)}
+    names = resolve_device_names(mesh, list_device_names, "JAX", explain_more_devices("JAX", mesh.size))
+    there = {get_device_name(device): device for device in _devices(mesh.device_type)}
     return [there[name] for name in names]
 
 
-def bound_mesh(mesh: Mesh) -> Mesh:
-    """The mesh on this machine."""
-    return mesh_on(mesh, bound_devices(mesh))
+def bind_mesh(mesh: Mesh) -> Mesh:
+    """Return the mesh with devices of this machine."""
+    return add_devices(mesh, find_devices(mesh))
 
 
-def mesh_on(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
-    """A mesh with the devices of JAX that it consists of."""
+def add_devices(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
+    """Return a mesh with the names of these JAX devices."""
     here = (i for i, device in enumerate(devices) if device.process_index == jax.process_index())
-    return bound(mesh, [name_of(device) for device in devices], here)
+    return bind_devices(mesh, [get_device_name(device) for device in devices], here)
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def _native_mesh(mesh: Mesh) -> jax.sharding.Mesh:
+def _make_native_mesh(mesh: Mesh) -> jax.sharding.Mesh:
     devices = np.empty(mesh.size, object)
-    devices[:] = bound_devices(mesh)
+    devices[:] = find_devices(mesh)
     correct_for(mesh.shape)
     return jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.dim_names)
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def named_sharding(layout: Layout) -> NamedSharding:
-    """The sharding of a layout, one entry for each axis."""
-    return NamedSharding(_native_mesh(layout.mesh), partition_spec(layout))
+def make_named_sharding(layout: Layout) -> NamedSharding:
+    """Return the `NamedSharding` of a layout, with one entry per axis."""
+    return NamedSharding(_make_native_mesh(layout.mesh), make_partition_spec(layout))
 
 
-def partition_spec(layout: Layout) -> PartitionSpec:
-    """The spec of a layout's sharding; it needs no device."""
+def make_partition_spec(layout: Layout) -> PartitionSpec:
+    """Return the `PartitionSpec` of a layout, without using a device."""
     return PartitionSpec(*[None if spec == UNSHARDED else spec for spec in layout.sharding_specs])

@@ -36,30 +36,37 @@ from layoutmap.engines.checks import (
     check_initial_value,
     check_initializers,
     check_one_result,
-    checked_reader,
     remember,
+    wrap_reader,
 )
-from layoutmap.engines.jax.arrays import by_device, canonical, dtype_of, from_blocks, ready, shards_of
-from layoutmap.engines.jax.devices import Device, bound_devices, bound_mesh, device_names, simulate
+from layoutmap.engines.jax.arrays import (
+    canonicalize,
+    convert_dtype,
+    from_blocks,
+    iterate_by_device,
+    iterate_shards,
+    wait_on_cpu,
+)
+from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate
 from layoutmap.engines.jax.layouts import ArrayLayouts
-from layoutmap.engines.jax.processes import common_seeds, gathered
-from layoutmap.engines.jax.programs import ShardedProgram, trace, undisturbed, why_global
+from layoutmap.engines.jax.processes import gather_values, share_seeds
+from layoutmap.engines.jax.programs import ShardedProgram, find_global_reason, leave_program_context, trace
 from layoutmap.engines.jax.trees import find_memory
 from layoutmap.engines.protocol import Unplaced
 
 
 class JaxEngine:
-    """Holds `jax.Array`s. There is one of them: `engine()`. What its methods raise is in `Engine`."""
+    """Engine for `jax.Array`, with one instance, `engine()`. See `Engine` for the errors it raises."""
 
     name = "jax"
     array_types: tuple[type, ...] = (jax.Array,)
     several_dims = True
-    devices = staticmethod(device_names)
+    devices = staticmethod(list_device_names)
     simulate = staticmethod(simulate)
-    bind = staticmethod(bound_mesh)
-    to_shards = staticmethod(shards_of)
-    by_device = staticmethod(by_device)
-    canonical = staticmethod(canonical)
+    bind = staticmethod(bind_mesh)
+    to_shards = staticmethod(iterate_shards)
+    iterate_by_device = staticmethod(iterate_by_device)
+    canonicalize = staticmethod(canonicalize)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,25 +76,25 @@ class JaxEngine:
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Nothing: JAX can hold every layout."""
+        """Do nothing, since JAX supports every layout."""
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Refuse an element type that no array in a layout has as it is; random keys have one of their own."""
+        """Refuse an element type that JAX would convert. Random keys have an element type of their own."""
         if not name.startswith("key<"):
-            dtype_of(name, path)
+            convert_dtype(name, path)
 
     def native(self, layout: Layout, rank: int) -> NamedSharding:
         """Return the `NamedSharding` of a layout, with one entry for each axis."""
         layout.check_rank((None,) * rank)
-        return self._layouts.sharding(layout)
+        return self._layouts.make_sharding(layout)
 
-    def layout_of(self, array: object) -> Layout | None:
+    def get_layout(self, array: object) -> Layout | None:
         """Return the layout of an array, or `None` if it is on no mesh of named dims, or a sum that is pending."""
-        return self._layouts.layout_of(array)
+        return self._layouts.get_layout(array)
 
-    def found(self, array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
-        """Return the layout of an array that any program has made, or how it is held otherwise."""
-        return self._layouts.found(array, meshes)
+    def describe_placement(self, array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+        """Return the layout of any array, or a description of its placement without one."""
+        return self._layouts.describe_placement(array, meshes)
 
     # -- making arrays
 
@@ -103,74 +110,76 @@ class JaxEngine:
         seeds. Every process uses the seeds of process 0. The global value of one without a program, or with one that
         cannot be computed in shards, is computed on one device, sharded, and freed before the next.
         """
-        shardings = {key: self._checked(assignment) for key, assignment in assignments.items()}
+        shardings = {key: self._check_assignment(assignment) for key, assignment in assignments.items()}
         check_initializers(assignments, initializers)
         made: dict[str, jax.Array] = {}
         checksums: list[tuple[str, int]] = []
         try:
-            with undisturbed():
+            with leave_program_context():
                 across = next((s for s in shardings.values() if not s.is_fully_addressable), None)
                 devices: list[Device] = [] if across is None else list(across.mesh.devices.flat)  # type: ignore[union-attr]
                 used = {key: initializers[key] for key in assignments}
-                seeds = common_seeds(used, devices)
+                seeds = share_seeds(used, devices)
                 for key, assignment in assignments.items():
                     sharding, initializer = shardings[key], used[key]
-                    program = self._program(assignment, initializer, seeds.get(key), sharding)
+                    program = self._get_program(assignment, initializer, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
-                        array = ready(program(seeds[key]))
+                        array = wait_on_cpu(program(seeds[key]))
                     else:
-                        values = _global_init(assignment, initializer, seeds.get(key), across=bool(devices))
+                        values = _compute_global_value(
+                            assignment, initializer, seeds.get(key), across=bool(devices)
+                        )
                         if devices:
                             checksums.append((assignment.variable.path, compute_checksum(values)))
                         array = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
                         del values
-                    made[key] = self._layouts.noted(array, assignment.layout)
+                    made[key] = self._layouts.record_layout(array, assignment.layout)
                     del array
                     if progress is not None:
                         progress(key)
                 if checksums:
-                    check_computed(checksums, functools.partial(gathered, devices=devices))
+                    check_computed(checksums, functools.partial(gather_values, devices=devices))
         except BaseException:
             made.clear()
             raise
         return made
 
-    def programs(self) -> list[ShardedProgram]:
-        """The programs compiled so far, to look at what the compiler made of them."""
+    def list_programs(self) -> list[ShardedProgram]:
+        """Return the programs compiled so far, for inspection."""
         return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
     def from_shards(
         self, assignment: Assignment, read: Callable[[Index], NumpyArray], *, copy: bool = True
     ) -> Any:
-        """Make an array whose shards are read one by one; see `Engine.from_shards`."""
-        sharding, variable = self._checked(assignment), assignment.variable
-        with undisturbed():
-            checked = checked_reader(variable, read)
+        """Return an array made from shards that are read one by one (see `Engine.from_shards`)."""
+        sharding, variable = self._check_assignment(assignment), assignment.variable
+        with leave_program_context():
+            checked = wrap_reader(variable, read)
             dtype = np.dtype(jnp.dtype(variable.dtype))
             made = from_blocks(variable.shape, dtype, sharding, checked, copy=copy)
-            return self._layouts.noted(made, assignment.layout)
+            return self._layouts.record_layout(made, assignment.layout)
 
-    def own_memory(self, array: object) -> tuple[()]:
+    def get_writable_memory(self, array: object) -> tuple[()]:
         """Nothing: arrays of JAX never change."""
         return ()
 
     def relayout(self, array: object, layout: Layout) -> jax.Array:
-        """Return the same values in another layout; also takes numpy arrays and what numpy makes arrays of.
+        """Return the same values in another layout. Also accepts numpy arrays and values that numpy converts.
 
         A numpy array of 64-bit numbers becomes one of 32-bit numbers, as JAX does everywhere unless `jax_enable_x64`
         is set. While JAX traces, the result is constrained to the layout.
         """
         if not isinstance(array, jax.Array):
-            array = canonical(np.asarray(array))
+            array = canonicalize(np.asarray(array))
         memory = "" if isinstance(array, jax.core.Tracer) else find_memory(array)
-        sharding = self._layouts.fitting(layout, array.shape, memory=memory)
+        sharding = self._layouts.make_fitting_sharding(layout, array.shape, memory=memory)
         if isinstance(array, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(array, sharding)
         movable = isinstance(array, jax.Array) and (
             sharding.is_fully_addressable or not array.is_fully_addressable
         )
         if movable:
-            moved = ready(jax.device_put(array, sharding))
+            moved = wait_on_cpu(jax.device_put(array, sharding))
         elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # numpy has no such type
             specs = [*layout.sharding_specs, None]
             data = self.relayout(np.asarray(jax.random.key_data(array)), Layout(specs, layout.mesh))
@@ -179,18 +188,18 @@ class JaxEngine:
         else:
             values = np.asarray(array)
             moved = from_blocks(values.shape, values.dtype, sharding, values.__getitem__)
-        return self._layouts.noted(moved, layout, given=array)
+        return self._layouts.record_layout(moved, layout, given=array)
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> Any:
-        """The array: JAX has no variables of its own."""
+        """Return the array, since JAX has no variables of its own."""
         return array
 
     def to_numpy(self, array: jax.Array) -> NumpyArray:
-        """Return all values of an array, gathered from all processes that hold some; they must all ask.
+        """Return all values of an array, gathered from all processes. Each of these processes must call it.
 
         Of random keys, which numpy cannot hold, it returns their data.
         """
-        layout = self.layout_of(array)
+        layout = self.get_layout(array)
         if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             if layout is not None:
                 array = self.relayout(array, Layout.replicated(layout.mesh, layout.rank))
@@ -202,23 +211,23 @@ class JaxEngine:
             return np.asarray(array)
         # Not np.asarray: JAX keeps a gathered array with the array, on the host.
         gathered_values = np.empty(array.shape, array.dtype)
-        for index, values in shards_of(array):
+        for index, values in iterate_shards(array):
             gathered_values[index] = values
         return gathered_values
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process that has a device of the mesh, one row each; they must all ask."""
-        return gathered(values, bound_devices(mesh))
+        """Return the values of each process with a device of the mesh, one row each. All of them must call it."""
+        return gather_values(values, find_devices(mesh))
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[object]:
-        """While open, arrays made from plain values are on the mesh, replicated."""
+        """Replicate arrays that are made from unsharded values on the mesh, while the context is open."""
         check_draws(self.name, draws)
         return jax.set_mesh(self.native(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
     def call(
         self, function: Callable[..., object], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return the result of a function in a layout; no device holds the global value.
+        """Return the result of a function in a layout. No device stores the global value.
 
         Arrays among the arguments, nested too, are passed to the compiled function; anything else is part of it. The
         bits are those of the plain call, unless the function adds elements up: then it is compiled as one program.
@@ -226,7 +235,7 @@ class JaxEngine:
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
 
-        def of_arrays(arrays: Sequence[jax.Array]) -> Any:
+        def call_with_arrays(arrays: Sequence[jax.Array]) -> Any:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array
@@ -234,29 +243,33 @@ class JaxEngine:
             return function(*inner_args, **inner_kwargs)
 
         arrays = [leaves[i] for i in places]
-        closed = trace(of_arrays, arrays)
+        closed = trace(call_with_arrays, arrays)
         check_one_result(function, len(closed.out_avals))
-        sharding = self._layouts.fitting(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
-        if why_global(closed):
-            return self._layouts.noted(ready(jax.jit(of_arrays, out_shardings=sharding)(arrays)), layout)
-        return self._layouts.noted(ready(ShardedProgram(closed, sharding)(arrays)), layout)
+        sharding = self._layouts.make_fitting_sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
+        if find_global_reason(closed):
+            return self._layouts.record_layout(
+                wait_on_cpu(jax.jit(call_with_arrays, out_shardings=sharding)(arrays)), layout
+            )
+        return self._layouts.record_layout(wait_on_cpu(ShardedProgram(closed, sharding)(arrays)), layout)
 
     # -- parts
 
-    def _checked(self, assignment: Assignment) -> NamedSharding:
-        """The sharding of an assignment, after all checks that need no array."""
+    def _check_assignment(self, assignment: Assignment) -> NamedSharding:
+        """Return the sharding of an assignment after all checks that need no array."""
         variable = assignment.variable
-        dtype_of(variable.dtype, variable.path)
-        return self._layouts.fitting(assignment.layout, variable.shape, variable.path, variable.memory)
+        convert_dtype(variable.dtype, variable.path)
+        return self._layouts.make_fitting_sharding(
+            assignment.layout, variable.shape, variable.path, variable.memory
+        )
 
-    def _program(
+    def _get_program(
         self, assignment: Assignment, initializer: Initializer, seed: object, sharding: NamedSharding
     ) -> ShardedProgram | str:
-        """Return the compiled program of an initializer, or why it has none."""
+        """Return the compiled program of an initializer, or the reason that it has none."""
         if initializer.program is None:
             return "its initializer has no program"
         variable = assignment.variable
-        key = (initializer.program.key, variable.shape, variable.dtype, sharding, _signature(seed))
+        key = (initializer.program.key, variable.shape, variable.dtype, sharding, _make_signature(seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
@@ -270,26 +283,26 @@ class JaxEngine:
             )
         (aval,) = closed.out_avals
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]
-        program = why_global(closed) or ShardedProgram(closed, sharding)
+        program = find_global_reason(closed) or ShardedProgram(closed, sharding)
         with self._lock:
             return remember(self._programs, key, program)
 
 
 @functools.cache
 def engine() -> JaxEngine:
-    """The one JAX engine of this process."""
+    """Return the only JAX engine of this process."""
     return JaxEngine()
 
 
-def _signature(seed: object) -> Hashable:
+def _make_signature(seed: object) -> Hashable:
     leaves, tree = jax.tree.flatten(seed)
     return tree, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def _global_init(
+def _compute_global_value(
     assignment: Assignment, initializer: Initializer, seed: object, *, across: bool
 ) -> NumpyArray:
-    """The global value, on the host. Across processes a program is called with the common seed."""
+    """Return the global value on the host. Several processes call the program with their common seed."""
     value = (
         initializer.program.function(seed)
         if across and initializer.program is not None

@@ -33,7 +33,7 @@ from typing import Any, Self
 import jax
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.jax.shardy import operations, propagate
+from layoutmap.engines.jax.shardy import list_operations, propagate
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed
 
@@ -62,18 +62,18 @@ Axes = Sequence[Sequence[Piece]]
 """For each axis of a tensor what shards it, major to minor."""
 
 
-def _looking(lower: Callable[..., _mlir.LoweringResult]) -> Callable[..., _mlir.LoweringResult]:
+def _wrap_lowering(lower: Callable[..., _mlir.LoweringResult]) -> Callable[..., _mlir.LoweringResult]:
     @functools.wraps(lower)
-    def lowered(name: str, *args: object, **kwargs: Any) -> _mlir.LoweringResult:
+    def lower_and_correct(name: str, *args: object, **kwargs: Any) -> _mlir.LoweringResult:
         result = lower(name, *args, **kwargs)
         if kwargs.get("num_partitions", 1) > 1:
             keep_apart(result.module, name)
         return result
 
-    return lowered
+    return lower_and_correct
 
 
-PATCH = Attribute(_mlir, "lower_jaxpr_to_module", _looking)
+PATCH = Attribute(_mlir, "lower_jaxpr_to_module", _wrap_lowering)
 """Has JAX look at each program for several devices that it lowers."""
 
 
@@ -88,25 +88,27 @@ def keep_apart(module: _ir.Module, name: str) -> None:
         EngineError: A product could be wrong all the same.
     """
     with module.context, _ir.Location.unknown():
-        products = _products(module)
+        products = _list_products(module)
         if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
             if products and _OF_A_GRID.search(str(module)):
-                raise _refused(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
+                raise _make_error(name, products[0], "set jax_use_shardy_partitioner, as it is by default")
             return
-        has_several_dims = any(sum(n > 1 for n in dims.values()) > 1 for dims in _meshes(module).values())
+        has_several_dims = any(
+            sum(n > 1 for n in dims.values()) > 1 for dims in _read_meshes(module).values()
+        )
         if not products or not has_several_dims:
             return
-        _unshare(module)
-        products = _products(module)
+        _copy_shared_functions(module)
+        products = _list_products(module)
         apart: set[tuple[int, int]] = set()
         replicated: set[tuple[int, int]] = set()
         while True:  # changing the layouts of one product can change those of others
-            layouts, found = _propagated(module)
+            layouts, found = _propagate_layouts(module)
             if not found:
                 break
             if refused := {each for each in apart & found if each[1] != _RESULT or each in replicated}:
                 fix = "constrain its operands to be replicated: lm.dtensor.relayout(operand, layout)"
-                raise _refused(name, products[min(refused)[0]], fix)
+                raise _make_error(name, products[min(refused)[0]], fix)
             for number, value in sorted(found):
                 result = products[number].results[0]
                 if value != _RESULT:
@@ -121,12 +123,12 @@ def keep_apart(module: _ir.Module, name: str) -> None:
             _pin(module, layouts)
 
 
-def _unshare(module: _ir.Module) -> None:
-    """Give each call a function of its own: JAX lowers a function once, whose products have a layout for each call."""
+def _copy_shared_functions(module: _ir.Module) -> None:
+    """Give each call its own copy of a function, since JAX shares one between calls with different layouts."""
     table, called = _ir.SymbolTable(module.operation), set[str]()
 
     def visit(function: _ir.Operation) -> None:
-        for call in operations(function, "func.call"):
+        for call in list_operations(function, "func.call"):
             name = _ir.FlatSymbolRefAttr(call.attributes["callee"]).value
             if name in called:
                 copy = table[name].operation.clone(ip=_ir.InsertionPoint(module.body))
@@ -145,9 +147,10 @@ def _put_barrier_behind(result: Any) -> None:
 
 
 def _replicate(module: _ir.Module, result: Any) -> None:
-    """Have a result replicated, from which each device takes what it wants."""
+    """Replicate a result, from which each device then takes its part."""
     layout = _sdy.TensorShardingAttr.get(
-        _largest_mesh(module), [_sdy.DimensionShardingAttr.get([], is_closed=True) for _ in result.type.shape]
+        _find_largest_mesh(module),
+        [_sdy.DimensionShardingAttr.get([], is_closed=True) for _ in result.type.shape],
     )
     with _ir.InsertionPoint.after(result.owner):
         whole = _sdy.ShardingConstraintOp(result, layout)
@@ -159,7 +162,7 @@ def _gather(module: _ir.Module, op: _ir.OpView, operand: int) -> None:
     lhs, rhs, result = _LABELS[op.name](op)
     closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[operand]]
     layout = _sdy.TensorShardingAttr.get(
-        _largest_mesh(module),
+        _find_largest_mesh(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=each) for each in closed],
     )
     with _ir.InsertionPoint(op):
@@ -172,31 +175,31 @@ def _pin(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None
     XLA simplifies a program before it propagates layouts; where some conflict, others could win then. A value has one
     constraint for all products that take it, so that XLA gathers it once.
     """
-    mesh, products = _largest_mesh(module), _products(module)
+    mesh, products = _find_largest_mesh(module), _list_products(module)
     pinned: dict[tuple[object, _sdy.TensorShardingAttr], Any] = {}
     for number, (*of_operands, of_result) in layouts.items():
         op = products[number]
-        for operand, layout in zip(_operands_of(op), of_operands, strict=True):
+        for operand, layout in zip(_find_operands(op), of_operands, strict=True):
             value = op.operands[operand]
-            key = value, _closed(layout, mesh, value)
+            key = value, _close_sharding(layout, mesh, value)
             if key not in pinned:
-                pinned[key] = _constrained(*key)
+                pinned[key] = _constrain(*key)
             op.operands[operand] = pinned[key]
-        layout = _closed(of_result, mesh, op.results[0])
-        result = _constrained(op.results[0], layout)
+        layout = _close_sharding(of_result, mesh, op.results[0])
+        result = _constrain(op.results[0], layout)
         op.results[0].replace_all_uses_except(result, result.owner.operation)
         pinned[result, layout] = result
 
 
-def _constrained(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
-    """A value in a layout, from where it is computed on."""
+def _constrain(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
+    """Return a value that is constrained to a layout where it is computed."""
     is_argument = isinstance(value.owner, _ir.Block)
     begins = _ir.InsertionPoint.at_block_begin if is_argument else _ir.InsertionPoint.after
     with begins(value.owner):
         return _sdy.ShardingConstraintOp(value, layout).result
 
 
-def _closed(layout: _Sharding, mesh: str, value: Any) -> _sdy.TensorShardingAttr:
+def _close_sharding(layout: _Sharding, mesh: str, value: Any) -> _sdy.TensorShardingAttr:
     if layout is None:
         whole = [_sdy.DimensionShardingAttr.get([], is_closed=True)] * len(value.type.shape)
         return _sdy.TensorShardingAttr.get(mesh, whole)
@@ -208,12 +211,12 @@ def _closed(layout: _Sharding, mesh: str, value: Any) -> _sdy.TensorShardingAttr
     )
 
 
-def _largest_mesh(module: _ir.Module) -> str:
-    meshes = _meshes(module)
+def _find_largest_mesh(module: _ir.Module) -> str:
+    meshes = _read_meshes(module)
     return max(meshes, key=lambda name: len(meshes[name]))
 
 
-def _refused(name: str, op: _ir.OpView, fix: str) -> EngineError:
+def _make_error(name: str, op: _ir.OpView, fix: str) -> EngineError:
     return EngineError(
         f"{name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
@@ -223,8 +226,8 @@ def _refused(name: str, op: _ir.OpView, fix: str) -> EngineError:
     )
 
 
-def _propagated(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set[tuple[int, int]]]:
-    """The layouts of a program's products, by number, and which products XLA could compute wrongly.
+def _propagate_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set[tuple[int, int]]]:
+    """Return the layouts of a program's products by number, and the products that XLA may compute wrongly.
 
     Returns:
         The layouts of the values of each product, `None` for replicated, unless all are; of each product that could be
@@ -232,17 +235,17 @@ def _propagated(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set
     """
     copy = module.operation.clone()
     kind = _ir.IntegerType.get_signless(64)
-    for number, op in enumerate(_products(copy)):
+    for number, op in enumerate(_list_products(copy)):
         op.attributes[_NUMBER] = _ir.IntegerAttr.get(kind, number)
     propagate(copy)
-    meshes = _meshes(copy)
+    meshes = _read_meshes(copy)
     layouts: dict[int, Sequence[_Sharding]] = {}
     found: set[tuple[int, int]] = set()
-    for op in _products(copy):
+    for op in _list_products(copy):
         number = op.attributes[_NUMBER].value
         # Inside of `shard_map` each device computes for itself: a constraint there is an error.
-        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_layout, _values(op)))
-        to_change = _KINDS.get(op.name, _Product).of(op, meshes).to_change()
+        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_find_layout, _values(op)))
+        to_change = _KINDS.get(op.name, _Product).from_operation(op, meshes).find_value_to_change()
         if to_change is not None:
             found.add((number, to_change))
     return {number: each for number, each in layouts.items() if any(each)}, found
@@ -256,21 +259,21 @@ def _is_in_shard_map(op: _ir.OpView) -> bool:
 
 
 def _values(op: _ir.OpView) -> Sequence[Any]:
-    lhs, rhs = _operands_of(op)
+    lhs, rhs = _find_operands(op)
     return op.operands[lhs], op.operands[rhs], op.results[0]
 
 
-def _operands_of(op: _ir.OpView) -> tuple[int, int]:
-    """The numbers of the operands that a result is computed of; what a scatter adds to has the result's layout."""
+def _find_operands(op: _ir.OpView) -> tuple[int, int]:
+    """Return the positions of the two operands that a result is computed from."""
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
 
-def _products(module: _ir.Module | _ir.Operation) -> list[Any]:
-    return [op for op in operations(module, "stablehlo.") if op.name in _LABELS]
+def _list_products(module: _ir.Module | _ir.Operation) -> list[Any]:
+    return [op for op in list_operations(module, "stablehlo.") if op.name in _LABELS]
 
 
-def _meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
-    """The meshes of a program: for each name the sizes of its dims."""
+def _read_meshes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
+    """Return the meshes of a program by name, each as the sizes of its dims."""
     found = {
         view.attributes["sym_name"].value: _sdy.MeshAttr(view.attributes["mesh"])
         for view in module.operation.regions[0].blocks[0]
@@ -302,59 +305,62 @@ class _Product:
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, op: _ir.OpView, meshes: Mapping[str, Mapping[str, int]]) -> Self:
+    def from_operation(cls, op: _ir.OpView, meshes: Mapping[str, Mapping[str, int]]) -> Self:
         values = _values(op)
-        layouts = [_layout(value) for value in values]
+        layouts = [_find_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
         mesh = max(named, key=len, default={})
-        given = [list(_dims_of(layout)) if layout else [] for layout in layouts]
+        given = [list(_iterate_dims(layout)) if layout else [] for layout in layouts]
         ends = {name: {1, size} for name, size in mesh.items()}
         for name, begin, end in (part for axes in given for axis in axes for part in axis):
             ends[name] |= {begin, end or mesh[name]}
 
-        def pieces(name: str, begin: int = 1, end: int | None = None) -> Iterator[Piece]:
+        def split_dim(name: str, begin: int = 1, end: int | None = None) -> Iterator[Piece]:
             inside = sorted(n for n in ends[name] if begin <= n <= (end or mesh[name]))
             return ((name, *pair) for pair in pairwise(inside))
 
-        axes = [[[piece for part in axis for piece in pieces(*part)] for axis in each] for each in given]
-        dims = [piece for name in mesh for piece in pieces(name)]
+        axes = [[[piece for part in axis for piece in split_dim(*part)] for axis in each] for each in given]
+        dims = [piece for name in mesh for piece in split_dim(name)]
         sizes = [math.prod(operand.type.shape) for operand in values[:2]]
         return cls(tuple(axes), _LABELS[op.name](op), dims, tuple(sizes))  # type: ignore[arg-type]
 
-    def to_change(self) -> int | None:
-        """Which value to change, where XLA could compute the product wrongly: in most such cases it would not."""
-        lhs, rhs = (self._summed(operand) for operand in (0, 1))
+    def find_value_to_change(self) -> int | None:
+        """Return the position of the value to redistribute, or None if XLA computes the product correctly."""
+        lhs, rhs = (self._find_summed_dims(operand) for operand in (0, 1))
         if lhs & rhs:
-            of_others = lhs != rhs and self._shards_result(lhs & rhs)
-            return _RESULT if of_others or self._is_read_in_another_order(lhs & rhs, (0, 1)) else None
-        if not any(_size(each) > 1 and _size(each) == _size(other) for each, other in self._pairs()):
+            of_others = lhs != rhs and self._is_result_sharded(lhs & rhs)
+            return _RESULT if of_others or self._has_other_device_order(lhs & rhs, (0, 1)) else None
+        if not any(
+            _count_shards(each) > 1 and _count_shards(each) == _count_shards(other)
+            for each, other in self._iterate_summed_dims()
+        ):
             return None
-        if self._is_read_in_another_order(lhs, (0,)) or self._is_read_in_another_order(rhs, (1,)):
+        if self._has_other_device_order(lhs, (0,)) or self._has_other_device_order(rhs, (1,)):
             return min((0, 1), key=lambda operand: self.sizes[operand])
         return None
 
-    def _pairs(self) -> Iterator[tuple[set[Piece], set[Piece]]]:
-        """The mesh dims that shard all axes of the sum in both operands, and those that shard each of them."""
-        yield self._summed(0), self._summed(1)
+    def _iterate_summed_dims(self) -> Iterator[tuple[set[Piece], set[Piece]]]:
+        """Yield the mesh dims that shard the summed axes of both operands: first of all axes, then of each one."""
+        yield self._find_summed_dims(0), self._find_summed_dims(1)
         for label in self.labels[0]:
-            yield self._summed(0, label), self._summed(1, label)
+            yield self._find_summed_dims(0, label), self._find_summed_dims(1, label)
 
-    def _summed(self, operand: int, only: Hashable = None) -> set[Piece]:
-        """The mesh dims that shard the axes of an operand that are added up over, or one of them."""
+    def _find_summed_dims(self, operand: int, only: Hashable = None) -> set[Piece]:
+        """Return the mesh dims that shard the summed axes of an operand, or only one of these axes."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
-        placed = self._labels(operand).items()
+        placed = self._label_pieces(operand).items()
         return {piece for piece, label in placed if label in summed and only in (None, label)}
 
-    def _labels(self, value: int) -> dict[Piece, Hashable]:
-        """The label of the axis that each piece of the mesh shards."""
+    def _label_pieces(self, value: int) -> dict[Piece, Hashable]:
+        """Return the label of the axis that each piece of the mesh shards."""
         axes = zip(self.axes[value], self.labels[value], strict=False)
         return {piece: label for pieces, label in axes for piece in pieces}
 
-    def _shards_result(self, groups: set[Piece]) -> bool:
-        return bool(groups & self._labels(_RESULT).keys())
+    def _is_result_sharded(self, groups: set[Piece]) -> bool:
+        return bool(groups & self._label_pieces(_RESULT).keys())
 
-    def _is_read_in_another_order(self, groups: set[Piece], operands: tuple[int, ...]) -> bool:
-        """Whether XLA could read the result in another order than that in which the devices of a group computed it.
+    def _has_other_device_order(self, groups: set[Piece], operands: tuple[int, ...]) -> bool:
+        """Return whether XLA may read the result in another device order than it was computed in.
 
         It could not where no piece that tells groups apart shards the result; or where those pieces alone shard axes
         of it, and the others shard it in the order of the operands, each along an axis that it shards in one of them.
@@ -363,24 +369,24 @@ class _Product:
             groups: What tells the groups apart.
             operands: Which operands the groups compute with as they are.
         """
-        if not self._shards_result(groups):
+        if not self._is_result_sharded(groups):
             return False
         orders = {
-            tuple(piece for piece in self._order(self.axes[value]) if piece not in groups)
+            tuple(piece for piece in self._order_pieces(self.axes[value]) if piece not in groups)
             for value in (*operands, _RESULT)
         }
         return (
             len(orders) > 1
             or any(groups & {*axis} and {*axis} - groups for axis in self.axes[_RESULT])
             or any(
-                label not in (self._labels(0).get(piece), self._labels(1).get(piece))
-                for piece, label in self._labels(_RESULT).items()
+                label not in (self._label_pieces(0).get(piece), self._label_pieces(1).get(piece))
+                for piece, label in self._label_pieces(_RESULT).items()
                 if piece not in groups
             )
         )
 
-    def _order(self, axes: Axes) -> list[Piece]:
-        """All pieces of the mesh, in the order in which XLA counts a tensor's shards: what shards no axis is last."""
+    def _order_pieces(self, axes: Axes) -> list[Piece]:
+        """Return all pieces of the mesh in XLA's order of shards. Those that shard no axis are last."""
         sharded = [piece for axis in axes for piece in axis]
         return sharded + [piece for piece in self.dims if piece not in sharded]
 
@@ -388,13 +394,14 @@ class _Product:
 class _Gather(_Product):
     """The layouts of a gather's operand, of its indices and of its result."""
 
-    def to_change(self) -> int | None:
-        """The result, where a mesh dim shards an axis of it, and that axis of neither the operand nor the indices."""
-        if not self._labels(0):
+    def find_value_to_change(self) -> int | None:
+        """Return the result if a mesh dim shards one of its axes, but not that axis of the operand or the indices."""
+        if not self._label_pieces(0):
             return None
-        found = self._labels(_RESULT).items()
+        found = self._label_pieces(_RESULT).items()
         is_apart = any(
-            label not in (self._labels(0).get(piece), self._labels(1).get(piece)) for piece, label in found
+            label not in (self._label_pieces(0).get(piece), self._label_pieces(1).get(piece))
+            for piece, label in found
         )
         return _RESULT if is_apart else None
 
@@ -402,21 +409,21 @@ class _Gather(_Product):
 class _Scatter(_Product):
     """The layouts of a scatter's updates, of its indices and of its result."""
 
-    def to_change(self) -> int | None:
-        """The result, where a mesh dim shards it along the batch of tables, and not the updates along that."""
+    def find_value_to_change(self) -> int | None:
+        """Return the result if a mesh dim shards its batch of tables, but not the batch of the updates."""
         batch = {*self.labels[1]} & {*self.labels[_RESULT]}
-        found = self._labels(_RESULT).items()
-        is_apart = any(label in batch and label != self._labels(0).get(piece) for piece, label in found)
+        found = self._label_pieces(_RESULT).items()
+        is_apart = any(label in batch and label != self._label_pieces(0).get(piece) for piece, label in found)
         return _RESULT if is_apart else None
 
 
-def _size(pieces: Iterable[Piece]) -> int:
-    """Over how many devices they shard an axis."""
+def _count_shards(pieces: Iterable[Piece]) -> int:
+    """Return the number of shards that these pieces of a mesh split an axis into."""
     return math.prod(end // begin for _, begin, end in pieces)
 
 
-def _dims_of(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
-    """For each axis what shards it: a mesh dim from its begin to its end, where that is not all of it."""
+def _iterate_dims(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
+    """Yield for each axis the mesh dims that shard it, with begin and end where only a part of a dim does."""
     for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
         found: list[tuple[str, int, int | None]] = []
         for dim in map(_sdy.AxisRefAttr, axis.axes):
@@ -427,8 +434,8 @@ def _dims_of(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, i
         yield found
 
 
-def _layout(value: Any) -> _Sharding:
-    """The layout that Shardy gave a value; `None`: it is replicated."""
+def _find_layout(value: Any) -> _Sharding:
+    """Return the layout that Shardy gave a value, or None if it is replicated."""
     owner = value.owner
     if isinstance(owner, _ir.Block):
         op, number = owner.owner.operation, _ir.BlockArgument(value).arg_number
@@ -448,7 +455,7 @@ def _layout(value: Any) -> _Sharding:
     return _sdy.TensorShardingAttr(_sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number])
 
 
-def _labels_of_dot(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_dot(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     lhs: list[Hashable] = [("lhs", axis) for axis in range(len(op.operands[0].type.shape))]
     rhs: list[Hashable] = [("rhs", axis) for axis in range(len(op.operands[1].type.shape))]
@@ -461,7 +468,7 @@ def _labels_of_dot(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list
     return lhs, rhs, [lhs[axis] for axis in batch] + free + others
 
 
-def _labels_of_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     lhs, rhs, result = ([(of, axis) for axis in range(len(op.results[0].type.shape))] for of in range(3))
     groups = any(op.attributes[name].value > 1 for name in ("feature_group_count", "batch_group_count"))
@@ -474,10 +481,10 @@ def _labels_of_convolution(op: Any) -> tuple[list[Hashable], list[Hashable], lis
     return lhs, rhs, result  # type: ignore[return-value]
 
 
-def _labels_of_gather(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_gather(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     batch = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    table, indices, result = _labels_of_rows(op, 0, batch, numbers.index_vector_dim, numbers.offset_dims)
+    table, indices, result = _label_rows(op, 0, batch, numbers.index_vector_dim, numbers.offset_dims)
     sliced = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [axis for axis in range(len(table)) if axis not in sliced]
     shape, sizes = op.operands[0].type.shape, _ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])
@@ -487,16 +494,16 @@ def _labels_of_gather(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], l
     return table, indices, result
 
 
-def _labels_of_scatter(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+def _label_scatter(op: _ir.OpView) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
     numbers = _hlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     batch = zip(numbers.input_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    return _labels_of_rows(op, _RESULT, batch, numbers.index_vector_dim, numbers.update_window_dims)
+    return _label_rows(op, _RESULT, batch, numbers.index_vector_dim, numbers.update_window_dims)
 
 
-def _labels_of_rows(
+def _label_rows(
     op: _ir.OpView, table: int, batch: Iterable[tuple[int, int]], vector: int, windows: Sequence[int]
 ) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
-    """The labels of a table, of indices into it, which are value 1, and of rows that are read or written.
+    """Return the labels of a table, of the indices into it, and of the rows that are read or written.
 
     Args:
         op: The operation.
@@ -521,8 +528,8 @@ _SCATTER = "stablehlo.scatter"
 _GATHER = "stablehlo.gather"
 _KINDS: dict[str, type[_Product]] = {_GATHER: _Gather, _SCATTER: _Scatter}
 _LABELS = {
-    "stablehlo.dot_general": _labels_of_dot,
-    "stablehlo.convolution": _labels_of_convolution,
-    _GATHER: _labels_of_gather,
-    _SCATTER: _labels_of_scatter,
+    "stablehlo.dot_general": _label_dot,
+    "stablehlo.convolution": _label_convolution,
+    _GATHER: _label_gather,
+    _SCATTER: _label_scatter,
 }

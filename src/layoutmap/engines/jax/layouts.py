@@ -15,12 +15,17 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from layoutmap.core.errors import MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, convert_mesh
-from layoutmap.engines.jax.devices import mesh_on, name_of, named_sharding, partition_spec
+from layoutmap.engines.jax.devices import (
+    add_devices,
+    get_device_name,
+    make_named_sharding,
+    make_partition_spec,
+)
 from layoutmap.engines.protocol import Unplaced
 
 
 class ArrayLayouts:  # why: decisions/0033
-    """Knows the layout of each array.
+    """Table that finds the layouts of arrays.
 
     Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's. Arrays are on the first that was
     used, for as long as JAX's lives, but for those that were made on another one.
@@ -31,26 +36,26 @@ class ArrayLayouts:  # why: decisions/0033
         self._read_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
         self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}  # by id: JAX's arrays have no hash
 
-    def sharding(self, layout: Layout) -> NamedSharding:
-        """The sharding of a layout, one entry for each axis; its mesh is remembered, for `layout_of`."""
-        sharding = named_sharding(layout)
+    def make_sharding(self, layout: Layout) -> NamedSharding:
+        """Return the sharding of a layout, with one entry per axis, and remember its mesh for later lookups."""
+        sharding = make_named_sharding(layout)
         self._mesh_of_native.setdefault(sharding.mesh, layout.mesh)  # type: ignore[arg-type]
         return sharding
 
-    def fitting(
+    def make_fitting_sharding(
         self, layout: Layout, shape: tuple[int, ...], name: str = "layout", memory: str = ""
     ) -> NamedSharding:
-        """The sharding of a layout that fits a shape, in a kind of memory; empty: that of the devices.
+        """Return the sharding of a layout that fits a shape. An empty `memory` means the devices' default.
 
         Raises:
             LayoutError: It does not fit.
         """
         layout.check_fits(shape, name)
-        sharding = self.sharding(layout)
+        sharding = self.make_sharding(layout)
         return sharding.with_memory_kind(memory) if memory else sharding
 
-    def mesh_of(self, native_mesh: jax.sharding.Mesh) -> Mesh:
-        """The mesh of a `jax.sharding.Mesh`: the first it was made from, or one of its devices and axis names.
+    def find_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
+        """Return the mesh of a `jax.sharding.Mesh`: the first one used, or one with its devices and axis names.
 
         The types of its axes (`Auto`, `Explicit`) say how JAX's compiler treats them, not where things are, and are
         not kept: `sharding` always makes `Auto` axes.
@@ -61,38 +66,38 @@ class ArrayLayouts:  # why: decisions/0033
         known = self._mesh_of_native.get(native_mesh) or self._read_of_native.get(native_mesh)
         if known is None:
             dims = list(zip(map(str, native_mesh.axis_names), native_mesh.devices.shape, strict=True))
-            known = mesh_on(Mesh(None, dims), list(native_mesh.devices.flat))
+            known = add_devices(Mesh(None, dims), list(native_mesh.devices.flat))
             self._read_of_native[native_mesh] = known
         return known
 
-    def layout_of(self, array: Any) -> Layout | None:
+    def get_layout(self, array: Any) -> Layout | None:
         """The layout of an array, or `None` if it is on no mesh of named dims."""
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
             return None
-        if _says_no_layout(sharding.spec):
+        if _explain_missing_layout(sharding.spec):
             return None
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
-        return Layout(_specs(sharding.spec, array.ndim), made_on or self.mesh_of(sharding.mesh))
+        return Layout(_pad_specs(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh))
 
-    def found(self, array: Any, meshes: Sequence[Mesh]) -> Layout | Unplaced:
-        """The layout of an array, or how it is held otherwise; see `Engine.found`."""
+    def describe_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | Unplaced:
+        """Return the layout of an array, or a description of its placement without one."""
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding):
-            return _without_names(array, sharding, meshes)
-        if (why := _says_no_layout(sharding.spec)) is not None:
+            return _match_sharding(array, sharding, meshes)
+        if (why := _explain_missing_layout(sharding.spec)) is not None:
             return Unplaced(why)
         try:
             if isinstance(sharding.mesh, jax.sharding.Mesh):
-                layout = self.layout_of(array)
+                layout = self.get_layout(array)
                 assert layout is not None
                 return layout
-            return Layout(_specs(sharding.spec, array.ndim), convert_mesh(sharding.mesh))
+            return Layout(_pad_specs(sharding.spec, array.ndim), convert_mesh(sharding.mesh))
         except MeshError as error:
             return Unplaced(f"{sharding.spec} on a mesh that has no form here: {error.what}")
 
-    def noted(self, array: Any, layout: Layout, *, given: object = None) -> jax.Array:
-        """An array that was made in a layout; its mesh is noted where JAX's own stands for another one of ours.
+    def record_layout(self, array: Any, layout: Layout, *, given: object = None) -> jax.Array:
+        """Return an array that was made in a layout, and record its mesh if equal meshes were used before.
 
         Args:
             array: The array.
@@ -115,12 +120,12 @@ class ArrayLayouts:  # why: decisions/0033
         return array
 
 
-def _specs(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
+def _pad_specs(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
     return [*spec, *[None] * (rank - len(spec))]
 
 
-def _says_no_layout(spec: PartitionSpec) -> str | None:
-    """How a spec leaves open what devices hold; `None`: it does not."""
+def _explain_missing_layout(spec: PartitionSpec) -> str | None:
+    """Return the reason that a spec does not determine the values of each device, or None if it does."""
     if spec.unreduced:
         return f"each device has a summand of it: the sum over {', '.join(sorted(map(str, spec.unreduced)))} is pending"
     if any(each is PartitionSpec.UNCONSTRAINED for each in spec):
@@ -128,8 +133,8 @@ def _says_no_layout(spec: PartitionSpec) -> str | None:
     return None
 
 
-def _without_names(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Layout | Unplaced:
-    """The layout of an array whose sharding names no dims, if one on these meshes is the same; or how it is held."""
+def _match_sharding(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Layout | Unplaced:
+    """Return the layout on these meshes that equals a sharding without named dims, or else its placement."""
     if not isinstance(sharding, Sharding):
         kind = "an array of numpy" if hasattr(array, "__array__") else "a shape without a sharding"
         return Unplaced(f"{kind}, which JAX copies to where it is used", is_copied=True)
@@ -137,23 +142,23 @@ def _without_names(array: Any, sharding: object, meshes: Sequence[Mesh]) -> Layo
         (device,) = sharding.device_set
         if not getattr(array, "committed", False):
             return Unplaced(
-                "on no mesh: JAX copies it to where it is used", (name_of(device),), is_copied=True
+                "on no mesh: JAX copies it to where it is used", (get_device_name(device),), is_copied=True
             )
-        return Unplaced(f"on {name_of(device)} alone", (name_of(device),))
-    by_name = {name_of(device): device for device in sharding.device_set}
+        return Unplaced(f"on {get_device_name(device)} alone", (get_device_name(device),))
+    by_name = {get_device_name(device): device for device in sharding.device_set}
     for mesh in meshes:
         if {*(mesh.devices or ())} != {*by_name}:
             continue
         devices = np.array([by_name[name] for name in mesh.devices or ()]).reshape(mesh.shape)
         native = jax.sharding.Mesh(devices, mesh.dim_names)
-        for layout in _of_shard_shape(array.shape, sharding.shard_shape(array.shape), mesh):
-            if sharding.is_equivalent_to(NamedSharding(native, partition_spec(layout)), array.ndim):
+        for layout in _iterate_layouts(array.shape, sharding.shard_shape(array.shape), mesh):
+            if sharding.is_equivalent_to(NamedSharding(native, make_partition_spec(layout)), array.ndim):
                 return layout
     return Unplaced(f"{sharding}, which names no mesh dims")
 
 
-def _of_shard_shape(shape: Sequence[int], shard: Sequence[int], mesh: Mesh) -> Iterator[Layout]:
-    """The layouts on a mesh with shards of this shape."""
+def _iterate_layouts(shape: Sequence[int], shard: Sequence[int], mesh: Mesh) -> Iterator[Layout]:
+    """Yield the layouts on a mesh with shards of this shape."""
     sizes = {name: size for name, size in mesh.dim_sizes.items() if size > 1}
     ways: list[list[tuple[str, ...]]] = []
     for axis, part in zip(shape, shard, strict=True):

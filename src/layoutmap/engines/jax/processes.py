@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
-from layoutmap.engines.checks import processes_differ
+from layoutmap.engines.checks import make_difference_error
 from layoutmap.engines.jax.devices import Device
 
 
-def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
-    """The values of each process that has one of the devices, one row each, in order of the processes.
+def gather_values(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
+    """Return the values of each process with one of the devices, one row each, in order of the processes.
 
     Args:
         values: Those of this process; of one shape and element type in all of them.
@@ -32,7 +32,7 @@ def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
     Raises:
         EngineError: Another process cannot be reached.
     """
-    sharding = _one_each(tuple(devices))
+    sharding = _shard_by_process(tuple(devices))
     number = sharding.mesh.size
     if number == 1:
         return values[None]
@@ -42,12 +42,12 @@ def gathered(values: NumpyArray, devices: Sequence[Device]) -> NumpyArray:
         replicated = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
         received = np.asarray(replicated.addressable_data(0))
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError: a program that was not begun
-        raise _lost(error) from error
+        raise _make_unreachable_error(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
 
 
-def _lost(error: Exception) -> EngineError:
-    """The error for processes that could not exchange a few bytes."""
+def _make_unreachable_error(error: Exception) -> EngineError:
+    """Return the error for processes that could not exchange a few bytes."""
     lines = str(error).strip().splitlines()
     return EngineError(
         "another process of this program cannot be reached",
@@ -58,16 +58,16 @@ def _lost(error: Exception) -> EngineError:
 
 
 @functools.lru_cache(256)
-def _one_each(devices: tuple[Device, ...]) -> NamedSharding:
-    """One row on the first device of each process."""
+def _shard_by_process(devices: tuple[Device, ...]) -> NamedSharding:
+    """Return the sharding of one row on the first device of each process."""
     first = {device.process_index: device for device in reversed(devices)}
     column = np.empty(len(first), object)
     column[:] = [first[process] for process in sorted(first)]
     return NamedSharding(jax.sharding.Mesh(column, ("process",)), PartitionSpec("process"))
 
 
-def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
-    """The seeds of all programs; across processes those of the first of them.
+def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
+    """Return the seeds of all programs. Several processes use those of the first one.
 
     Args:
         initializers: The initializers by key, in the same order in all processes.
@@ -87,12 +87,12 @@ def common_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devi
     ]
     text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
     # Of the size of what `agreement` asks: processes that are about different things find out.
-    if len(set(gathered(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0])) > 1:
-        raise processes_differ("the processes create different variables")
+    if len(set(gather_values(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0])) > 1:
+        raise make_difference_error("the processes create different variables")
     sent = np.concatenate(
         [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
     )
-    data = gathered(sent, devices)[0].tobytes() if sent.size else b""
+    data = gather_values(sent, devices)[0].tobytes() if sent.size else b""
     start, common = 0, list[object]()
     for leaf, own, is_key in zip(leaves, plain, keys, strict=True):
         value: Any = np.frombuffer(data[start : start + own.nbytes], own.dtype).reshape(own.shape)

@@ -6,7 +6,7 @@ differ in the last bit. So the program is traced, and each operation that rounds
 devices of the mesh; operations that are exact whatever they are compiled with (moves, whole numbers) join the next one.
 
 An operation that adds elements up (a matrix product, a sum, a QR decomposition) returns other bits when its
-operand is sharded. A program with such an operation cannot be computed in shards; `why_global` says so.
+operand is sharded. A program with such an operation cannot be computed in shards; `find_global_reason` says so.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 
 @contextmanager
-def undisturbed() -> Generator[None]:
-    """Leave what a program may have entered: any tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit`."""
+def leave_program_context() -> Generator[None]:
+    """Suspend any tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` while the context is open."""
     with jax.core.eval_context(), ExitStack() as stack:
         if not jax.sharding.get_abstract_mesh().empty:
             stack.enter_context(jax.set_mesh(None))  # type: ignore[arg-type]
@@ -62,14 +62,14 @@ def undisturbed() -> Generator[None]:
 
 
 def trace(function: Callable[[Any], object], seed: object) -> ClosedJaxpr:
-    """The operations of a program, for seeds like this one; nothing is computed."""
+    """Return the operations of a program for seeds like this one, without computing anything."""
     return jax.make_jaxpr(function)(seed)
 
 
-def closed_of(
+def make_closed_jaxpr(
     eqns: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Var], consts: dict[Var, Any] | None = None
 ) -> ClosedJaxpr:
-    """Some operations as a program of their own.
+    """Return some operations as a program of their own.
 
     Args:
         eqns: The operations, in order.
@@ -78,41 +78,41 @@ def closed_of(
         consts: The values of constant variables.
     """
     consts = consts or {}
-    debug_info = _debug_info(len(consts) + len(takes))
+    debug_info = _make_debug_info(len(consts) + len(takes))
     jaxpr = Jaxpr(list(consts), list(takes), list(gives), list(eqns), debug_info=debug_info)
     return ClosedJaxpr(jaxpr, list(consts.values()))
 
 
 @functools.lru_cache(64)
-def _debug_info(num_arguments: int) -> DebugInfo:
-    """The origin of a program as JAX wants it: nothing, but for the number of its arguments."""
+def _make_debug_info(num_arguments: int) -> DebugInfo:
+    """Return the empty debug information that JAX needs for this number of arguments."""
     return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 
 
-def why_global(closed: ClosedJaxpr) -> str:
-    """Why a program's value cannot be computed in shards with the same bits; empty if it can."""
+def find_global_reason(closed: ClosedJaxpr) -> str:
+    """Return the reason that computing in shards would change a program's bits, or an empty text."""
     if any(jnp.size(const) > _MAX_CONSTANT_SIZE for const in closed.consts):
         return "its value is computed from a constant array"
-    found = next(_mixing(closed.jaxpr), None)
+    found = next(_find_mixing_operations(closed.jaxpr), None)
     return f"{found} returns other bits when its operand is sharded" if found else ""
 
 
-def _mixing(jaxpr: Jaxpr) -> Iterator[str]:
-    """The names of operations whose bits depend on how their operands are sharded."""
+def _find_mixing_operations(jaxpr: Jaxpr) -> Iterator[str]:
+    """Yield the names of operations with bits that depend on the sharding of their operands."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        inner = list(inner_jaxprs(eqn.params.values()))
+        inner = list(iterate_inner_jaxprs(eqn.params.values()))
         if name in CALLS:
             for nested in inner:
-                yield from _mixing(nested)
+                yield from _find_mixing_operations(nested)
             continue
-        rounds = any(map(_rounds, (*eqn.invars, *eqn.outvars)))
+        rounds = any(map(_is_rounded, (*eqn.invars, *eqn.outvars)))
         if any(map(is_ref, eqn.invars)) or (name not in _SAME_WHEN_SHARDED and rounds):
             yield name
 
 
-def inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
-    """Return the programs among the parameters of an operation."""
+def iterate_inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
+    """Yield the programs among the parameters of an operation."""
     for param in params:
         if isinstance(param, ClosedJaxpr):
             yield param.jaxpr
@@ -125,8 +125,8 @@ def is_ref(var: object) -> TypeGuard[Var]:
     return isinstance(var, Var) and not isinstance(var.aval, jax.core.ShapedArray)
 
 
-def _rounds(var: Any) -> bool:
-    """Whether a value is of a type that rounds."""
+def _is_rounded(var: Any) -> bool:
+    """Return whether a value has an element type that rounds."""
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
@@ -141,10 +141,10 @@ class _Segment:
 
 
 class ShardedProgram:  # why: decisions/0006
-    """A traced program, compiled step by step for one sharding.
+    """Traced program that is compiled step by step for one sharding.
 
     Args:
-        closed: What `trace` gave; `why_global` must have nothing against it.
+        closed: What `trace` gave; `find_global_reason` must have nothing against it.
         sharding: The sharding of the result.
     """
 
@@ -152,14 +152,14 @@ class ShardedProgram:  # why: decisions/0006
         self._closed = closed
         jaxpr = closed.jaxpr
         (self._result,) = jaxpr.outvars
-        eqns, self._literals = _without_literals(jaxpr.eqns)
+        eqns, self._literals = _replace_literals(jaxpr.eqns)
         groups: list[list[JaxprEqn]] = [[]]
         for eqn in eqns:
             groups[-1].append(eqn)
-            if eqn.primitive.name not in _EXACT_MOVES and any(map(_rounds, eqn.outvars)):
+            if eqn.primitive.name not in _EXACT_MOVES and any(map(_is_rounded, eqn.outvars)):
                 groups.append([])
         groups = [group for group in groups if group]
-        needs = [_needs(group) for group in groups]
+        needs = [_find_inputs(group) for group in groups]
         shape = self._result.aval.shape
         steps: list[_Segment] = []
         for i, group in enumerate(groups):
@@ -168,14 +168,14 @@ class ShardedProgram:  # why: decisions/0006
             gives = tuple(var for eqn in group for var in eqn.outvars if var in wanted)
             if gives:
                 last = tuple(var for var in needs[i] if var not in wanted)
-                out = [_sharding_of(var.aval, shape, sharding) for var in gives]
-                steps.append(_Segment(_compiled(group, needs[i], gives, out), tuple(needs[i]), gives, last))
+                out = [_choose_sharding(var.aval, shape, sharding) for var in gives]
+                steps.append(_Segment(_compile(group, needs[i], gives, out), tuple(needs[i]), gives, last))
         self._steps = steps
         self._place = jax.jit(lambda x: x, out_shardings=sharding)
 
     def __call__(self, seed: object) -> jax.Array:
-        """The value for a seed, each device making only its shard."""
-        values = self._values(jax.tree.leaves(seed))
+        """Return the value for a seed. Each device computes only its shard."""
+        values = self._list_first_values(jax.tree.leaves(seed))
         for step in self._steps:
             made = step.run(*(values[var] for var in step.takes))
             for var in step.last_use_of:
@@ -186,15 +186,15 @@ class ShardedProgram:  # why: decisions/0006
             return values[self._result]
         return self._place(self._result.val if isinstance(self._result, Literal) else values[self._result])
 
-    def _values(self, seed: Sequence[jax.Array]) -> dict[Var, Any]:
-        """The values that the first step may take."""
+    def _list_first_values(self, seed: Sequence[jax.Array]) -> dict[Var, Any]:
+        """Return the values that the first step may use."""
         jaxpr = self._closed.jaxpr
         values = dict(zip(jaxpr.invars, seed, strict=True))
         return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals
 
     def lower(self) -> list[jax.stages.Lowered]:
-        """Each step lowered, to look at what the compiler makes of it."""
-        values = self._values([jnp.zeros(a.shape, a.dtype) for a in self._closed.in_avals])  # type: ignore[attr-defined]
+        """Return each step lowered, to inspect the compiler's result."""
+        values = self._list_first_values([jnp.zeros(a.shape, a.dtype) for a in self._closed.in_avals])  # type: ignore[attr-defined]
         lowered: list[jax.stages.Lowered] = []
         for step in self._steps:
             arguments = [values[var] for var in step.takes]
@@ -203,26 +203,26 @@ class ShardedProgram:  # why: decisions/0006
         return lowered
 
 
-def _without_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, np.ndarray]]:
-    """Return operations that take variables in place of constants, and the values of these.
+def _replace_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, np.ndarray]]:
+    """Return operations that take variables in place of constants, and the values of these variables.
 
     A plain model passes them to its programs. Of a constant in a program the compiler makes something else: it
     multiplies by the reciprocal instead of dividing, and has its own square root, so the last bit differs.
     """
     literals: dict[Var, np.ndarray] = {}
 
-    def variable(var: Var | Literal) -> Var:
+    def replace_literal(var: Var | Literal) -> Var:
         if not isinstance(var, Literal):
             return var
         new = Var(var.aval)
         literals[new] = np.asarray(var.val, var.aval.dtype)  # type: ignore[attr-defined]
         return new
 
-    return [eqn.replace(invars=[variable(var) for var in eqn.invars]) for eqn in eqns], literals
+    return [eqn.replace(invars=[replace_literal(var) for var in eqn.invars]) for eqn in eqns], literals
 
 
-def _needs(group: Sequence[JaxprEqn]) -> list[Var]:
-    """The values that a group of operations takes from outside, each once, in order."""
+def _find_inputs(group: Sequence[JaxprEqn]) -> list[Var]:
+    """Return the values that a group of operations takes from outside, each once, in order."""
     made: set[Var] = {var for eqn in group for var in eqn.outvars}
     return list(
         dict.fromkeys(
@@ -231,14 +231,14 @@ def _needs(group: Sequence[JaxprEqn]) -> list[Var]:
     )
 
 
-def _compiled(
+def _compile(
     group: Sequence[JaxprEqn], takes: Sequence[Var], gives: Sequence[Var], out_shardings: object
 ) -> Callable[..., Sequence[jax.Array]]:
-    return jax.jit(jaxpr_as_fun(closed_of(group, takes, gives)), out_shardings=out_shardings)
+    return jax.jit(jaxpr_as_fun(make_closed_jaxpr(group, takes, gives)), out_shardings=out_shardings)
 
 
-def _sharding_of(aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of a value between two steps: the result's, or over all devices, or replicated if small."""
+def _choose_sharding(aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding of a value between two steps: the result's, over all devices, or replicated if small."""
     plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if plain and aval.shape == result_shape:
         return sharding

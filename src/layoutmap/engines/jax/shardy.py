@@ -39,7 +39,7 @@ MARK = "layoutmap_mark"
 """The one dim of the mesh of marks: constraints on what layers return, which are to get their layouts."""
 
 
-def _unsupported(missing: str) -> EngineError:
+def _make_unsupported_error(missing: str) -> EngineError:
     return EngineError(
         f"jaxlib {jaxlib.version.__version__}: the layouts of a step cannot be found",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
@@ -48,22 +48,22 @@ def _unsupported(missing: str) -> EngineError:
     )
 
 
-def context() -> _ir.Context:
-    """Return MLIR with the dialects that modules of JAX are written in, to be entered."""
+def make_context() -> _ir.Context:
+    """Return an MLIR context with the dialects of JAX's modules. Enter it before use."""
     from jax._src.interpreters import mlir
 
     return mlir.make_ir_context()
 
 
-def bytes_of(module: Module) -> bytes:
-    """Return a module as MLIR's bytes, with the names of its operations."""
+def serialize_module(module: Module) -> bytes:
+    """Return a module as MLIR bytecode, with the names of its operations."""
     file = io.BytesIO()
     module.operation.write_bytecode(file)
     return file.getvalue()
 
 
-def parsed(text: str | bytes) -> _ir.Module:
-    """Return the module of a text, or of MLIR's bytes, in the context that is open."""
+def parse_module(text: str | bytes) -> _ir.Module:
+    """Return the module that a text or MLIR bytecode describes, in the open context."""
     return _ir.Module.parse(text)
 
 
@@ -75,17 +75,17 @@ def check() -> None:
         EngineError: It lacks some.
     """
     if _missing:
-        raise _unsupported(_missing)
-    with context():
+        raise _make_unsupported_error(_missing)
+    with make_context():
         try:
             _PassManager.parse(PASS)
         except (ValueError, RuntimeError) as error:
             said = str(error)
-            raise _unsupported(said.partition("error: ")[2].partition("\n")[0] or said) from error
+            raise _make_unsupported_error(said.partition("error: ")[2].partition("\n")[0] or said) from error
 
 
-def sharding_text(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
-    """Return a layout in Shardy's text; axes beyond it are not sharded, and without one all of them are open."""
+def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
+    """Return a layout as Shardy's text. Missing axes are unsharded, and without a layout all axes are open."""
     if layout is None:
         return f"<@{mesh}, [{', '.join(['{?}'] * rank)}]>"
     names = [", ".join(f'"{dim}"' for dim in layout.list_mesh_dims(axis)) for axis in range(layout.rank)]
@@ -99,7 +99,7 @@ def place(
     results: Sequence[Layout | None],
     outputs: Callable[[str, tuple[int, ...]], Layout | None],
 ) -> _ir.Operation:
-    """Return a copy of a module with layouts: what XLA compiles.
+    """Return a copy of a module with layouts, as XLA compiles it.
 
     Args:
         module: The module, with marks; it stays as it is.
@@ -125,8 +125,8 @@ def place(
             ("arg_attrs", arguments, main.type.inputs, donated),
             ("res_attrs", results, main.type.results, {}),
         ):
-            main.attributes[name] = _with_layouts(main.attributes, name, layouts, types, aliases)
-        for op in marks(copy):
+            main.attributes[name] = _add_layouts(main.attributes, name, layouts, types, aliases)
+        for op in list_marks(copy):
             _replace(op, outputs(getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)))
         return copy
 
@@ -139,13 +139,13 @@ def propagate(placed: _ir.Operation) -> None:
     """
     check()
     with placed.context, _ir.Location.unknown():
-        for op in operations(placed, "chlo."):
+        for op in list_operations(placed, "chlo."):
             _replace_chlo(op)
         _PassManager.parse(PASS).run(placed)
 
 
-def operations(module: Module, prefix: str) -> list[_ir.Operation]:
-    """Return the operations of a module whose names begin so, in order."""
+def list_operations(module: Module, prefix: str) -> list[_ir.Operation]:
+    """Return the operations of a module with names that start with `prefix`, in order."""
     found: list[_ir.Operation] = []
 
     def look(op: _ir.Operation) -> _ir.WalkResult:
@@ -190,13 +190,13 @@ def _replace_chlo(op: _ir.Operation) -> None:
 _SYMBOLS = "ijklmnopq"
 
 
-def marks(module: Module) -> list[_ir.Operation]:
-    """Return the marks of a module, in order."""
+def list_marks(module: Module) -> list[_ir.Operation]:
+    """Return the operations that mark layers' outputs in a module, in order."""
     meshes = _mark_meshes(module)
-    return [op for op in operations(module, "sdy.sharding_constraint") if _mesh_name_of(op) in meshes]
+    return [op for op in list_operations(module, "sdy.sharding_constraint") if _read_mesh_name(op) in meshes]
 
 
-def _mesh_name_of(op: _ir.Operation) -> str:
+def _read_mesh_name(op: _ir.Operation) -> str:
     return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0]
 
 
@@ -214,10 +214,10 @@ def _replace(op: _ir.Operation, layout: Layout | None) -> None:
         op.results[0].replace_all_uses_with(op.operands[0])
         op.erase()
     else:
-        op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{sharding_text(layout, rank)}")
+        op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{format_sharding(layout, rank)}")
 
 
-def _with_layouts(
+def _add_layouts(
     attributes: Mapping[str, Any],
     name: str,
     layouts: Sequence[Layout | None],
@@ -229,7 +229,7 @@ def _with_layouts(
     for number, (each, layout, kind) in enumerate(zip(before, layouts, types, strict=True)):
         entries = {entry.name: entry.attr for entry in each} if each else {}
         if layout is not None:
-            text = sharding_text(layout, len(kind.shape))
+            text = format_sharding(layout, len(kind.shape))
             entries["sdy.sharding"] = _ir.Attribute.parse(f"#sdy.sharding{text}")
         if number in aliases:
             entries["tf.aliasing_output"] = _ir.Attribute.parse(aliases[number])

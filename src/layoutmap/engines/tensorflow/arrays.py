@@ -1,4 +1,4 @@
-"""Tensors in layouts: made from shards, read shard by shard, redistributed; each with all its bits.
+"""Make, read, and redistribute tensors in layouts without changing a bit.
 
 DTensor's own relayout adds shards up with zeros around them, so it loses the sign of a zero and the bits of a NaN, and
 does not know all element types. Outside of compiled functions tensors are therefore read and made again shard by
@@ -27,9 +27,15 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import no_element_type, no_numbers
+from layoutmap.engines.checks import make_element_type_error, make_no_numbers_error
 from layoutmap.engines.protocol import Unplaced
-from layoutmap.engines.tensorflow.devices import NativeLayout, NativeMesh, bound_mesh, native_layout, to_mesh
+from layoutmap.engines.tensorflow.devices import (
+    NativeLayout,
+    NativeMesh,
+    bind_mesh,
+    make_native_layout,
+    to_mesh,
+)
 
 dtensor = tf.experimental.dtensor
 
@@ -46,9 +52,9 @@ _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
 
-def native_of(layout: Layout) -> NativeLayout:
-    """DTensor's layout; the mesh is remembered, for `layout_of`."""
-    native = native_layout(layout)
+def convert_layout(layout: Layout) -> NativeLayout:
+    """Return DTensor's layout for a layout, and remember the mesh for later lookups."""
+    native = make_native_layout(layout)
     with _lock:
         _mesh_of_native.setdefault(native.mesh.to_string(), layout.mesh)
         while len(_mesh_of_native) > _MAX_MESHES:
@@ -56,8 +62,8 @@ def native_of(layout: Layout) -> NativeLayout:
     return native
 
 
-def layout_of(array: object) -> Layout | None:
-    """The layout of a tensor or variable; `None` if it is on no mesh, and in a `tf.function`, where none is known."""
+def get_layout(array: object) -> Layout | None:
+    """Return the layout of a tensor or variable, or None without a mesh or in a `tf.function`."""
     if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
         return None
     if not dtensor.is_dtensor(array):
@@ -65,13 +71,13 @@ def layout_of(array: object) -> Layout | None:
     if (made_in := getattr(array, _MADE_IN, None)) is not None:
         return made_in
     native = dtensor.fetch_layout(array)
-    return Layout(list(native.sharding_specs), _mesh_of(native.mesh))
+    return Layout(list(native.sharding_specs), _find_mesh(native.mesh))
 
 
-def found(array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
-    """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.found`."""
+def describe_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+    """Return the layout of any tensor, or a description of its placement without one."""
     try:
-        layout = layout_of(array)
+        layout = get_layout(array)
     except LayoutMapError as error:
         return Unplaced(f"in a layout that has no form here: {error.what}")
     if layout is not None:
@@ -82,7 +88,7 @@ def found(array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
     )
 
 
-def _mesh_of(native_mesh: NativeMesh) -> Mesh:
+def _find_mesh(native_mesh: NativeMesh) -> Mesh:
     with _lock:
         known = _mesh_of_native.get(native_mesh.to_string())
     return known or to_mesh(native_mesh)
@@ -94,27 +100,27 @@ def note(array: T, layout: Layout) -> T:
     return array
 
 
-def check_placed(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
-    """DTensor's form of a layout that fits a shape."""
+def fit_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
+    """Return DTensor's layout, or raise if the layout does not fit the shape."""
     layout.check_fits(shape, name)
-    return native_of(layout)
+    return convert_layout(layout)
 
 
 def check_dtype(name: str, path: str) -> None:
     """Raise an `EngineError` for a variable of an element type that tensors in layouts cannot have."""
     if not _is_number(name):
-        raise no_element_type("TensorFlow", name, path)
+        raise make_element_type_error("TensorFlow", name, path)
 
 
-def canonical(values: NumpyArray) -> NumpyArray:
-    """Numpy values that TensorFlow holds as numbers or truth values; they stay as they are."""
+def canonicalize(values: NumpyArray) -> NumpyArray:
+    """Return numpy values unchanged, or raise if they are neither numbers nor booleans."""
     if not _is_number(values.dtype):
-        raise no_numbers("TensorFlow", values.dtype)
+        raise make_no_numbers_error("TensorFlow", values.dtype)
     return values
 
 
 def _is_number(dtype: Any) -> bool:
-    """Whether tensors in layouts can have elements of a type, given as TensorFlow's, numpy's or its name."""
+    """Return whether sharded tensors can have an element type, given as TensorFlow's, numpy's, or its name."""
     try:
         dtype = tf.as_dtype(dtype)
     except TypeError:
@@ -122,19 +128,19 @@ def _is_number(dtype: Any) -> bool:
     return dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool
 
 
-def tensor_of(array: Array) -> tf.Tensor:
-    """The tensor in a variable; a tensor as it is."""
+def unwrap_variable(array: Array) -> tf.Tensor:
+    """Return a variable's tensor, and a tensor unchanged."""
     return array.read_value() if isinstance(array, tf.Variable) else array
 
 
-def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor whose sizes are all known."""
+def read_shape(tensor: tf.Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor with known sizes."""
     return tuple(tensor.shape)  # pyright: ignore[reportReturnType]
 
 
-def _with_values(array: Array) -> tf.Tensor:
-    """The tensor in a variable, or a tensor, that has values."""
-    tensor = tensor_of(array)
+def _require_values(array: Array) -> tf.Tensor:
+    """Return a tensor or a variable's tensor, or raise if it has no values yet."""
+    tensor = unwrap_variable(array)
     if tf.is_symbolic_tensor(tensor):
         raise EngineError(
             "a tensor inside a tf.function has no values yet",
@@ -144,11 +150,11 @@ def _with_values(array: Array) -> tf.Tensor:
     return tensor
 
 
-def shards_of(array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once, with both ends; always copies."""
-    tensor = _with_values(array)
-    layout = layout_of(tensor)
-    shape = shape_of(tensor)
+def iterate_shards(array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+    """Yield copies of this process's shards, each index once."""
+    tensor = _require_values(array)
+    layout = get_layout(tensor)
+    shape = read_shape(tensor)
     if layout is None:
         yield make_full_index(shape), tensor.numpy()
         return
@@ -158,14 +164,14 @@ def shards_of(array: Array, *, copy: bool = True) -> Iterator[tuple[Index, Numpy
         yield index, components[holders[0]].numpy()
 
 
-def by_device(array: Array) -> Iterator[tuple[str, NumpyArray]]:
-    """The values that each device of this process holds, with its name."""
-    tensor = _with_values(array)
-    layout = layout_of(tensor)
+def iterate_by_device(array: Array) -> Iterator[tuple[str, NumpyArray]]:
+    """Yield the values on each device of this process, with its name."""
+    tensor = _require_values(array)
+    layout = get_layout(tensor)
     if layout is None:
         yield getattr(tensor, "device", ""), tensor.numpy()
         return
-    names: Sequence[str] = tuple(bound_mesh(layout.mesh).devices or ())
+    names: Sequence[str] = tuple(bind_mesh(layout.mesh).devices or ())
     places = dtensor.fetch_layout(tensor).mesh.local_device_ids()
     for place, component in zip(places, dtensor.unpack(tensor), strict=True):
         yield names[place], component.numpy()
@@ -180,7 +186,7 @@ def from_blocks(shape: tuple[int, ...], layout: Layout, read: BlockReader, *, co
         read: Gives the values at an index.
         copy: Whether what is read may change later: TensorFlow may share the memory of a numpy array.
     """
-    native = native_of(layout)
+    native = convert_layout(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
     made: dict[int, tf.Tensor] = {}
     for index, holders in find_distinct_shards(layout, shape, device_of).values():
@@ -209,91 +215,91 @@ def run_on(native_mesh: NativeMesh) -> Generator[None]:
 
 def to_numpy(array: Array) -> NumpyArray:
     """Return all of an array's values."""
-    tensor = _with_values(array)
-    layout = layout_of(tensor)
+    tensor = _require_values(array)
+    layout = get_layout(tensor)
     if layout is None:
         return tensor.numpy()
     if layout.is_fully_replicated():  # as what each step logs
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
-        tensor = _replicated(tensor, layout)
-    return assemble_blocks(shards_of(tensor), shape_of(tensor), tensor.dtype.as_numpy_dtype)
+        tensor = _replicate(tensor, layout)
+    return assemble_blocks(iterate_shards(tensor), read_shape(tensor), tensor.dtype.as_numpy_dtype)
 
 
 def move(array: Array, layout: Layout) -> tf.Tensor:
-    """A tensor, plain or in a layout, in another layout, with all its bits. Gradients pass through it."""
+    """Return a tensor in another layout without changing a bit. Gradients pass through."""
     if not _is_number(array.dtype):
-        raise no_numbers("TensorFlow", array.dtype.name)
+        raise make_no_numbers_error("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
-        return _constrained(array, native_of(layout))
-    present = layout_of(array)
-    if present is not None and native_of(present) == native_of(layout):
-        tensor = tensor_of(array)
+        return _constrain(array, convert_layout(layout))
+    present = get_layout(array)
+    if present is not None and convert_layout(present) == convert_layout(layout):
+        tensor = unwrap_variable(array)
         if tensor is array and present == layout:
             return tensor
         return note(tf.identity(tensor) if tensor is array else tensor, layout)
 
     @tf.custom_gradient
-    def moved(tensor: tf.Tensor) -> Any:
-        def back(upstream: tf.Tensor) -> tf.Tensor:
+    def move_values(tensor: tf.Tensor) -> Any:
+        def move_gradient(upstream: tf.Tensor) -> tf.Tensor:
             return tf.constant(to_numpy(upstream)) if present is None else move(upstream, present)
 
-        return _moved(tensor, layout), back
+        return _move_values(tensor, layout), move_gradient
 
-    if tensor_of(array).dtype.is_floating:
+    if unwrap_variable(array).dtype.is_floating:
         with tf.device(None):
-            return note(moved(tensor_of(array)), layout)
-    return _moved(tensor_of(array), layout)
+            return note(move_values(unwrap_variable(array)), layout)
+    return _move_values(unwrap_variable(array), layout)
 
 
-def _constrained(tensor: Array, native: NativeLayout) -> tf.Tensor:
-    """A tensor inside a compiled function, in a layout. DTensor lays its gradient out as it sees fit.
+def _constrain(tensor: Array, native: NativeLayout) -> tf.Tensor:
+    """Return a tensor in a compiled function constrained to a layout. DTensor chooses its gradient's layout.
 
     DTensor's own gradient of a relayout wants the layout that the tensor had, and fails where propagation has since
     given it another one.
     """
 
     @tf.custom_gradient
-    def constrained(tensor: Array) -> Any:
+    def constrain(tensor: Array) -> Any:
         return dtensor.relayout(tensor, native), lambda upstream: upstream
 
     with default_mesh_lock:
-        return constrained(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
+        return constrain(tensor) if tensor.dtype.is_floating else dtensor.relayout(tensor, native)
 
 
 def relayout_in_trace(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """A tensor inside a compiled function, in a layout, by DTensor's own operation and nothing else.
+    """Redistribute a tensor inside a compiled function, with DTensor's own operation only.
 
     That is for what is assigned to a variable: DTensor restores checkpoints in a function, where it wants just this.
     """
     with default_mesh_lock:
-        return dtensor.relayout(tensor, native_of(layout))
+        return dtensor.relayout(tensor, convert_layout(layout))
 
 
-def _moved(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    present = layout_of(tensor)
+def _move_values(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+    present = get_layout(tensor)
     if present is not None and dtensor.num_clients() > 1 and not present.is_fully_replicated():
-        tensor = _replicated(tensor, present)
-    shards = list(shards_of(tensor))
-    shape, dtype = shape_of(tensor), tensor.dtype.as_numpy_dtype
+        tensor = _replicate(tensor, present)
+    shards = list(iterate_shards(tensor))
+    shape, dtype = read_shape(tensor), tensor.dtype.as_numpy_dtype
     return from_blocks(shape, layout, lambda index: assemble_blocks(shards, shape, dtype, index))
 
 
-def _replicated(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """The tensor on all devices of all processes. Its bits travel as integers."""
+def _replicate(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """Return the tensor replicated over the devices of all processes. Its bits travel as integers."""
     width = tensor.dtype.size
     integer = np.int64 if width == 8 else np.int32
     components = [_as_integers(c.numpy(), integer) for c in dtensor.unpack(tensor)]
     flat = [tf.constant(c) for c in components]
     pieces = Layout([*layout.sharding_specs, None], layout.mesh)
-    packed = dtensor.pack(flat, native_of(pieces))
-    joined = dtensor.relayout(packed, native_of(Layout.replicated(layout.mesh, pieces.rank)))
+    packed = dtensor.pack(flat, convert_layout(pieces))
+    joined = dtensor.relayout(packed, convert_layout(Layout.replicated(layout.mesh, pieces.rank)))
     values = _from_integers(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
-    return from_blocks(shape_of(tensor), Layout.replicated(layout.mesh, layout.rank), values.__getitem__)
+    return from_blocks(read_shape(tensor), Layout.replicated(layout.mesh, layout.rank), values.__getitem__)
 
 
 def _as_integers(values: NumpyArray, integer: type) -> NumpyArray:
-    """The bytes of values as integers, along one more axis."""
+    """Return the bytes of values as integers, along one additional axis."""
     width = values.dtype.itemsize
     if width < 4:
         return values[..., None].view(np.uint8).reshape(*values.shape, width).astype(integer)

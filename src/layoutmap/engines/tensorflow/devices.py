@@ -16,7 +16,13 @@ import tensorflow as tf
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import bound, check_simulated, device_names_of, fix_too_few, no_devices
+from layoutmap.engines.checks import (
+    bind_devices,
+    check_simulated,
+    explain_more_devices,
+    make_no_devices_error,
+    resolve_device_names,
+)
 from layoutmap.engines.tensorflow.selfcheck import wait_for_devices
 
 dtensor = tf.experimental.dtensor
@@ -27,8 +33,8 @@ _MAX_NATIVES = 4096
 _FULL_NAME = re.compile(r"/job:([^/]+)/replica:0/task:(\d+)/device:([A-Za-z]+):(\d+)$")
 
 
-def device_names(device_type: str | None = None) -> tuple[str, ...]:
-    """The names of all devices of a type, or of the default one: accelerators if there are any."""
+def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
+    """Return the names of all devices of a type. The default type is an accelerator if there is one."""
     if device_type is None:
         device_type = next((kind for kind in ("TPU", "GPU") if tf.config.list_logical_devices(kind)), "CPU")
     kind = device_type.upper()
@@ -36,37 +42,37 @@ def device_names(device_type: str | None = None) -> tuple[str, ...]:
     if not number:
         there = sorted({device.device_type for device in tf.config.list_logical_devices()})
         why = f"it has devices of these types: {', '.join(there)}"
-        raise no_devices("TensorFlow", kind, there[0], why)
+        raise make_no_devices_error("TensorFlow", kind, there[0], why)
     return tuple(f"{kind}:{i}" for i in range(number * dtensor.num_clients()))
 
 
 def _num_local(device_type: str) -> int:
-    """How many devices of a type this process has; all processes have as many."""
+    """Return the number of this process's devices of a type, which is equal in all processes."""
     mine = dtensor.client_id()
     devices = [tf.DeviceSpec.from_string(d.name) for d in tf.config.list_logical_devices(device_type)]
     return sum(spec.task in (None, mine) for spec in devices)
 
 
 def simulate(number: int) -> None:
-    """Have TensorFlow start on so many devices of the CPU; see `Engine.simulate`."""
+    """Make TensorFlow start with this number of simulated CPU devices (see `Engine.simulate`)."""
     try:
         tf.config.set_visible_devices([], "GPU")
         dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=number)
     except (RuntimeError, ValueError):
-        there = device_names()
+        there = list_device_names()
         check_simulated("TensorFlow", number, there[: len(there) // dtensor.num_clients()])
 
 
-def bound_mesh(mesh: Mesh) -> Mesh:
-    """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
-    fix = fix_too_few("TensorFlow", mesh.size)
-    names = device_names_of(mesh, device_names, "TensorFlow", fix, short_name)
-    here = (i for i, name in enumerate(names) if _full_name(name).task == dtensor.client_id())
-    return bound(mesh, mesh.devices or names, here)
+def bind_mesh(mesh: Mesh) -> Mesh:
+    """Return the mesh with devices of this machine: the first ones for an abstract mesh, or else its own."""
+    fix = explain_more_devices("TensorFlow", mesh.size)
+    names = resolve_device_names(mesh, list_device_names, "TensorFlow", fix, shorten_name)
+    here = (i for i, name in enumerate(names) if _expand_name(name).task == dtensor.client_id())
+    return bind_devices(mesh, mesh.devices or names, here)
 
 
-def short_name(name: str) -> str:
-    """`CPU:5` of `/job:worker/replica:0/task:1/device:CPU:1`, where each process has four."""
+def shorten_name(name: str) -> str:
+    """Return `CPU:5` for `/job:worker/replica:0/task:1/device:CPU:1`, where each process has four devices."""
     found = _FULL_NAME.match(name)
     if not found:
         return name.upper()
@@ -74,18 +80,18 @@ def short_name(name: str) -> str:
     return f"{kind}:{int(found.group(2)) * _num_local(kind) + int(found.group(4))}"
 
 
-def _full_name(name: str) -> tf.DeviceSpec:
-    kind, _, number = short_name(name).partition(":")
+def _expand_name(name: str) -> tf.DeviceSpec:
+    kind, _, number = shorten_name(name).partition(":")
     task, index = divmod(int(number), _num_local(kind))
     return tf.DeviceSpec(job=dtensor.job_name(), replica=0, task=task, device_type=kind, device_index=index)
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def native_mesh(mesh: Mesh) -> NativeMesh:
-    """DTensor's mesh of a mesh that is bound or can be."""
-    bound = bound_mesh(mesh)
+def make_native_mesh(mesh: Mesh) -> NativeMesh:
+    """Return DTensor's mesh for a mesh."""
+    bound = bind_mesh(mesh)
     wait_for_devices()
-    everywhere = [_full_name(name) for name in bound.devices or ()]
+    everywhere = [_expand_name(name) for name in bound.devices or ()]
     return dtensor.Mesh(
         dim_names=list(mesh.dim_names),
         global_device_ids=np.arange(mesh.size).reshape(mesh.shape),
@@ -97,13 +103,13 @@ def native_mesh(mesh: Mesh) -> NativeMesh:
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def native_layout(layout: Layout) -> NativeLayout:
-    """DTensor's layout of a layout; its mesh has the machine's devices."""
-    return dtensor.Layout(native_specs(layout), native_mesh(layout.mesh))
+def make_native_layout(layout: Layout) -> NativeLayout:
+    """Return DTensor's layout for a layout, on devices of this machine."""
+    return dtensor.Layout(make_native_specs(layout), make_native_mesh(layout.mesh))
 
 
-def native_specs(layout: Layout) -> list[str]:
-    """DTensor's sharding specs of a layout; no device is asked for.
+def make_native_specs(layout: Layout) -> list[str]:
+    """Return DTensor's sharding specs for a layout, without using a device.
 
     A mesh dim of size 1 shards nothing, and is left out: DTensor refuses such layouts where it wants replicated ones.
     """
@@ -123,11 +129,11 @@ def native_specs(layout: Layout) -> list[str]:
 
 
 def to_mesh(native: NativeMesh) -> Mesh:
-    """The mesh of one of DTensor's, with short device names."""
+    """Return the mesh for a mesh of DTensor, with short device names."""
     mesh = Mesh.from_string(native.to_string())
     names = mesh.devices or ()
     if any(not name for name in names):  # TensorFlow does not know the names of other processes' devices
         return mesh.with_devices(
-            device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
+            list_device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
         )
-    return mesh.with_devices([short_name(name) for name in names], local_device_ids=mesh.local_device_ids)
+    return mesh.with_devices([shorten_name(name) for name in names], local_device_ids=mesh.local_device_ids)

@@ -31,27 +31,27 @@ from layoutmap.engines.checks import (
     check_initial_value,
     check_initializers,
     check_one_result,
-    checked_reader,
     remember,
+    wrap_reader,
 )
 from layoutmap.engines.tensorflow.arrays import (
-    by_device,
-    canonical,
+    canonicalize,
     check_dtype,
-    check_placed,
-    found,
+    convert_layout,
+    describe_placement,
+    fit_layout,
     from_blocks,
-    layout_of,
+    get_layout,
+    iterate_by_device,
+    iterate_shards,
     move,
-    native_of,
+    read_shape,
     run_on,
-    shape_of,
-    shards_of,
     to_numpy,
 )
-from layoutmap.engines.tensorflow.devices import bound_mesh, device_names, native_specs, simulate
+from layoutmap.engines.tensorflow.devices import bind_mesh, list_device_names, make_native_specs, simulate
 from layoutmap.engines.tensorflow.pieces import PieceProgram
-from layoutmap.engines.tensorflow.processes import check_equal_everywhere, common_seeds, gathered
+from layoutmap.engines.tensorflow.processes import check_equal_everywhere, gather_values, share_seeds
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 from layoutmap.engines.tensorflow.variable import DVariable
 
@@ -59,20 +59,20 @@ dtensor = tf.experimental.dtensor
 
 
 class TensorFlowEngine:
-    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`."""
+    """Engine for DTensors, with one instance, `engine()`. See `Engine` for the errors it raises."""
 
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
     several_dims = False
-    devices = staticmethod(device_names)
+    devices = staticmethod(list_device_names)
     simulate = staticmethod(simulate)
-    bind = staticmethod(bound_mesh)
-    layout_of = staticmethod(layout_of)
-    found = staticmethod(found)
-    to_shards = staticmethod(shards_of)
-    by_device = staticmethod(by_device)
+    bind = staticmethod(bind_mesh)
+    get_layout = staticmethod(get_layout)
+    describe_placement = staticmethod(describe_placement)
+    to_shards = staticmethod(iterate_shards)
+    iterate_by_device = staticmethod(iterate_by_device)
     to_numpy = staticmethod(to_numpy)
-    canonical = staticmethod(canonical)
+    canonicalize = staticmethod(canonicalize)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,16 +82,16 @@ class TensorFlowEngine:
 
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that no tensor of DTensor can have, on any machine. Nothing is started."""
-        native_specs(layout)
+        make_native_specs(layout)
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Refuse an element type that no array in a layout has as it is; see `Engine.check_dtype`."""
+        """Refuse an element type that sharded tensors cannot have (see `Engine.check_dtype`)."""
         check_dtype(name, path)
 
     def native(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
         """Return the `tf.experimental.dtensor.Layout` of a layout."""
         layout.check_rank((None,) * rank)
-        return native_of(layout)
+        return convert_layout(layout)
 
     # -- arrays
 
@@ -109,7 +109,7 @@ class TensorFlowEngine:
         computed in pieces, is computed, sharded, and freed before the next. Each process computes only what its devices
         hold, from the seeds of process 0.
         """
-        natives = [self._checked(assignment) for assignment in assignments.values()]
+        natives = [self._check_assignment(assignment) for assignment in assignments.values()]
         check_initializers(assignments, initializers)
         for native in natives[:1]:
             check_computing(native.mesh)
@@ -118,9 +118,9 @@ class TensorFlowEngine:
         try:
             with tf.init_scope():
                 used = {key: initializers[key] for key in assignments}
-                seeds = common_seeds(used)
+                seeds = share_seeds(used)
                 for key, assignment in assignments.items():
-                    made[key], computed = self._created(assignment, used[key], seeds.get(key))
+                    made[key], computed = self._create_value(assignment, used[key], seeds.get(key))
                     checksums.append((assignment.variable.path, computed))
                     if progress is not None:
                         progress(key)
@@ -132,47 +132,47 @@ class TensorFlowEngine:
         return made
 
     def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> tf.Tensor:
-        """Make a tensor whose shards are read one by one; see `Engine.from_shards`."""
-        self._checked(assignment)
+        """Return a tensor made from shards that are read one by one (see `Engine.from_shards`)."""
+        self._check_assignment(assignment)
         variable = assignment.variable
         with tf.init_scope():
-            return from_blocks(variable.shape, assignment.layout, checked_reader(variable, read), copy=copy)
+            return from_blocks(variable.shape, assignment.layout, wrap_reader(variable, read), copy=copy)
 
-    def own_memory(self, array: object) -> tuple[()]:
+    def get_writable_memory(self, array: object) -> tuple[()]:
         """Nothing: numpy has copies of what TensorFlow holds."""
         return ()
 
     @tf.autograph.experimental.do_not_convert
     def relayout(self, array: Any, layout: Layout) -> tf.Tensor:
-        """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
+        """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
 
         Gradients pass through it. Inside a `tf.function` DTensor does it, where the sign of a zero may be lost.
         """
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # inside a tf.function it may be unknown
-                check_placed(layout, tuple(array.shape))
+                fit_layout(layout, tuple(array.shape))
             return move(array, layout)
-        values = canonical(np.asarray(array))
-        check_placed(layout, values.shape)
+        values = canonicalize(np.asarray(array))
+        fit_layout(layout, values.shape)
         with tf.init_scope():
             return from_blocks(values.shape, layout, values.__getitem__)
 
     def variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
-        """A `DVariable` that holds the tensor."""
+        """Return a `DVariable` with the tensor as its value."""
         with tf.init_scope():
             return DVariable(array, name=name or "Variable", trainable=trainable)
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process, one row each; they must all ask."""
-        return gathered(values)
+        """Return the values of each process, one row each. All processes must call it."""
+        return gather_values(values)
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[None]:
-        """While open, operations on plain tensors run on the mesh, replicated.
+        """Run operations on unsharded tensors on the mesh, replicated, while the context is open.
 
         It is `tf.experimental.dtensor.default_mesh`, which an exception does not leave switched on.
         """
         check_draws(self.name, draws)
-        return run_on(native_of(Layout.replicated(mesh, 0)).mesh)
+        return run_on(convert_layout(Layout.replicated(mesh, 0)).mesh)
 
     @tf.autograph.experimental.do_not_convert
     def call(
@@ -187,32 +187,34 @@ class TensorFlowEngine:
         if not any(isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray)) for leaf in leaves):
             program = PieceProgram(lambda _: function(*args, **kwargs), ())
             if not program.why_global:
-                shape = shape_of(program.outputs[0])
-                check_placed(layout, shape)
+                shape = read_shape(program.outputs[0])
+                fit_layout(layout, shape)
                 with tf.init_scope():
-                    return _in_pieces(program, (), shape, layout)
+                    return _create_in_pieces(program, (), shape, layout)
         results = tf.nest.flatten(function(*args, **kwargs))
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)
 
     # -- parts
 
-    def _checked(self, assignment: Assignment) -> tf.experimental.dtensor.Layout:
-        """DTensor's layout of an assignment, after all checks that need no tensor."""
+    def _check_assignment(self, assignment: Assignment) -> tf.experimental.dtensor.Layout:
+        """Return DTensor's layout of an assignment after all checks that need no tensor."""
         variable = assignment.variable
         check_dtype(variable.dtype, variable.path)
-        return check_placed(assignment.layout, variable.shape, variable.path)
+        return fit_layout(assignment.layout, variable.shape, variable.path)
 
-    def _created(self, assignment: Assignment, initializer: Initializer, seed: Any) -> tuple[tf.Tensor, int]:
-        """Return an initial value, and with several processes the checksum of what each computed for itself."""
+    def _create_value(
+        self, assignment: Assignment, initializer: Initializer, seed: Any
+    ) -> tuple[tf.Tensor, int]:
+        """Return an initial value, and with several processes the checksum of each one's own computation."""
         variable = assignment.variable
         if initializer.program is not None:
-            program = self._program(initializer)
+            program = self._get_program(initializer)
             if len(program.outputs) == 1:
                 (output,) = program.outputs
-                check_initial_value(variable, shape_of(output), output.dtype.name)
+                check_initial_value(variable, read_shape(output), output.dtype.name)
             if not program.why_global:
-                return _in_pieces(program, seed, variable.shape, assignment.layout), 0
+                return _create_in_pieces(program, seed, variable.shape, assignment.layout), 0
         across = dtensor.num_clients() > 1
         value = (
             initializer.program.function(seed)
@@ -224,9 +226,9 @@ class TensorFlowEngine:
         made = from_blocks(variable.shape, assignment.layout, values.__getitem__)
         return made, compute_checksum(values) if across else 0
 
-    def _program(self, initializer: Initializer) -> PieceProgram:
+    def _get_program(self, initializer: Initializer) -> PieceProgram:
         assert initializer.program is not None
-        key = (initializer.program.key, _signature(initializer.program.seed))
+        key = (initializer.program.key, _make_signature(initializer.program.seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
@@ -238,17 +240,19 @@ class TensorFlowEngine:
 
 @functools.cache
 def engine() -> TensorFlowEngine:
-    """The one TensorFlow engine of this process."""
+    """Return the only TensorFlow engine of this process."""
     return TensorFlowEngine()
 
 
-def _in_pieces(program: PieceProgram, seed: object, shape: tuple[int, ...], layout: Layout) -> tf.Tensor:
-    native = native_of(layout)
+def _create_in_pieces(
+    program: PieceProgram, seed: object, shape: tuple[int, ...], layout: Layout
+) -> tf.Tensor:
+    native = convert_layout(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
-    blocks = program.blocks(seed, indices)
+    blocks = program.compute_blocks(seed, indices)
     return from_blocks(shape, layout, lambda index: blocks.pop(get_slice_ends(index)), copy=False)
 
 
-def _signature(seed: object) -> Hashable:
+def _make_signature(seed: object) -> Hashable:
     leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]
     return repr(tf.nest.map_structure(lambda _: 0, seed)), tuple((tuple(s.shape), s.dtype) for s in leaves)

@@ -40,7 +40,7 @@ Known = dict[Hashable, tf.Tensor]
 
 
 class PieceProgram:  # why: decisions/0006
-    """A traced initializer.
+    """Traced initializer that can compute its result in pieces.
 
     Attributes:
         outputs: The tensors that the function returns, symbolic.
@@ -48,22 +48,22 @@ class PieceProgram:  # why: decisions/0006
     """
 
     def __init__(self, function: Callable[[Any], object], seed: object):
-        def of_leaves(*leaves: tf.Tensor) -> object:
+        def call_with_leaves(*leaves: tf.Tensor) -> object:
             return function(tf.nest.pack_sequence_as(seed, list(leaves)))
 
-        specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _leaves(seed)]
-        traced = tf.function(of_leaves, autograph=False).get_concrete_function(*specs)
+        specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _list_leaves(seed)]
+        traced = tf.function(call_with_leaves, autograph=False).get_concrete_function(*specs)
         self._graph = traced.graph  # which its operations do not keep alive
         self._inputs = [tensor.ref() for tensor in traced.inputs]
         self._num_seeds = len(specs)
         self.outputs: list[tf.Tensor] = tf.nest.flatten(traced.structured_outputs)
-        self.why_global = self._why_global()
+        self.why_global = self._find_global_reason()
 
-    def blocks(self, seed: object, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
-        """The values at some indices, by the ends of their slices. Beside them there is one piece in memory."""
+    def compute_blocks(self, seed: object, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
+        """Return the values at some indices, by the ends of their slices, with one more piece in memory at most."""
         (output,) = self.outputs
         shape: tuple[Any, ...] = tuple(output.shape)
-        run = _Run(self, seed)
+        run = _Evaluation(self, seed)
         row = math.prod(shape[1:])
         rows_at_once = max(1, _PIECE_BYTES // max(1, row * output.dtype.size))
         by_rows: dict[tuple[int, int], dict[Ends, Index]] = {}
@@ -76,7 +76,9 @@ class PieceProgram:  # why: decisions/0006
                 made[ends] = np.empty(compute_block_shape(index), output.dtype.as_numpy_dtype)
             for start in range(first, last, rows_at_once):
                 stop = min(last, start + rows_at_once)
-                piece = run.elements(start * row, (stop - start) * row).reshape(stop - start, *shape[1:])
+                piece = run.compute_elements(start * row, (stop - start) * row).reshape(
+                    stop - start, *shape[1:]
+                )
                 for ends, index in wanted.items():
                     if index:
                         made[ends][start - first : stop - first] = piece[(slice(None), *index[1:])]
@@ -86,33 +88,33 @@ class PieceProgram:  # why: decisions/0006
 
     # -- reading the graph
 
-    def seed_number(self, tensor: tf.Tensor) -> int | None:
-        """Which leaf of the seed a tensor stands for, if any."""
+    def find_seed_number(self, tensor: tf.Tensor) -> int | None:
+        """Return the number of the seed's leaf that a tensor stands for, or None."""
         inputs = self._inputs[: self._num_seeds]
         return inputs.index(tensor.ref()) if tensor.ref() in inputs else None
 
-    def in_runs(self, tensor: tf.Tensor) -> bool:
-        """Whether an operand of what is made in runs is so, too; if not, it is a single number for all elements."""
+    def is_made_in_runs(self, tensor: tf.Tensor) -> bool:
+        """Return whether an operand is computed in runs of elements. If not, it is one number for all elements."""
         return tensor.shape == self.outputs[0].shape and tensor.shape.num_elements() != 1
 
-    def _why_global(self) -> str:
+    def _find_global_reason(self) -> str:
         if len(self.outputs) != 1:
             return f"its program returns {len(self.outputs)} values"
         (output,) = self.outputs
-        waiting, seen = [(output, self.in_runs(output))], set()
+        waiting, seen = [(output, self.is_made_in_runs(output))], set()
         while waiting:
             tensor, in_runs = waiting.pop()
             if (tensor.ref(), in_runs) in seen:
                 continue
             seen.add((tensor.ref(), in_runs))
-            why, more = self._needs_in_runs(tensor) if in_runs else self._needs_globally(tensor)
+            why, more = self._find_run_operands(tensor) if in_runs else self._find_global_operands(tensor)
             if why:
                 return why
             waiting += more
         return ""
 
-    def _needs_in_runs(self, tensor: tf.Tensor) -> Needs:
-        """Why a tensor cannot be made in runs; or what is needed for it, and whether that is made in runs."""
+    def _find_run_operands(self, tensor: tf.Tensor) -> Needs:
+        """Return the reason that a tensor cannot be computed in runs, or the tensors that it needs."""
         op = tensor.op
         if op.type in _COUNTS:
             return "", [(operand, False) for operand in op.inputs[1:]]
@@ -127,90 +129,92 @@ class PieceProgram:  # why: decisions/0006
         if op.type not in _ON_ELEMENTS:
             return f"TensorFlow's {op.type} needs all of it", []
         for operand in op.inputs:
-            if not self.in_runs(operand) and operand.shape.num_elements() != 1:
+            if not self.is_made_in_runs(operand) and operand.shape.num_elements() != 1:
                 return f"it repeats an array of shape {operand.shape}", []
-        return "", [(operand, self.in_runs(operand)) for operand in op.inputs]
+        return "", [(operand, self.is_made_in_runs(operand)) for operand in op.inputs]
 
-    def _needs_globally(self, tensor: tf.Tensor) -> Needs:
-        """The same for a tensor that is computed globally on the way."""
+    def _find_global_operands(self, tensor: tf.Tensor) -> Needs:
+        """Return the reason that a tensor cannot be computed globally, or the tensors that it needs."""
         op, size = tensor.op, tensor.shape.num_elements()
-        if self.seed_number(tensor) is not None:
+        if self.find_seed_number(tensor) is not None:
             return "", []
         if op.type == "Placeholder":
             return "its program uses an array that it is not given", []
         if size is None or size > _SMALL:
             return f"its program needs all of an array of shape {tensor.shape} on the way", []
-        if op.type != "Const" and _names_of(op) is None:
+        if op.type != "Const" and _match_argument_names(op) is None:
             return f"TensorFlow's {op.type} cannot be run by itself", []
         return "", [(operand, False) for operand in op.inputs]
 
 
-class _Run:
-    """One evaluation of a program: what does not depend on the position is evaluated once."""
+class _Evaluation:
+    """Evaluation of a program. Tensors that do not depend on the position are computed once."""
 
     def __init__(self, program: PieceProgram, seed: object):
         self._program = program
-        self._seed = _leaves(seed)
+        self._seed = _list_leaves(seed)
         self._globals: Known = {}
 
-    def elements(self, start: int, count: int) -> NumpyArray:
-        """A run of elements, in row-major order."""
+    def compute_elements(self, start: int, count: int) -> NumpyArray:
+        """Return a run of elements, in row-major order."""
         (output,) = self._program.outputs
-        if not self._program.in_runs(output):
-            return self._of_global(output).numpy().reshape(-1)
+        if not self._program.is_made_in_runs(output):
+            return self._compute_global(output).numpy().reshape(-1)
         aligned = start - start % _GROUP
-        return self._of_run(output, {}, aligned, start - aligned + count).numpy()[start - aligned :]
+        return self._get_run(output, {}, aligned, start - aligned + count).numpy()[start - aligned :]
 
-    def _of_global(self, tensor: tf.Tensor) -> tf.Tensor:
+    def _compute_global(self, tensor: tf.Tensor) -> tf.Tensor:
         if tensor.ref() not in self._globals:
-            op, number = tensor.op, self._program.seed_number(tensor)
+            op, number = tensor.op, self._program.find_seed_number(tensor)
             if number is not None:
                 value = self._seed[number]
             elif op.type == "Const":
                 value = tf.constant(tf.make_ndarray(op.get_attr("value")))
             else:
-                value = tf.nest.flatten(_result(op, map(self._of_global, op.inputs)))[tensor.value_index]
+                value = tf.nest.flatten(_run_operation(op, map(self._compute_global, op.inputs)))[
+                    tensor.value_index
+                ]
             self._globals[tensor.ref()] = value
         return self._globals[tensor.ref()]
 
-    def _of_run(self, tensor: tf.Tensor, known: Known, start: int, count: int) -> tf.Tensor:
+    def _get_run(self, tensor: tf.Tensor, known: Known, start: int, count: int) -> tf.Tensor:
         if tensor.ref() not in known:
-            known[tensor.ref()] = self._made_in_run(tensor, known, start, count)
+            known[tensor.ref()] = self._compute_run(tensor, known, start, count)
         return known[tensor.ref()]
 
-    def _made_in_run(self, tensor: tf.Tensor, known: Known, start: int, count: int) -> tf.Tensor:
+    def _compute_run(self, tensor: tf.Tensor, known: Known, start: int, count: int) -> tf.Tensor:
         op = tensor.op
         if op.type == "Const":
             value = tf.make_ndarray(op.get_attr("value"))
             return tf.fill([count], tf.constant(value.flat[0])) if value.size else tf.zeros([0], tensor.dtype)
         if op.type == "Fill":
-            return tf.fill([count], self._of_global(op.inputs[1]))
+            return tf.fill([count], self._compute_global(op.inputs[1]))
         if op.type in _COUNTS:
-            key, counter, algorithm = map(self._of_global, op.inputs[1:])
+            key, counter, algorithm = map(self._compute_global, op.inputs[1:])
             per_element = _COUNTS[op.type][tensor.dtype.size > 4]
-            moved = _moved(counter, int(start * per_element))
+            moved = _advance_counter(counter, int(start * per_element))
             source = getattr(tf.raw_ops, op.type)
             return source(shape=[count], key=key, counter=moved, alg=algorithm, dtype=tensor.dtype)
         operands = [
-            self._of_run(operand, known, start, count)
-            if self._program.in_runs(operand)
-            else tf.reshape(self._of_global(operand), [])
+            self._get_run(operand, known, start, count)
+            if self._program.is_made_in_runs(operand)
+            else tf.reshape(self._compute_global(operand), [])
             for operand in op.inputs
         ]
-        return _result(op, operands)
+        return _run_operation(op, operands)
 
 
-def _moved(counter: tf.Tensor, counts: int) -> tf.Tensor:
-    """A counter of 128 bits, low half first, advanced."""
+def _advance_counter(counter: tf.Tensor, counts: int) -> tf.Tensor:
+    """Return a counter of 128 bits, low half first, advanced by `counts`."""
     low, high = (int(half) for half in counter.numpy())
     total = (high << 64 | low) + counts
     return tf.constant(np.array([total % (1 << 64), (total >> 64) % (1 << 64)], np.uint64))
 
 
-def _result(op: tf.Operation, operands: Iterable[tf.Tensor]) -> Any:
-    """Return what one operation of a graph computes of values."""
+def _run_operation(op: tf.Operation, operands: Iterable[tf.Tensor]) -> Any:
+    """Return the result of one operation of a graph for these operands."""
     given = list(operands)
-    names = _names_of(op)
+    names = _match_argument_names(op)
     assert names is not None
     arguments: dict[str, Any] = {}
     for argument in op.op_def.input_arg:
@@ -224,8 +228,8 @@ def _result(op: tf.Operation, operands: Iterable[tf.Tensor]) -> Any:
     return getattr(tf.raw_ops, op.type)(**arguments)
 
 
-def _names_of(op: tf.Operation) -> dict[str, str] | None:
-    """The operands and attributes of a raw operation by their names in the graph; `None` if it cannot run."""
+def _match_argument_names(op: tf.Operation) -> dict[str, str] | None:
+    """Return a raw operation's argument names by their names in the graph, or None if it cannot run."""
     raw, inferred = getattr(tf.raw_ops, op.type, None), set()
     for argument in op.op_def.input_arg:
         inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}
@@ -241,5 +245,5 @@ def _names_of(op: tf.Operation) -> dict[str, str] | None:
     return {name: name if name in there else next(renamed) for name in names}
 
 
-def _leaves(seed: object) -> list[tf.Tensor]:
+def _list_leaves(seed: object) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]

@@ -49,7 +49,7 @@ class Fault(NamedTuple):
 
 
 def wait_for_devices() -> None:  # why: decisions/0009
-    """Have each operation of DTensor wait for its devices, unless the process has used DTensor already.
+    """Make DTensor's operations wait for their devices, unless the process has used DTensor already.
 
     By default it does not, and one that fails on a device makes all later ones fail, such as reads of weights.
     """
@@ -59,7 +59,7 @@ def wait_for_devices() -> None:  # why: decisions/0009
 
 
 def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:  # why: decisions/0009
-    """Refuse a process in which DTensor computes wrongly.
+    """Refuse a process in which DTensor computes wrong values.
 
     One small computation is made for each of its faults, once for each kind of device. On a mesh of one device there is
     nothing to send.
@@ -82,16 +82,16 @@ def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:  # why: 
         )
 
 
-def _step_is_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
-    """Whether two variables that each take a sum over the mesh, through a variable of their own, are right."""
+def _is_step_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
+    """Return whether one step updates two variables correctly, each from its own sum over the mesh."""
     dim = max(mesh.dim_names, key=mesh.dim_size)
     replicated = dtensor.Layout.replicated(mesh, 1)
     size = mesh.dim_size(dim)
 
-    def variable() -> tf.Variable:
+    def make_variable() -> tf.Variable:
         return dtensor.DVariable(dtensor.pack([tf.zeros(4)] * mesh.num_local_devices(), replicated))
 
-    first, second, first_sum, second_sum = (variable() for _ in range(4))
+    first, second, first_sum, second_sum = (make_variable() for _ in range(4))
     rows = dtensor.pack(
         [tf.ones((1, 4))] * mesh.num_local_devices(), dtensor.Layout([dim, dtensor.UNSHARDED], mesh)
     )
@@ -109,8 +109,8 @@ def _step_is_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
     return got == [[size] * 4, [2 * size] * 4]
 
 
-def _blocks_are_in_order(mesh: tf.experimental.dtensor.Mesh) -> bool:
-    """Whether a tensor of four axes that was in shards of its second axis is right in shards of its third."""
+def _is_relayout_right(mesh: tf.experimental.dtensor.Mesh) -> bool:
+    """Return whether moving the shards of a tensor from its second axis to its third keeps its values."""
     dim = max(mesh.dim_names, key=mesh.dim_size)
     size = mesh.dim_size(dim)
     whole = dtensor.Layout.replicated(mesh, 4)
@@ -131,14 +131,14 @@ FAULTS = (
         "training steps",
         "its pass that combines all-reduces reads variables before they are written, and was on when the process "
         "first used DTensor; a step that should give 8 gave another number",
-        _step_is_right,
+        _is_step_right,
     ),
     Fault(
         "DTENSOR_USE_ALL_TO_ALL_RELAYOUT",
         "relayouts of tensors with four axes",
         "its all-to-all mixes up their blocks, and was on when the process first used DTensor; a tensor that was "
         "sharded along another axis had its values in another order",
-        _blocks_are_in_order,
+        _is_relayout_right,
     ),
 )
 

@@ -15,23 +15,23 @@ from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.engines.tensorflow.arrays import (
-    canonical,
-    check_placed,
+    canonicalize,
     default_mesh_lock,
-    layout_of,
+    fit_layout,
+    get_layout,
     move,
     note,
     relayout_in_trace,
     to_numpy,
 )
-from layoutmap.engines.tensorflow.devices import native_layout
+from layoutmap.engines.tensorflow.devices import make_native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_computing
 
 dtensor = tf.experimental.dtensor
 
 
 class DVariable(dtensor.DVariable):  # type: ignore[misc]
-    """A `tf.Variable` whose value is in a layout.
+    """`tf.Variable` with a layout.
 
     Copies, and what comes out of a pickle, are in the same layout.
 
@@ -84,15 +84,19 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
     def _make(self, initial_value: Any, layout: Any, args: Any, dtype: object, kwargs: Any) -> None:
         wanted = convert_layout(layout) if layout is not None else None
         if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
-            initial_value = _plain(initial_value, dtype)
-        present = layout_of(initial_value)
+            initial_value = _convert_value(initial_value, dtype)
+        present = get_layout(initial_value)
         if wanted is None and present is None:
             raise LayoutError(
                 "a DVariable needs a layout",
                 why="its first value has none, and none is given",
                 fix="pass layout=, or a first value that is in a layout",
             )
-        if wanted is not None and present is not None and native_layout(wanted) != native_layout(present):
+        if (
+            wanted is not None
+            and present is not None
+            and make_native_layout(wanted) != make_native_layout(present)
+        ):
             raise LayoutError(
                 "the initial value of a DVariable is in another layout",
                 facts={"layout": str(wanted), "initial value": str(present)},
@@ -103,7 +107,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         assert used is not None
         self._layout: Layout = used
         shape: Any = initial_value.shape
-        native = check_placed(used, tuple(shape), kwargs.get("name") or "DVariable")
+        native = fit_layout(used, tuple(shape), kwargs.get("name") or "DVariable")
         check_computing(native.mesh)
         value = initial_value if present is not None else move(initial_value, used)
         with default_mesh_lock:
@@ -129,13 +133,13 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return values if dtype is None else values.astype(dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DVariable:
-        memo[id(self)] = copied = DVariable(tf.identity(self.read_value()), **self._settings())
+        memo[id(self)] = copied = DVariable(tf.identity(self.read_value()), **self._list_settings())
         return copied
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _made_again, (self.numpy(), self._layout, self._settings())
+        return _rebuild, (self.numpy(), self._layout, self._list_settings())
 
-    def _settings(self) -> dict[str, Any]:
+    def _list_settings(self) -> dict[str, Any]:
         return {
             "name": self.name.removesuffix(":0"),
             "trainable": self.trainable,
@@ -146,7 +150,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     @tf.autograph.experimental.do_not_convert
     def assign(self, value: object, *args: object, **kwargs: object) -> Any:
-        """Give it a value, plain or in any layout; it keeps its own.
+        """Assign a value in any layout or none, without changing the variable's layout.
 
         Returns:
             The variable; inside a `tf.function` what `tf.Variable.assign` returns.
@@ -154,24 +158,24 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         Raises:
             LayoutError: The value has another shape.
         """
-        return self._updated(super().assign(self._placed(value), *args, **kwargs))
+        return self._replace_result(super().assign(self._place_value(value), *args, **kwargs))
 
     @tf.autograph.experimental.do_not_convert
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
-        """Add a value, plain or in any layout; see `assign`."""
-        return self._updated(super().assign_add(self._placed(delta), *args, **kwargs))
+        """Add a value in any layout or none (see `assign`)."""
+        return self._replace_result(super().assign_add(self._place_value(delta), *args, **kwargs))
 
     @tf.autograph.experimental.do_not_convert
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
-        """Subtract a value, plain or in any layout; see `assign`."""
-        return self._updated(super().assign_sub(self._placed(delta), *args, **kwargs))
+        """Subtract a value in any layout or none (see `assign`)."""
+        return self._replace_result(super().assign_sub(self._place_value(delta), *args, **kwargs))
 
-    def _updated(self, result: object) -> Any:
-        """The variable in place of TensorFlow's stand-in for its new value, which cannot be read."""
+    def _replace_result(self, result: object) -> Any:
+        """Return the variable in place of the unreadable value that TensorFlow returns for an update."""
         return self if result is not None and tf.executing_eagerly() else result
 
-    def _placed(self, value: Any) -> object:
-        """A value in the variable's layout."""
+    def _place_value(self, value: Any) -> object:
+        """Return a value in the variable's layout."""
         if not tf.executing_eagerly():
             # DTensor would lay it out by itself, but fails where the variable is sharded and the value replicated.
             if self._layout.is_fully_replicated():
@@ -197,13 +201,13 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return f"<DVariable {self.name!r} shape={tuple(self.shape)} dtype={self.dtype.name} layout={self._layout}>"
 
 
-def _made_again(values: NumpyArray, layout: Layout, settings: dict[str, Any]) -> DVariable:
+def _rebuild(values: NumpyArray, layout: Layout, settings: dict[str, Any]) -> DVariable:
     return DVariable(values, layout=layout, **settings)
 
 
-def _plain(value: Any, dtype: Any) -> tf.Tensor:
-    """A tensor of numbers."""
+def _convert_value(value: Any, dtype: Any) -> tf.Tensor:
+    """Return a value as an unsharded tensor of numbers."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
-        canonical(np.asarray(value))
+        canonicalize(np.asarray(value))
     tensor = tf.convert_to_tensor(value)
     return tensor if dtype is None else tf.cast(tensor, dtype)

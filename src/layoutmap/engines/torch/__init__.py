@@ -1,4 +1,4 @@
-"""The torch engine: `DTensor`s of `torch.distributed.tensor`, and what it shares with torch's adapters.
+"""Run layoutmap on torch's DTensor. The torch and Keras adapters share this code.
 
 engine, arrays, devices, processes   the engine
 specs, storages, modes, operators, modules, backward, trees

@@ -31,16 +31,22 @@ from layoutmap.engines.protocol import Unplaced
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.devices import (
-    bound_mesh,
-    device_mesh,
-    device_of,
-    layout_of_placements,
-    placements_of,
+    bind_mesh,
+    convert_placements,
+    get_device,
+    make_device_mesh,
+    make_placements,
 )
 from layoutmap.engines.torch.dtensor_ops import refuse_outdated
 from layoutmap.engines.torch.element_types import to_numpy
-from layoutmap.engines.torch.placing import redistributed
-from layoutmap.engines.torch.specs import dtensor, local_of, placed_as, spec_of, spec_of_tensor
+from layoutmap.engines.torch.placing import redistribute_tensor
+from layoutmap.engines.torch.specs import (
+    get_local,
+    get_spec,
+    make_dtensor,
+    make_tensor_spec,
+    replace_placements,
+)
 
 _LAYOUT = "_layoutmap_layout"
 T = TypeVar("T", bound=torch.Tensor)
@@ -49,41 +55,41 @@ T = TypeVar("T", bound=torch.Tensor)
 # -- layouts
 
 
-def native_of(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The `(DeviceMesh, placements)` of a layout."""
-    native = device_mesh(layout.mesh)
-    return native, placements_of(layout, native)
+def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return the `(DeviceMesh, placements)` of a layout."""
+    native = make_device_mesh(layout.mesh)
+    return native, make_placements(layout, native)
 
 
-def check_placed(
+def fit_layout(
     layout: Layout, shape: tuple[int, ...], name: str = "layout"
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The native form of a layout that fits a shape.
+    """Return the `(DeviceMesh, placements)` of a layout, or raise if it does not fit a shape.
 
     Raises:
         LayoutError: It does not fit.
     """
     layout.check_fits(shape, name)
-    return native_of(layout)
+    return convert_layout(layout)
 
 
-def layout_of(array: torch.Tensor) -> Layout | None:
+def get_layout(array: torch.Tensor) -> Layout | None:
     """The layout of a DTensor, or `None` if it is on no mesh of named dims, or is a sum that is still to be reduced."""
     if not isinstance(array, DTensor):
         return None
     noted = getattr(array, _LAYOUT, None)
-    if noted is not None and native_of(noted) == (array.device_mesh, array.placements):
+    if noted is not None and convert_layout(noted) == (array.device_mesh, array.placements):
         return noted
-    return layout_of_placements(array.device_mesh, array.placements, array.ndim)
+    return convert_placements(array.device_mesh, array.placements, array.ndim)
 
 
-def found(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
-    """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.found`."""
+def describe_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
+    """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.describe_placement`."""
     if not isinstance(array, DTensor):
-        return _plain(array)
+        return _describe_unsharded(array)
     placements = ", ".join(map(str, array.placements))
     try:
-        layout = layout_of(array)
+        layout = get_layout(array)
     except MeshError as error:
         return Unplaced(f"({placements}) on a mesh that has no form here: {error.what}")
     if layout is not None:
@@ -97,14 +103,14 @@ def found(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced
     return Unplaced(f"({placements}), which is no order of mesh dims on an axis")
 
 
-def _plain(array: torch.Tensor) -> Unplaced:
-    """How a tensor is held that is no DTensor; where there are several processes, each has its own."""
+def _describe_unsharded(array: torch.Tensor) -> Unplaced:
+    """Describe a tensor that is no DTensor. With several processes, each has its own."""
     if array.is_meta:
         return Unplaced("a tensor without values, on the meta device", is_copied=True)
-    kind = _kind(array.device)
+    kind = _format_device_type(array.device)
     if simulation.is_simulated():
         return Unplaced(f"a plain tensor on {kind}", (f"{kind}:{array.device.index or 0}",), is_copied=True)
-    ranks = tuple(f"{kind}:{each}" for each in range(simulation.world_size()))
+    ranks = tuple(f"{kind}:{each}" for each in range(simulation.get_world_size()))
     return Unplaced("a plain tensor: each process has its own", ranks, is_copied=True)
 
 
@@ -120,7 +126,7 @@ def mark(tensor: T, layout: Layout) -> T:
 def from_blocks(
     shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, read: Callable[[Index], torch.Tensor]
 ) -> DTensor:
-    """A DTensor from blocks; each different one that this process holds is read once.
+    """Return a DTensor from blocks. Each distinct block of this process is read once.
 
     Args:
         shape: The global shape.
@@ -128,53 +134,53 @@ def from_blocks(
         layout: The layout, which fits.
         read: Gives the block at an index, with memory of its own.
     """
-    native, placements = native_of(layout)
-    ranks = simulation.ranks_of(native)
-    device = device_of(native)
+    native, placements = convert_layout(layout)
+    ranks = simulation.list_ranks(native)
+    device = get_device(native)
     pieces: dict[int, torch.Tensor] = {}
-    for index, (first, *others) in find_distinct_shards(layout, shape, _places_here(ranks)).values():
+    for index, (first, *others) in find_distinct_shards(layout, shape, _find_local_places(ranks)).values():
         piece = pieces[ranks[first]] = read(index).to(device)
         # An update in place is to happen once to each.
         pieces |= {ranks[other]: piece.clone() for other in others}
-    with simulation.on_mesh(native), torch.no_grad():
-        local = simulation.join(dict(sorted(pieces.items())), dtype)
-        made = dtensor(local, spec_of_tensor(native, placements, torch.Size(shape), dtype))
+    with simulation.simulate_mesh(native), torch.no_grad():
+        local = simulation.join_pieces(dict(sorted(pieces.items())), dtype)
+        made = make_dtensor(local, make_tensor_spec(native, placements, torch.Size(shape), dtype))
     return mark(made, layout)
 
 
-def _places_here(ranks: Sequence[int]) -> list[int]:
-    """The places, among the ranks of a mesh, of those whose shards this process holds."""
-    here = set(simulation.ranks_here(ranks))
+def _find_local_places(ranks: Sequence[int]) -> list[int]:
+    """Return the positions of this process's ranks in the ranks of a mesh."""
+    here = set(simulation.filter_local_ranks(ranks))
     return [place for place, rank in enumerate(ranks) if rank in here]
 
 
-def shards_of(array: torch.Tensor, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards that this process holds, each index once; see `Engine.to_shards`."""
-    for index, piece in _pieces(array):
-        yield index, to_numpy(piece) if copy else _shared(piece)
+def iterate_shards(array: torch.Tensor, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
+    """Yield the shards of this process, each index once. See `Engine.to_shards`."""
+    for index, piece in _iterate_pieces(array):
+        yield index, to_numpy(piece) if copy else _share_memory(piece)
 
 
-def own_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
+def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
     """The memory of the shards that this process holds; see `Engine.own_memory`. Simulated replicas have several."""
-    pieces = [(index, _own(piece)) for index, piece in _pieces(array)]
+    pieces = [(index, _get_numpy_memory(piece)) for index, piece in _iterate_pieces(array)]
     has_all = not (simulation.is_simulated() and isinstance(array, DTensor)) or len(pieces) == len(
-        simulation.ranks_of(array.device_mesh)
+        simulation.list_ranks(array.device_mesh)
     )
     found = [(index, memory) for index, memory in pieces if memory is not None]
     return found if has_all and len(found) == len(pieces) else []
 
 
-def _shared(tensor: torch.Tensor) -> NumpyArray:
-    """The values of a plain tensor in its own memory; a copy where numpy cannot reach that, which is read-only."""
-    if (own := _own(tensor)) is not None:
+def _share_memory(tensor: torch.Tensor) -> NumpyArray:
+    """Return a tensor's values in its own memory, or as a read-only copy if numpy cannot reach it."""
+    if (own := _get_numpy_memory(tensor)) is not None:
         return own
     values = to_numpy(tensor)
     values.flags.writeable = False
     return values
 
 
-def _own(tensor: torch.Tensor) -> NumpyArray | None:
-    """The memory of a plain tensor; `None` if numpy does not reach it."""
+def _get_numpy_memory(tensor: torch.Tensor) -> NumpyArray | None:
+    """Return the memory of a local tensor, or None if numpy cannot reach it."""
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if tensor.device.type != "cpu" or not plain or tensor.numel() <= 1:
         return None  # the strides of one element may be anything
@@ -182,12 +188,12 @@ def _own(tensor: torch.Tensor) -> NumpyArray | None:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
 
 
-def _pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
-    """The different pieces that this process holds, without a copy."""
+def _iterate_pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Yield the distinct pieces of this process, without copies."""
     if not isinstance(array, DTensor):
         yield make_full_index(array.shape), array.detach()
         return
-    layout = layout_of(array)
+    layout = get_layout(array)
     if layout is None:
         raise EngineError(
             "the DTensor has no layout",
@@ -196,36 +202,36 @@ def _pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
             fix="give it one: relayout(tensor, layout)",
         )
     refuse_outdated("values of a tensor", array)
-    ranks = simulation.ranks_of(array.device_mesh)
+    ranks = simulation.list_ranks(array.device_mesh)
     detached = array.detach()
-    held = simulation.pieces_of(local_of(detached))
-    for index, places in find_distinct_shards(layout, tuple(array.shape), _places_here(ranks)).values():
+    held = simulation.get_pieces(get_local(detached))
+    for index, places in find_distinct_shards(layout, tuple(array.shape), _find_local_places(ranks)).values():
         yield index, held[ranks[places[0]]]
 
 
-def by_device(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
+def iterate_by_device(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
     """The values that each rank of this process holds, with the name of its device."""
     if array.is_meta:
         return
-    kind = _kind(array.device)
+    kind = _format_device_type(array.device)
     if not isinstance(array, DTensor):
-        yield f"{kind}:{simulation.rank()}", to_numpy(array.detach())
+        yield f"{kind}:{simulation.get_rank()}", to_numpy(array.detach())
         return
     refuse_outdated("values of a tensor", array)
     detached = array.detach()
-    held = simulation.pieces_of(local_of(detached))
-    for rank in simulation.ranks_here(simulation.ranks_of(array.device_mesh)):
+    held = simulation.get_pieces(get_local(detached))
+    for rank in simulation.filter_local_ranks(simulation.list_ranks(array.device_mesh)):
         yield f"{kind}:{rank}", to_numpy(held[rank])
 
 
-def _kind(device: torch.device) -> str:
-    """The name of a type of devices, as those of meshes have it."""
+def _format_device_type(device: torch.device) -> str:
+    """Return the type of a device as meshes name it."""
     return {"cuda": "GPU"}.get(device.type, device.type.upper())
 
 
-def shard(tensor: torch.Tensor, layout: Layout) -> DTensor:
-    """Return a plain tensor in a layout, which fits; gradients pass."""
-    check_placed(layout, tuple(tensor.shape))
+def shard_tensor(tensor: torch.Tensor, layout: Layout) -> DTensor:
+    """Return an unsharded tensor in a layout that fits it. Gradients pass."""
+    fit_layout(layout, tuple(tensor.shape))
     if tensor.requires_grad and torch.is_grad_enabled():
         return mark(_ShardTensor.apply(tensor, layout), layout)
     return from_blocks(
@@ -238,26 +244,26 @@ class _ShardTensor(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, layout: Layout) -> DTensor:
-        return shard(tensor.detach(), layout)
+        return shard_tensor(tensor.detach(), layout)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        return gather(upstream[0]), None
+        return gather_tensor(upstream[0]), None
 
 
-def gather(array: Any) -> torch.Tensor:
-    """All values of a tensor as a plain one, without a step of autograd; all processes that hold some must ask."""
+def gather_tensor(array: Any) -> torch.Tensor:
+    """Return all values of a tensor, unsharded and without autograd. All processes with shards must call it."""
     if not isinstance(array, DTensor):
         return array.detach()
     refuse_outdated("values of a tensor", array)
     array = array.detach()
-    ranks = simulation.ranks_of(array.device_mesh)
-    if layout_of(array) is None:
-        with simulation.on_ranks(ranks):
-            array = redistributed(array, [Replicate()] * array.device_mesh.ndim)
+    ranks = simulation.list_ranks(array.device_mesh)
+    if get_layout(array) is None:
+        with simulation.simulate_ranks(ranks):
+            array = redistribute_tensor(array, [Replicate()] * array.device_mesh.ndim)
     if not simulation.is_simulated():
-        return local_of(_redistributed(array, [Replicate()] * array.device_mesh.ndim))
-    pieces = list(_pieces(array))
+        return get_local(_redistribute_bits(array, [Replicate()] * array.device_mesh.ndim))
+    pieces = list(_iterate_pieces(array))
     if len(pieces) == 1:  # no second copy of all of it
         return pieces[0][1].clone()
     made = torch.empty(array.shape, dtype=array.dtype, device=pieces[0][1].device)
@@ -269,21 +275,23 @@ def gather(array: Any) -> torch.Tensor:
 # -- between layouts
 
 
-def move(array: DTensor, layout: Layout) -> torch.Tensor:
-    """A DTensor in another layout, which fits; gradients pass where the mesh stays."""
-    native, placements = check_placed(layout, tuple(array.shape))
+def move_tensor(array: DTensor, layout: Layout) -> torch.Tensor:
+    """Return a DTensor in another layout that fits it. Gradients pass if the mesh stays the same."""
+    native, placements = fit_layout(layout, tuple(array.shape))
     refuse_outdated("values of a tensor", array)
     # Simulated ranks have collectives only on meshes that rank 0 is on.
     if array.device_mesh == native and not (
-        simulation.is_simulated() and 0 not in simulation.ranks_of(native)
+        simulation.is_simulated() and 0 not in simulation.list_ranks(native)
     ):
-        with simulation.on_mesh(native):
-            moved = _redistributed(array, placements)
+        with simulation.simulate_mesh(native):
+            moved = _redistribute_bits(array, placements)
             # It may be the very tensor, on which another layout is noted.
             return mark(moved.view_as(moved) if moved is array else moved, layout)
-    if layout_of(array) is None:
-        return shard(gather(array), layout)  # its placements have no layout: pieces cannot be told
-    return _moved_by_pieces(array, layout)
+    if get_layout(array) is None:
+        return shard_tensor(
+            gather_tensor(array), layout
+        )  # its placements have no layout: pieces cannot be told
+    return _move_by_pieces(array, layout)
 
 
 # Element types that collectives do not know -> those of as many bits that they do.
@@ -297,26 +305,28 @@ _CARRIERS = {
 }
 
 
-def _redistributed(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def _redistribute_bits(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     carrier = _CARRIERS.get(array.dtype)
     if carrier is None:
-        return redistributed(array, placements)
+        return redistribute_tensor(array, placements)
     with torch.no_grad():
-        spec = spec_of(array)
-        carried = dtensor(local_of(array).view(carrier), placed_as(spec, spec.placements, carrier))
-        bits = local_of(redistributed(carried, placements)).view(array.dtype)
-        return dtensor(bits, placed_as(spec, tuple(placements), array.dtype))
+        spec = get_spec(array)
+        carried = make_dtensor(
+            get_local(array).view(carrier), replace_placements(spec, spec.placements, carrier)
+        )
+        bits = get_local(redistribute_tensor(carried, placements)).view(array.dtype)
+        return make_dtensor(bits, replace_placements(spec, tuple(placements), array.dtype))
 
 
-def _moved_by_pieces(array: DTensor, layout: Layout) -> DTensor:
-    """A DTensor on any mesh: each different piece is shown to all processes, which keep what is theirs."""
+def _move_by_pieces(array: DTensor, layout: Layout) -> DTensor:
+    """Move a DTensor to any mesh: broadcast each distinct piece, and keep the needed parts in each process."""
     shape, dtype = tuple(array.shape), array.dtype
-    wanted = layout_indices(layout, shape)
+    wanted = list_local_indices(layout, shape)
     made: dict[Ends, torch.Tensor] = {}
-    device = device_of(native_of(layout)[0])
+    device = get_device(convert_layout(layout)[0])
     for ends, index in wanted.items():
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
-    for index, piece in _all_pieces(array):
+    for index, piece in _iterate_all_pieces(array):
         for ends, target in wanted.items():
             both = intersect_blocks(index, target) if shape else ()  # a scalar is one block, without axes
             if both is not None:
@@ -326,24 +336,24 @@ def _moved_by_pieces(array: DTensor, layout: Layout) -> DTensor:
     return from_blocks(shape, dtype, layout, lambda index: made[get_slice_ends(index)])
 
 
-def layout_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
-    """The different indices that this process holds in a layout."""
-    here = bound_mesh(layout.mesh).local_device_ids
+def list_local_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
+    """Return the distinct indices that this process stores in a layout."""
+    here = bind_mesh(layout.mesh).local_device_ids
     return {ends: index for ends, (index, _) in find_distinct_shards(layout, shape, here).items()}
 
 
-def _all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Every different piece of a DTensor, in every process, one at a time."""
+def _iterate_all_pieces(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Yield each distinct piece of a DTensor in every process, one at a time."""
     if simulation.is_simulated():
-        yield from _pieces(array)
+        yield from _iterate_pieces(array)
         return
-    layout = layout_of(array)
+    layout = get_layout(array)
     assert layout is not None
-    ranks, shape = simulation.ranks_of(array.device_mesh), tuple(array.shape)
+    ranks, shape = simulation.list_ranks(array.device_mesh), tuple(array.shape)
     for index, places in find_distinct_shards(layout, shape, range(len(ranks))).values():
         owner = ranks[places[0]]
-        if owner == simulation.rank():
-            piece = local_of(array.detach()).contiguous()
+        if owner == simulation.get_rank():
+            piece = get_local(array.detach()).contiguous()
         else:
             piece = torch.empty(
                 [part.stop - part.start for part in index], dtype=array.dtype, device=array.device

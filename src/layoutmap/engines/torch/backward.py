@@ -1,4 +1,4 @@
-"""The backward pass that runs on this thread, and what decides which tensors autograd saves for it."""
+"""Inspect the running backward pass, and the hooks that decide which tensors autograd saves."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -20,7 +20,7 @@ with Needed("torch"):
 check_names("torch", (torch._C, "_current_autograd_node"), (_SAVING, "_top_saved_tensors_default_hooks"))  # pyright: ignore[reportUnknownArgumentType]
 check_names("torch", (checkpoint, "_checkpoint_hook"))
 
-backward_pass = _current_graph_task_id
+get_backward_pass = _current_graph_task_id
 """The number of the backward pass that runs on this thread; -1 outside of one."""
 
 Ctx = Any
@@ -30,30 +30,30 @@ Ctx = Any
 if TYPE_CHECKING:
 
     class AutogradFunction(torch.autograd.Function):
-        """`torch.autograd.Function`, whose `apply` has no type there."""
+        """`torch.autograd.Function` with a typed `apply`."""
 
         apply: Callable[..., Any]
 else:
     AutogradFunction = torch.autograd.Function
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs now ends; to be called by a hook of that pass."""
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward pass. Only a hook of that pass may use this."""
     _ENGINE.queue_callback(function)  # of the pass: torch drops it where that fails
 
 
-def gradient_of() -> str:
-    """The name of what the gradient is computed of now, on this thread; empty outside of backward passes."""
+def get_backward_node() -> str:
+    """Return the name of the autograd node that runs on this thread, or "" outside of backward passes."""
     node: Any = torch._C._current_autograd_node()
     return node.name() if node is not None else ""
 
 
-def saver() -> Any:
-    """The hooks that decide which tensors autograd saves: an object with these methods, a function, or `None`."""
+def get_saving_hooks() -> Any:
+    """Return the hooks that decide which tensors autograd saves: an object, a function, or None."""
     hooks = _SAVING._top_saved_tensors_default_hooks(True)  # also while Dynamo traces
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 
 
 def is_checkpoint(saver: object) -> bool:
-    """Whether an activation checkpoint decides: it keeps nothing, and computes once more."""
+    """Return whether the hooks are those of an activation checkpoint, which recomputes and saves nothing."""
     return getattr(saver, "__qualname__", "").startswith("_checkpoint_hook.")

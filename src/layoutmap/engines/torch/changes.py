@@ -39,45 +39,45 @@ def change(*patches: Patch) -> None:
             if patch not in _made:  # several scopes ask for it
                 _made.append(patch)
             patch.install()
-        if _collected not in gc.callbacks:
-            gc.callbacks.append(_collected)
+        if _restore_if_unused not in gc.callbacks:
+            gc.callbacks.append(_restore_if_unused)
 
 
-def at_end(do: Callable[[], object]) -> None:
-    """Have something done when changes are taken back, the latest first."""
+def call_on_restore(do: Callable[[], object]) -> None:
+    """Register a function to call when the patches are removed, the latest first."""
     _ends.callback(do)
 
 
-def keep(what: object) -> None:
-    """Have nothing taken back as long as this is there: a module in layouts, or what is open; no search is needed."""
+def keep_patches(what: object) -> None:
+    """Keep the patches while an object exists: a module in layouts, or an open context."""
     _kept.add(what)
 
 
-def take_back() -> None:  # why: decisions/0150
-    """Put torch back as it was found."""
+def restore_torch() -> None:  # why: decisions/0150
+    """Remove all patches of torch."""
     with _lock:
         for patch in reversed(_made):  # one may be on top of another
             patch.remove()
         _made.clear()
         meshes.clear()
-        gc.callbacks.remove(_collected)
+        gc.callbacks.remove(_restore_if_unused)
         _ends.close()  # at last: one that fails leaves the others no work
 
 
-def _collected(phase: str, info: Mapping[str, int]) -> None:
+def _restore_if_unused(phase: str, info: Mapping[str, int]) -> None:
     if phase == "stop" and info["generation"] == 2 and not _kept and not _is_needed():
-        take_back()
+        restore_torch()
 
 
 def _is_needed() -> bool:
-    """Whether a function of this library runs, or there is a tensor that was computed on its meshes."""
+    """Return whether a function of this library runs, or a tensor on one of its meshes exists."""
     return any(map(_is_inside, sys._current_frames().values())) or any(  # pyright: ignore[reportPrivateUsage]
         issubclass(type(each), DTensor) and each.device_mesh in meshes for each in gc.get_objects()
     )
 
 
 def _is_inside(frame: types.FrameType | None) -> bool:
-    """Whether one of the frames of a thread is a function that may be about to use torch."""
+    """Return whether a thread runs a function that may be about to use torch."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_ROOMS) and name != __name__:

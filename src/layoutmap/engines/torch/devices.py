@@ -23,13 +23,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from layoutmap.core.errors import EngineError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import bound, device_names_of, no_devices
+from layoutmap.engines.checks import bind_devices, make_no_devices_error, resolve_device_names
 from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.changes import at_end, meshes
-from layoutmap.engines.torch.dtensor_ops import look_after
+from layoutmap.engines.torch.changes import call_on_restore, meshes
+from layoutmap.engines.torch.dtensor_ops import prepare_mesh
 from layoutmap.engines.torch.simulation import default_group
-from layoutmap.engines.torch.specs import DTensorSpec, cached_by_mesh
+from layoutmap.engines.torch.specs import DTensorSpec, cache_by_mesh
 
 with Needed("torch"):
     from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
@@ -48,18 +48,18 @@ _known: dict[tuple[Mesh, Any], DeviceMesh] = {}  # what was asked for before, in
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
-def device_names(device_type: str | None = None) -> tuple[str, ...]:
-    """The names of all devices of a type, or of the default one: GPUs where the process group serves them."""
-    there = _types_there()
+def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
+    """Return the names of all devices of a type. The default is GPUs if the process group supports them."""
+    there = _list_device_types()
     kind = next(iter(there)) if device_type is None else device_type.upper()
     if kind not in there:
         why = f"it has devices of these types: {', '.join(there)}"
-        raise no_devices("torch", kind, there[0], why)
-    return tuple(f"{kind}:{i}" for i in range(simulation.world_size()))
+        raise make_no_devices_error("torch", kind, there[0], why)
+    return tuple(f"{kind}:{i}" for i in range(simulation.get_world_size()))
 
 
-def _types_there() -> list[str]:
-    """The device types that the process group serves, the default one first."""
+def _list_device_types() -> list[str]:
+    """Return the device types that the process group supports, the default one first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
     if not dist.is_initialized():  # the launcher's, which torch's own defaults will make
@@ -69,11 +69,11 @@ def _types_there() -> list[str]:
     return gpu + (["CPU"] if "cpu:" in served else [])
 
 
-def bound_mesh(mesh: Mesh) -> Mesh:
-    """The mesh on this machine: an abstract one gets the first devices, one with devices is checked to exist."""
-    names = device_names_of(mesh, device_names, "torch", _fix_too_few(mesh.size))
-    here = set(simulation.ranks_here(map(_rank, names)))
-    return bound(mesh, names, [i for i, name in enumerate(names) if _rank(name) in here])
+def bind_mesh(mesh: Mesh) -> Mesh:
+    """Return the mesh with devices of this machine: the first ones for an abstract mesh, or else its own."""
+    names = resolve_device_names(mesh, list_device_names, "torch", _fix_too_few(mesh.size))
+    here = set(simulation.filter_local_ranks(map(_rank, names)))
+    return bind_devices(mesh, names, [i for i, name in enumerate(names) if _rank(name) in here])
 
 
 def _fix_too_few(size: int) -> str:
@@ -85,8 +85,8 @@ def _fix_too_few(size: int) -> str:
     return f"restart the program with torchrun --nproc-per-node {size}, or make the mesh smaller"
 
 
-def torch_type(device_type: str) -> str:
-    """Torch's name of a device type: `"cuda"` for `"GPU"`."""
+def convert_device_type(device_type: str) -> str:
+    """Return torch's name of a device type: `"cuda"` for `"GPU"`."""
     return _TYPES[device_type]
 
 
@@ -94,27 +94,27 @@ def _rank(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this process keeps its piece of a tensor on a mesh."""
+def get_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device on which this process stores its shards of tensors on a mesh."""
     if mesh.device_type == "cpu":  # torch numbers GPUs, and the CPU not
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.cuda.current_device())  # DeviceMesh sets it
 
 
-def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """The `DeviceMesh` of a mesh, one and the same for equal ones; its process groups are made once.
+def make_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return the `DeviceMesh` of a mesh. Equal meshes share one object and its process groups.
 
     Raises:
         MeshError: The machine does not have the mesh's devices.
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.start()
-    group = simulation.group()  # meshes of a group that has ended are of no use
+    group = simulation.get_group()  # meshes of a group that has ended are of no use
     known = _known.get((mesh, group))
     if known is None:
-        known = _known[mesh, group] = _device_mesh(mesh)
+        known = _known[mesh, group] = _create_device_mesh(mesh)
     if known not in meshes:  # or all is looked after
-        look_after(known)
+        prepare_mesh(known)
     _mesh_of.setdefault(known, mesh)
     return known
 
@@ -129,31 +129,31 @@ def forget_process_group(group: dist.ProcessGroup | None) -> None:
 
 def _forget(native: DeviceMesh) -> None:
     """End the process groups of simulated ranks that a mesh has, before their common one ends."""
-    is_here = simulation.rank() in simulation.ranks_of(native)  # else torch knows no groups of it
+    is_here = simulation.get_rank() in simulation.list_ranks(native)  # else torch knows no groups of it
     for group in native.get_all_groups() if is_here else ():
-        if group is not simulation.group():  # torch ends that one by itself
+        if group is not simulation.get_group():  # torch ends that one by itself
             dist.destroy_process_group(group)
-    forget_process_group(simulation.group())
+    forget_process_group(simulation.get_group())
 
 
-def _device_mesh(mesh: Mesh) -> DeviceMesh:
-    bound = bound_mesh(mesh)
-    check_order(mesh)
+def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
+    bound = bind_mesh(mesh)
+    check_device_order(mesh)
     names = list(bound.devices or ())
     ranks = np.array([_rank(name) for name in names]).reshape(bound.shape)
-    kind = torch_type(names[0].partition(":")[0])
-    key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.group())
+    kind = convert_device_type(names[0].partition(":")[0])
+    key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.get_group())
     with _lock:
         if key not in _device_meshes:
-            with default_group(simulation.group()), simulation.on_ranks(ranks.flat):
+            with default_group(simulation.get_group()), simulation.simulate_ranks(ranks.flat):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
-                at_end(functools.partial(_forget, _device_meshes[key]))
+                call_on_restore(functools.partial(_forget, _device_meshes[key]))
         return _device_meshes[key]
 
 
-def check_order(mesh: Mesh) -> None:
-    """Refuse a mesh that names its devices in an order that torch does not keep; no device is asked for.
+def check_device_order(mesh: Mesh) -> None:
+    """Refuse a mesh with devices in an order that torch does not keep. No device is accessed.
 
     Raises:
         EngineError: It does.
@@ -171,20 +171,20 @@ def check_order(mesh: Mesh) -> None:
     )
 
 
-def mesh_of(native: DeviceMesh) -> Mesh | None:
-    """The mesh of a `DeviceMesh`: the first it was made from, or one of its ranks; `None` if its dims have no names."""
+def find_mesh(native: DeviceMesh) -> Mesh | None:
+    """Return the mesh of a `DeviceMesh`, or None if its dims have no names."""
     known = _mesh_of.get(native)
     if known is not None or native.mesh_dim_names is None:
         return known
-    return _mesh_like(native)
+    return _convert_mesh(native)
 
 
-@cached_by_mesh
-def _mesh_like(native: DeviceMesh) -> Mesh:
+@cache_by_mesh
+def _convert_mesh(native: DeviceMesh) -> Mesh:
     assert native.mesh_dim_names is not None
     kind = next(name for name, theirs in _TYPES.items() if theirs == native.device_type)
-    ranks = simulation.ranks_of(native)
-    here = set(simulation.ranks_here(ranks))
+    ranks = simulation.list_ranks(native)
+    here = set(simulation.filter_local_ranks(ranks))
     return Mesh(
         [f"{kind}:{each}" for each in ranks],
         list(zip(native.mesh_dim_names, native.mesh.shape, strict=True)),
@@ -193,8 +193,8 @@ def _mesh_like(native: DeviceMesh) -> Mesh:
 
 
 @functools.lru_cache(maxsize=4096)
-def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
-    """One placement for each dim of a mesh."""
+def make_placements(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
+    """Return the placements of a layout, one for each mesh dim."""
     dims = layout.mesh.dim_names
     axes = [[dims.index(dim) for dim in layout.list_mesh_dims(axis)] for axis in range(layout.rank)]
     placements: list[Placement] = [Replicate() for _ in dims]
@@ -211,12 +211,12 @@ def placements_of(layout: Layout, native: DeviceMesh) -> tuple[Placement, ...]:
     return DTensorSpec._convert_shard_order_to_StridedShard(order, tuple(placements), native)  # pyright: ignore[reportPrivateUsage]
 
 
-def layout_of_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
-    """The layout of placements; `None` if they say a sum that is still to be made, or are on a mesh without names.
+def convert_placements(native: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
+    """Return the layout of placements, or None for a partial sum and on a mesh without named dims.
 
     The order of the dims on one axis is that of the mesh where torch does not say it: among dims of size 1.
     """
-    mesh = mesh_of(native)
+    mesh = find_mesh(native)
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
     order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), native)  # pyright: ignore[reportPrivateUsage]

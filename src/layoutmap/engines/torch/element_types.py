@@ -1,4 +1,4 @@
-"""Element types of torch, and plain tensors to and from numpy, whose further types are those of `ml_dtypes`."""
+"""Convert torch's dtypes and tensors to and from numpy, with `ml_dtypes` for bfloat16 and float8."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from layoutmap.core.blocks import NumpyArray
-from layoutmap.engines.checks import no_element_type, no_numbers
+from layoutmap.engines.checks import make_element_type_error, make_no_numbers_error
 
 
-def torch_dtype(name: str, path: str) -> torch.dtype:
-    """The element type of a name.
+def find_torch_dtype(name: str, path: str) -> torch.dtype:
+    """Return the torch dtype with a name.
 
     Raises:
         EngineError: Torch has none of that name.
@@ -21,11 +21,11 @@ def torch_dtype(name: str, path: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if isinstance(found, torch.dtype):
         return found
-    raise no_element_type("torch", name, path)
+    raise make_element_type_error("torch", name, path)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of an element type, as numpy has it."""
+def format_dtype(dtype: torch.dtype) -> str:
+    """Return numpy's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -44,7 +44,7 @@ _BITS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.uint16, 4: np.int32}
 
 
 @functools.cache
-def _numpy_has(dtype: torch.dtype) -> bool:
+def _is_numpy_dtype(dtype: torch.dtype) -> bool:
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -53,17 +53,17 @@ def _numpy_has(dtype: torch.dtype) -> bool:
 
 
 def to_numpy(tensor: torch.Tensor) -> NumpyArray:
-    """A copy of a plain tensor's values; bfloat16 and its like in the types of `ml_dtypes`."""
+    """Return a copy of an unsharded tensor's values. bfloat16 and float8 use the types of `ml_dtypes`."""
     # Torch only notes that a tensor is conjugated, or negative, as `x.conj().imag` is.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if _numpy_has(tensor.dtype):
+    if _is_numpy_dtype(tensor.dtype):
         return tensor.numpy().copy()
     bits = tensor.view(getattr(torch, np.dtype(_BITS[tensor.itemsize]).name)).numpy().copy()
-    return bits.view(np.dtype(getattr(ml_dtypes, dtype_name(tensor.dtype))))
+    return bits.view(np.dtype(getattr(ml_dtypes, format_dtype(tensor.dtype))))
 
 
 def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
-    """A tensor of the element type that numpy values have.
+    """Return a torch tensor with the values and element type of a numpy array.
 
     Args:
         values: The values.
@@ -79,10 +79,10 @@ def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
     try:
         return torch.from_numpy(values)  # pyright: ignore[reportUnknownMemberType]
     except TypeError:
-        raise no_numbers("torch", values.dtype) from None
+        raise make_no_numbers_error("torch", values.dtype) from None
 
 
-def canonical(values: NumpyArray) -> NumpyArray:
+def canonicalize(values: NumpyArray) -> NumpyArray:
     """Numpy values as torch holds them, which is as they are.
 
     Raises:

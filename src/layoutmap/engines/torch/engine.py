@@ -38,28 +38,39 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
-    by_device,
-    check_placed,
-    found,
+    convert_layout,
+    describe_placement,
+    fit_layout,
     from_blocks,
-    gather,
-    layout_indices,
-    layout_of,
+    gather_tensor,
+    get_layout,
+    get_writable_memory,
+    iterate_by_device,
+    iterate_shards,
+    list_local_indices,
     mark,
-    move,
-    native_of,
-    own_memory,
-    shard,
-    shards_of,
+    move_tensor,
+    shard_tensor,
 )
-from layoutmap.engines.torch.deferred_init import free_room, trace
-from layoutmap.engines.torch.devices import bound_mesh, check_order, device_names
-from layoutmap.engines.torch.dtensor_ops import computing, is_marked
-from layoutmap.engines.torch.element_types import canonical, dtype_name, to_numpy, to_torch, torch_dtype
-from layoutmap.engines.torch.malloc import give_back
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.deferred_init import free_scratch_buffer, trace
+from layoutmap.engines.torch.devices import bind_mesh, check_device_order, list_device_names
+from layoutmap.engines.torch.dtensor_ops import enable_dtensor_ops, has_local_tensor
+from layoutmap.engines.torch.element_types import (
+    canonicalize,
+    find_torch_dtype,
+    format_dtype,
+    to_numpy,
+    to_torch,
+)
+from layoutmap.engines.torch.malloc import release_memory
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.processes import across, common_seeds, gathered, random_state
+from layoutmap.engines.torch.processes import (
+    compute_rng_checksum,
+    gather_values,
+    has_other_processes,
+    share_seeds,
+)
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
@@ -67,21 +78,21 @@ _LARGE = 1 << 20  # bytes: the least variable after which memory is given back t
 
 
 class TorchEngine:
-    """Holds DTensors. There is one of them: `engine()`. What its methods raise is in `Engine`."""
+    """Engine of DTensors. `engine()` returns the only instance. `Engine` lists the errors that it raises."""
 
     name = "torch"
     array_types: tuple[type, ...] = (torch.Tensor,)
     several_dims = True
-    devices = staticmethod(device_names)
-    bind = staticmethod(bound_mesh)
+    devices = staticmethod(list_device_names)
+    bind = staticmethod(bind_mesh)
     simulate = staticmethod(simulation.simulate)
-    layout_of = staticmethod(layout_of)
-    found = staticmethod(found)
-    to_shards = staticmethod(shards_of)
-    own_memory = staticmethod(own_memory)
-    by_device = staticmethod(by_device)
-    canonical = staticmethod(canonical)
-    check_dtype = staticmethod(torch_dtype)
+    get_layout = staticmethod(get_layout)
+    describe_placement = staticmethod(describe_placement)
+    to_shards = staticmethod(iterate_shards)
+    get_writable_memory = staticmethod(get_writable_memory)
+    iterate_by_device = staticmethod(iterate_by_device)
+    canonicalize = staticmethod(canonicalize)
+    check_dtype = staticmethod(find_torch_dtype)
 
     # -- devices and layouts
 
@@ -91,17 +102,17 @@ class TorchEngine:
         Raises:
             EngineError: The mesh's devices come in an order that torch does not keep.
         """
-        check_order(layout.mesh)
+        check_device_order(layout.mesh)
 
-    @plainly
+    @skip_function_modes
     def native(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the `(DeviceMesh, placements)` of a layout."""
         layout.check_rank((None,) * rank)
-        return native_of(layout)
+        return convert_layout(layout)
 
     # -- arrays
 
-    @plainly
+    @skip_function_modes
     def create(
         self,
         assignments: Mapping[str, Assignment],
@@ -114,85 +125,91 @@ class TorchEngine:
         only what it holds. The global value of any other is computed, sharded, and freed before the next.
         """
         for assignment in assignments.values():
-            self._checked(assignment)
+            self._check_assignment(assignment)
         check_initializers(assignments, initializers)
         made: dict[str, torch.Tensor] = {}
         checksums: list[tuple[str, int]] = []
         try:
             used = {key: initializers[key] for key in assignments}
-            seeds = common_seeds(used)
+            seeds = share_seeds(used)
             # Blocks differ between processes, so the random state that they come from is compared; a recipe names that
             # state where it draws, and the scope has compared it.
-            if across() and any(each.blocks is not None and each.recipe is None for each in used.values()):
-                check_computed([("the random state", random_state())], gathered)
+            if has_other_processes() and any(
+                each.blocks is not None and each.recipe is None for each in used.values()
+            ):
+                check_computed([("the random state", compute_rng_checksum())], gather_values)
             with torch.no_grad():
                 for key, assignment in assignments.items():
-                    made[key], computed = _created(assignment, used[key], seeds.get(key))
+                    made[key], computed = _create_value(assignment, used[key], seeds.get(key))
                     checksums.append((assignment.variable.path, computed))
                     if assignment.variable.global_bytes >= _LARGE:
-                        give_back()
+                        release_memory()
                     if progress is not None:
                         progress(key)
-            free_room()
-            if across() and checksums:
-                check_computed(checksums, gathered)
+            free_scratch_buffer()
+            if has_other_processes() and checksums:
+                check_computed(checksums, gather_values)
         except BaseException:
             made.clear()
             raise
         return made
 
-    @plainly
+    @skip_function_modes
     def from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> object:
-        """Make a DTensor whose shards are read one by one; see `Engine.from_shards`."""
-        dtype = self._checked(assignment)
+        """Read shards one by one, and return a DTensor of them (see `Engine.from_shards`)."""
+        dtype = self._check_assignment(assignment)
         variable = assignment.variable
 
-        def checked(index: Index) -> torch.Tensor:
+        def read_block(index: Index) -> torch.Tensor:
             block = to_torch(np.asarray(read(index)), copy=copy)
-            check_shard(variable, index, block.shape, dtype_name(block.dtype))
+            check_shard(variable, index, block.shape, format_dtype(block.dtype))
             return block
 
-        return from_blocks(variable.shape, dtype, assignment.layout, checked)
+        return from_blocks(variable.shape, dtype, assignment.layout, read_block)
 
-    @plainly
+    @skip_function_modes
     def relayout(self, array: object, layout: Layout) -> object:
-        """Return the same values in another layout; also takes plain tensors, and what numpy makes arrays of.
+        """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
 
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
         """
         if isinstance(array, DTensor):
-            return move(array, layout)
-        return shard(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
+            return move_tensor(array, layout)
+        return shard_tensor(array if isinstance(array, torch.Tensor) else to_torch(np.asarray(array)), layout)
 
-    @plainly
+    @skip_function_modes
     def variable(self, array: torch.Tensor, *, name: str = "", trainable: bool = True) -> torch.nn.Parameter:
-        """A `torch.nn.Parameter` that holds the tensor; only floating numbers can be trained."""
+        """Return a `torch.nn.Parameter` with the tensor. Only floating-point tensors can be trained."""
         floating = array.is_floating_point() or array.is_complex()
         parameter = torch.nn.Parameter(array.detach(), requires_grad=trainable and floating)
-        layout = layout_of(array)
+        layout = get_layout(array)
         if layout is not None:
             mark(parameter, layout)
         return parameter
 
-    @plainly
+    @skip_function_modes
     def to_numpy(self, array: torch.Tensor) -> NumpyArray:
-        """Return all values of a tensor, gathered from all processes that hold some; they must all ask."""
-        return to_numpy(gather(array))
+        """Return all values of a tensor, gathered from all processes. Each of these processes must call it."""
+        return to_numpy(gather_tensor(array))
 
     def all_gather(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process, one row each; they must all ask."""
-        return gathered(values)
+        """Return the values of each process, one row each. All processes must call it."""
+        return gather_values(values)
 
     @contextmanager
     def run_on(self, mesh: Mesh, draws: str = "exact") -> Generator[None]:
-        """While open, what is computed from plain tensors is on the mesh, replicated.
+        """Replicate tensors that are made from unsharded ones on the mesh, while the context is open.
 
         What DTensor alone would compute wrongly is computed right, or refused: see `dtensor_ops.mode`.
         """
         check_draws(self.name, draws, ("exact", "tiles"))
         native = self.native(Layout.replicated(mesh, 0), 0)[0]
         by_shards = draws == "tiles"
-        with simulation.on_mesh(native), _OnMesh(mesh), computing(native, by_shards=by_shards):
+        with (
+            simulation.simulate_mesh(native),
+            _ReplicatingMode(mesh),
+            enable_dtensor_ops(native, by_shards=by_shards),
+        ):
             yield
 
     def call(self, function: Function, layout: Layout, args: Args, kwargs: Kwargs) -> object:
@@ -207,25 +224,25 @@ class TorchEngine:
             with contextlib.suppress(EngineError):  # it returns something else than a tensor: refused below
                 recipe = trace(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
-                check_placed(layout, recipe.shape)
-                return _in_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
+                fit_layout(layout, recipe.shape)
+                return _create_from_blocks(recipe.blocks, recipe.shape, recipe.dtype, layout)
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
         check_one_result(function, len(results))
         return self.relayout(results[0], layout)
 
     # -- parts
 
-    def _checked(self, assignment: Assignment) -> torch.dtype:
-        """The element type of an assignment, after all checks that need no tensor."""
+    def _check_assignment(self, assignment: Assignment) -> torch.dtype:
+        """Return the dtype of an assignment after all checks that need no tensor."""
         variable = assignment.variable
-        dtype = torch_dtype(variable.dtype, variable.path)
-        check_placed(assignment.layout, variable.shape, variable.path)
+        dtype = find_torch_dtype(variable.dtype, variable.path)
+        fit_layout(assignment.layout, variable.shape, variable.path)
         return dtype
 
 
 @functools.cache
 def engine() -> TorchEngine:
-    """The one torch engine of this process."""
+    """Return the torch engine of this process."""
     return TorchEngine()
 
 
@@ -236,14 +253,14 @@ _meshes = threading.local()
 _NOT_PLAIN = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
 
 
-class _OnMesh(TorchFunctionMode):
-    """Places new tensors that come of plain ones on a mesh, replicated; the innermost mesh counts."""
+class _ReplicatingMode(TorchFunctionMode):
+    """Function mode that replicates new unsharded tensors on a mesh. The innermost mesh counts."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
         self._mesh = mesh
 
-    def __enter__(self) -> _OnMesh:
+    def __enter__(self) -> _ReplicatingMode:
         self._around = getattr(_meshes, "innermost", None)
         _meshes.innermost = self
         return super().__enter__()
@@ -256,49 +273,49 @@ class _OnMesh(TorchFunctionMode):
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if is_marked((args, kwargs)):  # each device goes on with its own
+        if has_local_tensor((args, kwargs)):  # each device goes on with its own
             return result
         if type(result) in _NOT_PLAIN or _meshes.innermost is not self:
             return result
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        return tree_map(lambda value: self._placed(value, given), result)
+        return tree_map(lambda value: self._replicate_result(value, given), result)
 
-    def _placed(self, value: object, given: set[int]) -> object:
+    def _replicate_result(self, value: object, given: set[int]) -> object:
         if type(value) is not torch.Tensor or id(value) in given or is_view_of_another(value):
             return value
-        return plainly(shard)(value, Layout.replicated(self._mesh, value.ndim))
+        return skip_function_modes(shard_tensor)(value, Layout.replicated(self._mesh, value.ndim))
 
 
-def _created(assignment: Assignment, initializer: Initializer, seed: object) -> tuple[torch.Tensor, int]:
-    """Return an initial value, and the checksum of a global value, which all processes must compute alike."""
+def _create_value(assignment: Assignment, initializer: Initializer, seed: object) -> tuple[torch.Tensor, int]:
+    """Return an initial value, and the checksum of an unsharded one, which must agree in all processes."""
     variable, layout = assignment.variable, assignment.layout
-    dtype = torch_dtype(variable.dtype, variable.path)
+    dtype = find_torch_dtype(variable.dtype, variable.path)
     if initializer.blocks is not None:
-        return _in_blocks(initializer.blocks, variable.shape, dtype, layout, assignment), 0
+        return _create_from_blocks(initializer.blocks, variable.shape, dtype, layout, assignment), 0
     if initializer.program is not None:
         recipe = trace(initializer.program.function, seed)
-        check_initial_value(variable, recipe.shape, dtype_name(recipe.dtype))
+        check_initial_value(variable, recipe.shape, format_dtype(recipe.dtype))
         if not recipe.why_global:
-            return _in_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
+            return _create_from_blocks(recipe.blocks, recipe.shape, dtype, layout), 0
         value = recipe.global_value()
     else:
         value = initializer.global_value()
-    tensor = gather(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
-    check_initial_value(variable, tensor.shape, dtype_name(tensor.dtype))
-    return shard(tensor, layout), compute_checksum(to_numpy(tensor)) if across() else 0
+    tensor = gather_tensor(value) if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
+    check_initial_value(variable, tensor.shape, format_dtype(tensor.dtype))
+    return shard_tensor(tensor, layout), compute_checksum(to_numpy(tensor)) if has_other_processes() else 0
 
 
-def _in_blocks(
+def _create_from_blocks(
     blocks: Callable[[Sequence[Index]], Sequence[torch.Tensor]],
     shape: tuple[int, ...],
     dtype: torch.dtype,
     layout: Layout,
     assignment: Assignment | None = None,
 ) -> DTensor:
-    indices = layout_indices(layout, shape)
+    indices = list_local_indices(layout, shape)
     made = dict(zip(indices, blocks(list(indices.values())), strict=True))
     for ends, block in made.items():
         if assignment is not None and block.dtype != dtype:
-            check_initial_value(assignment.variable, shape, dtype_name(block.dtype))
+            check_initial_value(assignment.variable, shape, format_dtype(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
     return from_blocks(shape, dtype, layout, lambda index: made.pop(get_slice_ends(index)))

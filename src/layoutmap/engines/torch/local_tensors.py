@@ -1,6 +1,6 @@
 """Torch's own simulation of ranks: a `LocalTensor` has the tensors of several, and is computed with for each in turn.
 
-`SimulationMode` is for one thread, and `simulated` makes the patches for all of them; `simulation` uses both.
+`SimulationMode` is for one thread, and `make_simulation_patches` makes the patches for all of them; `simulation` uses both.
 """
 
 # pyright: reportPrivateUsage=false
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from layoutmap.engines.patches import Attribute
 from layoutmap.engines.tested import Needed, check_names
-from layoutmap.engines.torch.modes import dispatch_modes, plainly
+from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -52,25 +52,25 @@ check_names(
     (LocalTensorMode, "_patch_random_functions _unpatch_random_functions _per_rank_rng_states"),
 )
 
-ranks_of_local = attrgetter("_ranks")
+get_ranks = attrgetter("_ranks")
 """The simulated ranks that have a local tensor."""
 
 
-def pieces_by_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
-    """The local tensor of each simulated rank."""
+def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
+    """Return the local tensor of each simulated rank."""
     return dict(local._local_tensors)
 
 
-def ranks_around(mesh: DeviceMesh) -> list[int]:
-    """All ranks of the mesh that a mesh was taken from."""
+def list_root_ranks(mesh: DeviceMesh) -> list[int]:
+    """Return all ranks of the mesh that a mesh was sliced from."""
     return mesh._rank_map.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @contextmanager
-def _without_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
-    """While open, this thread is in no dispatch mode of the program above the one that is found."""
+def _leave_modes_above(is_found: Callable[[object], bool]) -> Generator[None]:
+    """Leave the program's dispatch modes above a mode that `is_found` accepts, while the context is open."""
     above: list[Any] = []
-    for mode in reversed(dispatch_modes()):
+    for mode in reversed(list_dispatch_modes()):
         if (
             is_found(mode) or getattr(mode, "_mode_key", None) is not None
         ):  # torch's own lie below the program's
@@ -89,15 +89,15 @@ class SimulationMode(LocalTensorMode):
     So these see what they would see of real devices, such as collectives.
     """
 
-    @plainly
+    @skip_function_modes
     def __enter__(self) -> Self:
-        with _without_modes_above(lambda mode: isinstance(mode, LocalTensorMode)):
+        with _leave_modes_above(lambda mode: isinstance(mode, LocalTensorMode)):
             super().__enter__()
         self._per_rank_rng_states.clear()  # all ranks draw from the one generator of this process
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with _without_modes_above(lambda mode: mode is self):
+        with _leave_modes_above(lambda mode: mode is self):
             super().__exit__(*error)
 
     def _patch_random_functions(self) -> None:
@@ -114,10 +114,10 @@ class _Modes(threading.local):
         self.value = [first]
 
 
-def simulated(
+def make_simulation_patches(
     mode: Any, group: dist.ProcessGroup | None, coordinate: Function, pickled: Function
 ) -> Sequence[Attribute]:
-    """The patches by which ranks are simulated for DTensors that have a `LocalTensor`, on all threads.
+    """Return the patches that simulate the ranks of DTensors with a `LocalTensor`, on all threads.
 
     Args:
         mode: The simulation of all ranks, which is not entered: what computes with a `LocalTensor` enters one.
@@ -137,34 +137,39 @@ def simulated(
             for name in ("_patch_device_mesh", "_unpatch_device_mesh", "_patch_dist", "_unpatch_dist")
             if hasattr(LocalTensorMode, name)
         ),
-        *(Attribute(DeviceMesh, name, functools.partial(_either, local)) for name, local in methods.items()),
+        *(
+            Attribute(DeviceMesh, name, functools.partial(_choose_method, local))
+            for name, local in methods.items()
+        ),
         Attribute(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _Modes(mode)),
         Attribute(local_tensors, "_PROCESS_MODE", lambda _: False),  # else one for all threads
         Attribute(_of_collectives, "_get_default_group", lambda _: lambda: group),  # torch has none for it
-        Attribute(Shard, "local_shard_size_and_offset", _remembered),
-        Attribute(StridedShard, "local_shard_size_and_offset", _remembered),
-        Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gathered_by_size, type(mode))),
-        Attribute(local_tensors, "_for_each_rank_run_func", _for_ranks_of_arguments),
+        Attribute(Shard, "local_shard_size_and_offset", _cache_sizes),
+        Attribute(StridedShard, "local_shard_size_and_offset", _cache_sizes),
+        Attribute(StridedShard, "_to_replicate_tensor", functools.partial(_gather_by_size, type(mode))),
+        Attribute(local_tensors, "_for_each_rank_run_func", _limit_ranks),
         Attribute(LocalTensor, "__torch_dispatch__", _read_off),
         Attribute(DTensor, "__reduce_ex__", pickled),
     )
 
 
-def _either(local: Function, plain: Function) -> Function:
-    """A method of a mesh where ranks are simulated on this thread, and where they are not, as in parts of torch."""
+def _choose_method(local: Function, plain: Function) -> Function:
+    """Return a mesh method that is simulated only while this thread simulates ranks."""
 
     @functools.wraps(plain)
-    def method(*args: object, **kwargs: object) -> object:
+    def call_method(*args: object, **kwargs: object) -> object:
         return (plain if enabled_local_tensor_mode() is None else local)(*args, **kwargs)
 
-    return method
+    return call_method
 
 
-def _for_ranks_of_arguments(for_ranks: Function) -> Function:
-    """Run a function for the ranks of its arguments only, as backward passes run outside of a simulation of them."""
+def _limit_ranks(for_ranks: Function) -> Function:
+    """Run a function only for the ranks of its arguments, because backward passes run outside a simulation."""
 
     @functools.wraps(for_ranks)
-    def for_common_ranks(func: Function, ranks: Any, args: Args, kwargs: Kwargs, **options: object) -> object:
+    def run_for_common_ranks(
+        func: Function, ranks: Any, args: Args, kwargs: Kwargs, **options: object
+    ) -> object:
         for leaf in tree_leaves((args, kwargs)):
             leaf = getattr(leaf, "elem", leaf)  # of the result of a collective that is not waited for yet
             if isinstance(leaf, LocalTensor):
@@ -173,7 +178,7 @@ def _for_ranks_of_arguments(for_ranks: Function) -> Function:
                 ranks = ranks & leaf.node._local_ints.keys()
         return for_ranks(func, ranks, args, kwargs, **options)
 
-    return for_common_ranks
+    return run_for_common_ranks
 
 
 _READ: dict[object, Callable[[torch.Tensor], object]] = {
@@ -186,28 +191,28 @@ _READ: dict[object, Callable[[torch.Tensor], object]] = {
 def _read_off(dispatch: Any) -> object:
     """Read a size that all ranks share off the first, since entering a simulation for each view is slow."""
 
-    def computed(
+    def dispatch_or_read(
         cls: Any, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if read := _READ.get(func):
-            first, *others = map(read, pieces_by_rank(args[0]).values())
+            first, *others = map(read, get_rank_tensors(args[0]).values())
             if all(each == first for each in others):
                 return first
         return dispatch.__func__(cls, func, types, args, kwargs)
 
     # Not traced by torch.compile, as torch's own is not.
-    apart: Any = torch._disable_dynamo(computed)  # pyright: ignore[reportPrivateImportUsage]
+    apart: Any = torch._disable_dynamo(dispatch_or_read)  # pyright: ignore[reportPrivateImportUsage]
     return cast(object, classmethod(apart))
 
 
-def _remembered(find: Any) -> object:
-    """The function that finds the size of a shard for each rank, one after the other, each time that it is asked."""
+def _cache_sizes(find: Any) -> object:
+    """Return the function that finds each rank's shard size, with a cache."""
     known: dict[tuple[object, ...], object] = {}
     is_static = isinstance(find, staticmethod)
     own = cast(Function, find.__func__ if is_static else find)  # pyright: ignore[reportUnknownMemberType]
 
     @functools.wraps(own)
-    def found(*args: object, **named: object) -> object:
+    def find_size(*args: object, **named: object) -> object:
         nodes = [getattr(each, "node", each) for each in args]
         if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
             return own(*args, **named)  # also of sizes while torch compiles for any
@@ -220,22 +225,22 @@ def _remembered(find: Any) -> object:
             known[key] = own(*args)
         return known[key]
 
-    return staticmethod(found) if is_static else found
+    return staticmethod(find_size) if is_static else find_size
 
 
-def _gathered_by_size(
+def _gather_by_size(
     simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
     """Gather strided shards of ranks of equal sizes together, since torch makes one range for all ranks."""
 
     @functools.wraps(gather)
-    def by_size(
+    def gather_by_size(
         placement: Placement, local: LocalTensor, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[int]
     ) -> object:
         nodes = [getattr(size, "node", None) for size in shape]
         if not any(isinstance(node, LocalIntNode) for node in nodes):
             return gather(placement, local, mesh, mesh_dim, shape)
-        pieces, ranks_of_shape = pieces_by_rank(local), dict[tuple[int, ...], list[int]]()
+        pieces, ranks_of_shape = get_rank_tensors(local), dict[tuple[int, ...], list[int]]()
         for rank in pieces:
             sizes = [
                 node._local_ints[rank] if isinstance(node, LocalIntNode) else int(size)
@@ -246,7 +251,7 @@ def _gathered_by_size(
         for sizes, ranks in ranks_of_shape.items():
             with simulation(frozenset(ranks)):
                 some = LocalTensor({rank: pieces[rank] for rank in ranks})
-                gathered |= pieces_by_rank(gather(placement, some, mesh, mesh_dim, sizes))
+                gathered |= get_rank_tensors(gather(placement, some, mesh, mesh_dim, sizes))
         return LocalTensor(gathered)
 
-    return by_size
+    return gather_by_size

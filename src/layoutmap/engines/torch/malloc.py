@@ -12,15 +12,15 @@ import functools
 from collections.abc import Callable
 
 
-def give_back() -> None:
-    """Return what was freed; nothing is done where the C library does not know how."""
-    trim = _malloc_trim()
+def release_memory() -> None:
+    """Return freed memory to the system, if the C library supports it."""
+    trim = _find_malloc_trim()
     if trim is not None:
         trim(0)
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _find_malloc_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # another C library, or a system without one

@@ -20,31 +20,31 @@ with Needed("torch"):
 P = ParamSpec("P")
 R = TypeVar("R")
 
-function_modes = _get_current_function_mode_stack
+list_function_modes = _get_current_function_mode_stack
 """The modes that functions are called in on this thread, the innermost last."""
 
-dispatch_modes = _get_current_dispatch_mode_stack
+list_dispatch_modes = _get_current_dispatch_mode_stack
 """The modes that operators are called in on this thread, the innermost last."""
 
-outside_of_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would leave modes on
+disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would leave modes on
 """Opens a block in which no function mode sees what is called."""
 
 
-def plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """A function inside of which no function mode sees what is called."""
+def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that runs without torch function modes."""
 
     @functools.wraps(function)
-    def without_modes(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call_without_modes(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
 
-    return without_modes
+    return call_without_modes
 
 
 @contextmanager
-def without_function_modes() -> Generator[None]:
-    """While open, this thread is in no function mode, and may enter others."""
-    modes = function_modes()
+def leave_function_modes() -> Generator[None]:
+    """Leave this thread's function modes while open. It may enter others inside."""
+    modes = list_function_modes()
     # Torch has no way past them but to take them off its stack.
     for _ in modes:
         _pop_mode()

@@ -22,18 +22,20 @@ check_names(
 _IS_OWN = "_layoutmap_own"  # of a hook of this library
 
 
-def members_of_module(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters and the buffers that a module itself holds, by name; to be changed in place."""
+def get_members(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's own parameters and buffers by name, as the dicts that torch stores."""
     return module._parameters, module._buffers
 
 
-def modules_of(root: torch.nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, torch.nn.Module]]:
-    """A module and those below it, with their names; with each name of one that has several, if so wished."""
+def list_modules(
+    root: torch.nn.Module, *, remove_duplicate: bool = True
+) -> list[tuple[str, torch.nn.Module]]:
+    """Return a module and its submodules by name, optionally with each name of a shared one."""
     return [*root.named_modules(remove_duplicate=remove_duplicate)]
 
 
-def hooks_of_module(module: torch.nn.Module) -> list[list[object]]:
-    """The hooks that are called before and after a module, forward and backward."""
+def list_module_hooks(module: torch.nn.Module) -> list[list[object]]:
+    """Return the hooks that run before and after a module's forward and backward pass."""
     kinds: list[dict[int, Any]] = [
         *(module._forward_pre_hooks, module._forward_hooks),  # pyright: ignore[reportUnknownMemberType]
         *(module._backward_pre_hooks, module._backward_hooks),  # pyright: ignore[reportUnknownMemberType]
@@ -41,17 +43,17 @@ def hooks_of_module(module: torch.nn.Module) -> list[list[object]]:
     return [list(hooks.values()) for hooks in kinds]
 
 
-def hooks_of_tensor(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
-    """The program's hooks of a tensor's gradient, and those that are called when it has been added to `grad`."""
+def list_tensor_hooks(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
+    """Return the program's hooks of a tensor's gradient, before and after it is added to `grad`."""
     return (
         [hook for hook in (tensor._backward_hooks or {}).values() if not hasattr(hook, _IS_OWN)],
-        [hook for hook in (_hooks_afterwards(tensor) or {}).values() if not hasattr(hook, _IS_OWN)],
+        [hook for hook in (_get_accumulation_hooks(tensor) or {}).values() if not hasattr(hook, _IS_OWN)],
     )
 
 
 def has_foreign_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a program, or torch, has hooks on the gradient of a tensor."""
-    return any(hooks_of_tensor(tensor))
+    """Return whether the program or torch has hooks on a tensor's gradient."""
+    return any(list_tensor_hooks(tensor))
 
 
 def add_first_hooks(
@@ -74,7 +76,7 @@ def add_first_hooks(
         untyped.register_hook(before),
         untyped.register_post_accumulate_grad_hook(after),
     )
-    kinds: tuple[Any, Any] = tensor._backward_hooks, _hooks_afterwards(tensor)
+    kinds: tuple[Any, Any] = tensor._backward_hooks, _get_accumulation_hooks(tensor)
     for hooks, handle in zip(kinds, handles, strict=True):
         others = dict(hooks)
         own = others.pop(handle.id)
@@ -83,5 +85,5 @@ def add_first_hooks(
     return handles
 
 
-def _hooks_afterwards(tensor: torch.Tensor) -> dict[int, Any] | None:
+def _get_accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
     return getattr(tensor, "_post_accumulate_grad_hooks", None)  # unset before the first

@@ -1,4 +1,4 @@
-"""Operators of torch's dispatcher: the names of their arguments, what they change, and what of theirs is a view."""
+"""Inspect operators of torch's dispatcher: argument names, changed arguments, and views."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -36,19 +36,19 @@ OPERATORS: tuple[type[Any], ...] = (OpOverload, OpOverloadPacket)
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "device_mesh")
 """Where the operators are that communicate."""
 
-overload_name = attrgetter("_overloadname")
+get_overload_name = attrgetter("_overloadname")
 """Which overload of its name an operation is."""
 
 
 @functools.cache
-def argument_names(op: OpOverload) -> tuple[str, ...]:
-    """The names of an operation's arguments, in order."""
+def list_argument_names(op: OpOverload) -> tuple[str, ...]:
+    """Return the names of an operator's arguments, in order."""
     return tuple(argument.name for argument in op._schema.arguments)
 
 
 @functools.cache
-def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Place and name of each argument that an operation changes in place."""
+def list_written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Return the position and name of each argument that an operator changes in place."""
     return tuple(
         (i, argument.name)
         for i, argument in enumerate(op._schema.arguments)
@@ -58,19 +58,19 @@ def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
 
 
 @functools.cache
-def is_view(op: OpOverload) -> bool:
-    """Whether what an operation returns may be in the memory of its arguments."""
+def can_return_view(op: OpOverload) -> bool:
+    """Return whether an operator's results may share memory with its arguments."""
     return any(result.alias_info is not None for result in op._schema.returns)
 
 
 @functools.cache
-def only_views(op: OpOverload) -> bool:
-    """Whether that is so, and the operation leaves its arguments as they are."""
-    return is_view(op) and not written_arguments(op)
+def is_pure_view(op: OpOverload) -> bool:
+    """Return whether an operator returns views and changes no argument."""
+    return can_return_view(op) and not list_written_arguments(op)
 
 
-def operator_of(function: Any, args: Args, kwargs: Kwargs) -> object:
-    """The overload of an operator of `torch.ops` that a call of it means."""
+def resolve_overload(function: Any, args: Args, kwargs: Kwargs) -> object:
+    """Return the overload that a call of an operator of `torch.ops` selects."""
     if isinstance(function, OpOverload):
         return function  # pyright: ignore[reportUnknownVariableType]
     return getattr(function, torch._C._jit_resolve_packet(function._qualified_op_name, *args, **kwargs))  # pyright: ignore[reportUnknownMemberType]

@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.initializers import Initializer
-from layoutmap.engines.checks import processes_differ
+from layoutmap.engines.checks import make_difference_error
 from layoutmap.engines.torch import simulation
 
 
-def across() -> bool:
-    """Whether there are other processes; those of torch's `fake` backend, as of a step that is counted, are none."""
-    if simulation.is_simulated() or simulation.world_size() == 1:
+def has_other_processes() -> bool:
+    """Return whether there are other processes. Those of torch's `fake` backend do not count."""
+    if simulation.is_simulated() or simulation.get_world_size() == 1:
         return False
     return not dist.is_initialized() or dist.get_backend() != "fake"
 
 
-def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
-    """The seed of each initializer that has a program; with several processes, those of process 0.
+def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
+    """Return the seed of each initializer with a program. Several processes use those of process 0.
 
     Args:
         initializers: The initializers by key, in the same order in all processes.
@@ -33,37 +33,37 @@ def common_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
         EngineError: The processes have different initializers.
     """
     seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
-    if not across():
+    if not has_other_processes():
         return seeds
-    keys = _gathered(sorted(initializers))
+    keys = _gather_objects(sorted(initializers))
     if any(each != keys[0] for each in keys):
-        raise processes_differ("the processes create different variables")
+        raise make_difference_error("the processes create different variables")
     common = [seeds]
     dist.broadcast_object_list(common, src=0)
     return common[0]
 
 
-def gathered(values: NumpyArray) -> NumpyArray:
-    """The values of each process, one row each, in order of the processes."""
-    if not across():
+def gather_values(values: NumpyArray) -> NumpyArray:
+    """Return the values of each process, one row each, in order of the processes."""
+    if not has_other_processes():
         return values[None]
     simulation.start()
     if "cpu:" not in dist.get_backend_config():  # NCCL alone: torch pickles, and sends that by way of the GPU
-        return np.stack(_gathered(values))
+        return np.stack(_gather_objects(values))
     # As bytes, since gloo has no collectives of unsigned and 8-bit floating types.
     own = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())  # pyright: ignore[reportUnknownMemberType]
-    rows = [torch.empty_like(own) for _ in range(simulation.world_size())]
+    rows = [torch.empty_like(own) for _ in range(simulation.get_world_size())]
     dist.all_gather(rows, own)  # pyright: ignore[reportUnknownMemberType]
     return np.stack([row.numpy().view(values.dtype).reshape(values.shape) for row in rows])
 
 
-def random_state() -> int:
-    """A checksum of what the next numbers will be."""
+def compute_rng_checksum() -> int:
+    """Return a checksum of the state of torch's default generator."""
     return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
-def _gathered(value: object) -> list[Any]:
+def _gather_objects(value: object) -> list[Any]:
     simulation.start()
-    rows: list[Any] = [None] * simulation.world_size()
+    rows: list[Any] = [None] * simulation.get_world_size()
     dist.all_gather_object(rows, value)  # pyright: ignore[reportUnknownMemberType]
     return rows

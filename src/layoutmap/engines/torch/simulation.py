@@ -28,23 +28,23 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.engines.checks import check_simulated
-from layoutmap.engines.launchers import launcher
+from layoutmap.engines.launchers import detect_launcher
 from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.changes import at_end, change
+from layoutmap.engines.torch.changes import call_on_restore, change
 from layoutmap.engines.torch.local_tensors import (
     LocalIntNode,
     LocalTensor,
     LocalTensorMode,
     SimulationMode,
     enabled_local_tensor_mode,
-    pieces_by_rank,
-    ranks_around,
-    ranks_of_local,
-    simulated,
+    get_rank_tensors,
+    get_ranks,
+    list_root_ranks,
+    make_simulation_patches,
 )
-from layoutmap.engines.torch.modes import dispatch_modes, plainly
+from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import COLLECTIVES, Function
-from layoutmap.engines.torch.specs import clear_sharding_caches, local_of
+from layoutmap.engines.torch.specs import clear_sharding_caches, get_local
 from layoutmap.engines.torch.trees import tree_leaves
 
 with Needed("torch"):
@@ -58,13 +58,13 @@ _group: dist.ProcessGroup | None = None
 
 
 class _Simulation(SimulationMode):
-    """A simulation in which what has nothing to do with simulated ranks is left alone."""
+    """Simulation of ranks that leaves operators on other tensors alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        locals_ = (local_of(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
-        ranks = next((ranks_of_local(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
+        locals_ = (get_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+        ranks = next((get_ranks(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
         if ranks != self.ranks:  # a tensor on another mesh than that of all ranks
             with _Simulation(ranks):  # all pieces of an operation are of the same ranks
                 return func(*args, **kwargs)
@@ -73,10 +73,10 @@ class _Simulation(SimulationMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@plainly  # torch computes them with a lock held, and a mode that asked for them in turn would wait for ever
-def _coordinate(of_all: Function, mesh: DeviceMesh) -> object:
-    """The coordinates of the ranks in a mesh, which may have fewer than are simulated now on this thread."""
-    ranks = frozenset(ranks_around(mesh))
+@skip_function_modes  # torch computes them with a lock held, and a mode that asked for them in turn would wait for ever
+def _find_coordinate(of_all: Function, mesh: DeviceMesh) -> object:
+    """Return the ranks' coordinates in a mesh, which may have fewer ranks than this thread simulates."""
+    ranks = frozenset(list_root_ranks(mesh))
     now: Any = enabled_local_tensor_mode()
     if now.ranks <= ranks:
         return of_all(mesh)
@@ -92,19 +92,19 @@ def _is_per_rank(value: object) -> bool:
 
 def start() -> None:
     """Make sure that there is a process group: the one there is, that of the launcher, or a simulated one."""
-    if has_begun():
+    if has_process_group():
         return
     with _lock:  # also to look: another thread may have begun, and not be done
-        if has_begun():
+        if has_process_group():
             return
-        if _num_launched():
+        if _count_launched():
             dist.init_process_group()
         else:
-            _begin(world_size())
+            _begin(get_world_size())
 
 
-def has_begun() -> bool:
-    """Whether there is a process group."""
+def has_process_group() -> bool:
+    """Return whether a process group exists."""
     return _simulation is not None or dist.is_initialized()
 
 
@@ -117,13 +117,20 @@ def _begin(number: int) -> None:
         sys.excepthook = on_error  # torch's names the rank
         _group = dist.group.WORLD
     simulation = _Simulation(number)
-    change(*simulated(simulation, _group, _coordinate, functools.partial(functools.partialmethod, _reduced)))
-    at_end(_end)
+    change(
+        *make_simulation_patches(
+            simulation,
+            _group,
+            _find_coordinate,
+            functools.partial(functools.partialmethod, _reduce_for_pickle),
+        )
+    )
+    call_on_restore(_end)
     _simulation = simulation
 
 
-def own_group() -> AbstractContextManager[None]:
-    """While open, the process group of simulated devices is the default one; nothing changes for any others."""
+def use_own_group() -> AbstractContextManager[None]:
+    """Make the process group of simulated devices the default one while open, if there is one."""
     return default_group(_group) if _simulation is not None else nullcontext()
 
 
@@ -145,33 +152,33 @@ def _end() -> None:
     _simulation = _group = None
 
 
-def group() -> dist.ProcessGroup | None:
-    """The process group of all ranks; `None` before there is one."""
+def get_group() -> dist.ProcessGroup | None:
+    """Return the process group of all ranks, or None before it exists."""
     return _group if _simulation is not None else dist.group.WORLD
 
 
 def simulate(number: int) -> None:  # why: decisions/0150
-    """Set how many ranks are simulated; see `Engine.simulate`."""
+    """Set the number of simulated ranks (see `Engine.simulate`)."""
     global _num_devices
     if not is_simulated():
         raise EngineError(
-            f"{number} devices cannot be simulated: this program is one of {world_size()} processes",
+            f"{number} devices cannot be simulated: this program is one of {get_world_size()} processes",
             why="each process of a launcher or a process group is a device",
             fix="leave lm.simulate_devices out, or start the program alone",
         )
     with _lock:
         if _simulation is not None:
-            check_simulated("torch's simulation", number, [f"CPU:{each}" for each in range(world_size())])
+            check_simulated("torch's simulation", number, [f"CPU:{each}" for each in range(get_world_size())])
         _num_devices = number
 
 
-def _reduced(tensor: DTensor, own: Function, protocol: object) -> object:
-    """How a DTensor is pickled: one of simulated ranks as a plain tensor, since those end with the process."""
-    if not isinstance(local_of(tensor), LocalTensor):
+def _reduce_for_pickle(tensor: DTensor, own: Function, protocol: object) -> object:
+    """Return a DTensor's pickle form. A simulated one is pickled as an unsharded tensor."""
+    if not isinstance(get_local(tensor), LocalTensor):
         return own(tensor, protocol)
-    with on_mesh(tensor.device_mesh):
+    with simulate_mesh(tensor.device_mesh):
         detached: Any = tensor.detach()
-        value: Any = plain(detached.full_tensor())
+        value: Any = get_first_piece(detached.full_tensor())
     if isinstance(tensor, torch.nn.Parameter):
         value = torch.nn.Parameter(value, tensor.requires_grad)
     return value.__reduce_ex__(protocol)
@@ -179,7 +186,7 @@ def _reduced(tensor: DTensor, own: Function, protocol: object) -> object:
 
 def _warn_of_processes(number: int) -> None:
     """Warn if there are other processes, which a simulation knows nothing of."""
-    started_by = launcher()
+    started_by = detect_launcher()
     if started_by is not None and started_by.num_processes > 1:
         warnings.warn(
             f"{number} devices are simulated in each of {started_by.num_processes} processes that {started_by.name} "
@@ -191,46 +198,48 @@ def _warn_of_processes(number: int) -> None:
         )
 
 
-def _num_launched() -> int:
-    """The number of processes that a launcher has started; 0 without one."""
+def _count_launched() -> int:
+    """Return the number of processes that a launcher started, or 0 without a launcher."""
     number = int(os.environ.get("WORLD_SIZE", "0"))
     # Torchrun of one sets both, a shell may set one.
     return number if number > 1 or "MASTER_ADDR" in os.environ else 0
 
 
 def is_simulated() -> bool:
-    """Whether the ranks are simulated in this process, or will be; nothing is started."""
-    return _simulation is not None or not (dist.is_initialized() or _num_launched())
+    """Return whether this process simulates the ranks, now or later. Nothing is started."""
+    return _simulation is not None or not (dist.is_initialized() or _count_launched())
 
 
-def world_size() -> int:
-    """The number of ranks; nothing is started."""
-    if has_begun():
-        return dist.get_world_size(group())
-    return _num_launched() or _num_devices
+def get_world_size() -> int:
+    """Return the number of ranks. Nothing is started."""
+    if has_process_group():
+        return dist.get_world_size(get_group())
+    return _count_launched() or _num_devices
 
 
-def rank() -> int:
-    """The rank of this process; 0 in a simulation. Nothing is started."""
+def get_rank() -> int:
+    """Return the rank of this process, or 0 in a simulation. Nothing is started."""
     if _simulation is not None:  # torch asks the default group, too, which a simulation has none of
         return 0
-    return dist.get_rank(group()) if has_begun() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank(get_group()) if has_process_group() else int(os.environ.get("RANK", "0"))
 
 
-def ranks_here(ranks: Iterable[int]) -> list[int]:
-    """The ranks of a list whose shards this process holds."""
-    return list(ranks) if is_simulated() else [each for each in ranks if each == rank()]
+def filter_local_ranks(ranks: Iterable[int]) -> list[int]:
+    """Return the ranks of a list that belong to this process."""
+    return list(ranks) if is_simulated() else [each for each in ranks if each == get_rank()]
 
 
 @contextmanager
-def on_ranks(ranks: Iterable[int]) -> Generator[None]:
-    """Simulate just these ranks for a while, on this thread; without a simulation nothing is done."""
+def simulate_ranks(ranks: Iterable[int]) -> Generator[None]:
+    """Simulate only these ranks on this thread while open. Without a simulation it does nothing."""
     wanted = frozenset(ranks)
     start()
     if not is_simulated():
         yield
         return
-    inner = next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, LocalTensorMode)), None)
+    inner = next(
+        (mode for mode in reversed(list_dispatch_modes()) if isinstance(mode, LocalTensorMode)), None
+    )
     if inner is not None and inner.ranks == wanted:
         yield
         return
@@ -239,18 +248,18 @@ def on_ranks(ranks: Iterable[int]) -> Generator[None]:
 
 
 @functools.lru_cache(maxsize=256)  # torch works it out anew each time
-def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks of a device mesh, row-major."""
+def list_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a device mesh in row-major order."""
     return tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def on_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
-    """`on_ranks` for the ranks of a device mesh."""
-    return on_ranks(ranks_of(mesh))
+def simulate_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
+    """Simulate only the ranks of a device mesh (see `simulate_ranks`)."""
+    return simulate_ranks(list_ranks(mesh))
 
 
-def join(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The local tensor of a DTensor, from the piece of each rank that is here.
+def join_pieces(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the local tensor of a DTensor, from the piece of each rank in this process.
 
     Args:
         pieces: The pieces by rank; each must have memory of its own.
@@ -258,23 +267,23 @@ def join(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     """
     if is_simulated():
         return LocalTensor(dict(pieces))
-    return pieces[rank()] if pieces else torch.empty(0, dtype=dtype)
+    return pieces[get_rank()] if pieces else torch.empty(0, dtype=dtype)
 
 
-def pieces_of(local: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The piece of each rank that is here, of the local tensor of a DTensor."""
+def get_pieces(local: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the piece of each rank in this process, from the local tensor of a DTensor."""
     if isinstance(local, LocalTensor):
-        return pieces_by_rank(local)
-    return {rank(): local}
+        return get_rank_tensors(local)
+    return {get_rank(): local}
 
 
-def plain(local: torch.Tensor) -> torch.Tensor:
-    """The one tensor of which all ranks hold the same, without a step of autograd."""
-    return next(iter(pieces_by_rank(local).values())) if isinstance(local, LocalTensor) else local
+def get_first_piece(local: torch.Tensor) -> torch.Tensor:
+    """Return the first simulated rank's tensor, outside of autograd, or any other tensor unchanged."""
+    return next(iter(get_rank_tensors(local).values())) if isinstance(local, LocalTensor) else local
 
 
-def every_rank(tensor: torch.Tensor, ranks: Iterable[int]) -> torch.Tensor:
-    """A plain tensor as the local tensor of which every rank has all, without a step of autograd.
+def copy_to_ranks(tensor: torch.Tensor, ranks: Iterable[int]) -> torch.Tensor:
+    """Return an unsharded tensor as a local tensor, with a copy for each rank and without autograd.
 
     Simulated ranks get memory of their own each: an update in place happens once on each of them.
     """

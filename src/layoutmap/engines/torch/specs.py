@@ -27,16 +27,16 @@ check_names("torch", (DTensor, "_local_tensor _spec"))
 P = ParamSpec("P")
 R = TypeVar("R")
 
-local_of = attrgetter("_local_tensor")
+get_local = attrgetter("_local_tensor")
 """The local tensor of a `DTensor`, without a step of autograd."""
 
-spec_of = attrgetter("_spec")
+get_spec = attrgetter("_spec")
 """The mesh, placements, shape and element type of a `DTensor`."""
 
-meta_of = attrgetter("tensor_meta")
+get_meta = attrgetter("tensor_meta")
 """The shape, strides and element type of a spec."""
 
-axis_of: Callable[[Placement], int] = attrgetter("dim")
+get_axis: Callable[[Placement], int] = attrgetter("dim")
 """The axis along which a placement shards."""
 
 
@@ -45,14 +45,14 @@ def set_pieces(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     array._local_tensor, array._spec = local, spec  # pyright: ignore[reportPrivateUsage]
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A `DTensor` of a piece of this process, outside of autograd: `from_local` without its checks."""
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor of a local tensor, outside of autograd and without the checks of `from_local`."""
     make: Any = DTensor.__new__  # what __init__ does takes longer, and is nothing
     return make(DTensor, local, spec, requires_grad=False)
 
 
-def cached_by_mesh(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that remembers what it returned, until DTensor is to forget its meshes."""
+def cache_by_mesh(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function with a cache that is cleared when DTensor is to forget its meshes."""
     cached: Any = functools.lru_cache(maxsize=4096)(function)  # lengths of sequences vary without end
     _of_meshes.append(cached)
     return cached
@@ -68,18 +68,20 @@ def clear_sharding_caches() -> None:
         each.cache_clear()
 
 
-@cached_by_mesh
-def placed_as(spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype) -> DTensorSpec:
-    """A spec with other placements, of another element type."""
-    keeps: dict[str, Any] = {_MEANING: False} if placements == spec.placements and is_of_view(spec) else {}
-    return DTensorSpec(spec.mesh, placements, tensor_meta=meta_of(spec)._replace(dtype=dtype), **keeps)
+@cache_by_mesh
+def replace_placements(
+    spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """Return a spec with other placements and another dtype."""
+    keeps: dict[str, Any] = {_MEANING: False} if placements == spec.placements and is_view_spec(spec) else {}
+    return DTensorSpec(spec.mesh, placements, tensor_meta=get_meta(spec)._replace(dtype=dtype), **keeps)
 
 
 _MEANING = "use_strided_shard_as_shard_order"
 
 
-def is_of_view(spec: DTensorSpec) -> bool:
-    """Whether the strided shards of a spec are those that views make, to which no other tensor can be redistributed.
+def is_view_spec(spec: DTensorSpec) -> bool:
+    """Return whether a spec has strided shards that only views have. Nothing can be redistributed to them.
 
     `redistribute` takes what it is asked for to be in another order of mesh dims, as those of layouts are.
     """
@@ -89,30 +91,32 @@ def is_of_view(spec: DTensorSpec) -> bool:
     )
 
 
-def make_of_view(spec: Any, order: object) -> None:
-    """Have the strided shards of a spec be those that views make; `order` is its `shard_order`."""
+def mark_view_spec(spec: Any, order: object) -> None:
+    """Mark the strided shards of a spec as those of a view, with this `shard_order`."""
     spec.shard_order = order
     setattr(spec, _MEANING, False)
 
 
-def placed_over(spec: DTensorSpec, mesh_dim: int, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
-    """A spec with another placement for one mesh dim, of another element type."""
+def replace_placement(
+    spec: DTensorSpec, mesh_dim: int, placement: Placement, dtype: torch.dtype
+) -> DTensorSpec:
+    """Return a spec with another placement on one mesh dim, and another dtype."""
     placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
-    return placed_as(spec, tuple(placements), dtype)
+    return replace_placements(spec, tuple(placements), dtype)
 
 
-@cached_by_mesh
-def spec_of_shards(
+@cache_by_mesh
+def make_shard_spec(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: Sequence[int],
     strides: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """The spec of a DTensor of which each device has a shard of a shape, whose axes are in memory as strides say."""
+    """Return the spec of a DTensor, from the shape and strides of each device's shard."""
     for dim, placement in enumerate(placements):
         if placement.is_shard():
-            axis, number = axis_of(placement), mesh.size(dim)
+            axis, number = get_axis(placement), mesh.size(dim)
             # Of axes with one stride and one element the first is major.
             is_above = [
                 step > strides[axis] or (step == strides[axis] and (i < axis or shape[i] > 1))
@@ -126,10 +130,10 @@ def spec_of_shards(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(strides), dtype))
 
 
-@cached_by_mesh
-def spec_of_tensor(
+@cache_by_mesh
+def make_tensor_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """The spec of a DTensor whose axes are in memory in their order."""
+    """Return the spec of a DTensor with its axes in row-major order in memory."""
     strides = tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))

@@ -9,18 +9,18 @@ from layoutmap.engines.tested import check_names
 check_names("torch", (torch.Tensor, "_base _is_view _version"), (torch.UntypedStorage, "_cdata"))
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for two tensors that are alive if they are in the same memory."""
+def get_storage_key(tensor: torch.Tensor) -> int:
+    """Return a key that is equal for live tensors in the same memory."""
     return tensor.untyped_storage()._cdata  # a tensor without values has no `data_ptr`  # pyright: ignore[reportPrivateUsage]
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; always 0 where torch does not count, under `inference_mode`."""
+def get_version(tensor: torch.Tensor) -> int:
+    """Return the number of in-place changes of a tensor, or 0 under `inference_mode`."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a tensor is a view of; itself if it is none."""
+def get_base(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a tensor is a view of, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 

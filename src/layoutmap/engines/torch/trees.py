@@ -18,10 +18,10 @@ tree_map: Callable[[Callable[[Any], object], Any], Any] = _tree_map
 
 
 def is_sequence(value: object) -> TypeIs[list[Any] | tuple[Any, ...]]:
-    """Whether a value is a list or a tuple; `isinstance` would leave the type of its items unknown."""
+    """Return whether a value is a list or a tuple. `isinstance` would leave the item type unknown."""
     return isinstance(value, (list, tuple))
 
 
 def is_mapping(value: object) -> TypeIs[Mapping[Any, Any]]:
-    """Whether a value is a mapping, such as a dict."""
+    """Return whether a value is a mapping, such as a dict."""
     return isinstance(value, Mapping)

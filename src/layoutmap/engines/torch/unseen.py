@@ -11,28 +11,28 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import gradient_of
-from layoutmap.engines.torch.specs import local_of
-from layoutmap.engines.torch.storages import base_of
+from layoutmap.engines.torch.backward import get_backward_node
+from layoutmap.engines.torch.specs import get_local
+from layoutmap.engines.torch.storages import get_base
 
 _IS_UNSEEN = "_layoutmap_unseen"  # of a tensor: autograd does not see its changes
 _NUMBER = "_layoutmap_number"  # of a memory: how many such changes there were, in a list of one
 
 
-def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The storage of a DTensor on this device, or on the first; torch has one object of it while it is allocated."""
-    return simulation.plain(local_of(tensor)).untyped_storage()
+def get_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a DTensor on this device, or on the first simulated one."""
+    return simulation.get_first_piece(get_local(tensor)).untyped_storage()
 
 
-def hide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, of which autograd does not see changes."""
+def hide_changes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same tensor, marked so that autograd does not see its changes."""
     setattr(tensor, _IS_UNSEEN, True)
     return tensor
 
 
-def is_unseen(tensor: torch.Tensor) -> bool:
-    """Whether autograd does not see changes of a tensor."""
-    return hasattr(base_of(tensor), _IS_UNSEEN)
+def has_hidden_changes(tensor: torch.Tensor) -> bool:
+    """Return whether autograd does not see the changes of a tensor."""
+    return hasattr(get_base(tensor), _IS_UNSEEN)
 
 
 def count(memory: torch.UntypedStorage) -> None:
@@ -41,12 +41,12 @@ def count(memory: torch.UntypedStorage) -> None:
         number[0] += 1
 
 
-def numbers_of(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:  # why: decisions/0151
-    """The numbers of changes of the DTensors among some tensors, which go on, and what they are now."""
+def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:  # why: decisions/0151
+    """Return the change counters of the DTensors among some tensors, with their current values."""
     found: list[tuple[list[int], int]] = []
     for each in tensors:
-        if isinstance(each, DTensor) and type(simulation.plain(local_of(each))) is torch.Tensor:
-            number = vars(memory_of(each)).setdefault(_NUMBER, [0])  # of the storage, which views share
+        if isinstance(each, DTensor) and type(simulation.get_first_piece(get_local(each))) is torch.Tensor:
+            number = vars(get_memory(each)).setdefault(_NUMBER, [0])  # of the storage, which views share
             found.append((number, number[0]))
     return found
 
@@ -60,7 +60,7 @@ def check(numbers: list[tuple[list[int], int]]) -> None:
     if any(number[0] != before for number, before in numbers):
         raise EngineError(
             "a backward pass of a tensor whose values were changed in place, through tensor.data",
-            facts={"gradient of": gradient_of()},
+            facts={"gradient of": get_backward_node()},
             why="on a mesh it may have the former values, in another layout, where on one device it has the new ones",
             fix="change the tensor after the backward pass, or compute with a copy of it: f(tensor.clone())",
         )

@@ -97,7 +97,9 @@ class _PageData:
             "texts": list(self.texts),
             "layouts": list(self.layouts),
             "cost": plan.cost
-            and load_cost_package().page_fields(plan.cost, memory.total - memory.gradients, self._find_first),
+            and load_cost_package().make_page_fields(
+                plan.cost, memory.total - memory.gradients, self._find_first
+            ),
         }
 
     def _find_first(self, cause: str) -> int | None:

@@ -33,7 +33,7 @@ class ComputingLaws(EngineCases):
                 layout = Layout(specs, mesh)
                 result = self.engine.call(lambda a, times: a * times, layout, [array], {"times": 3})
 
-                assert layout == self.engine.layout_of(result)
+                assert layout == self.engine.get_layout(result)
                 self._assert_each_device_has_its_shard(result, layout, values * np.uint32(3))
 
     def test_a_call_that_does_not_fit_is_refused(self):
@@ -57,7 +57,7 @@ class ComputingLaws(EngineCases):
                 array = self.engine.relayout(values, Layout(specs, mesh))
                 variable = self.engine.variable(array, name="w", trainable=False)
 
-                assert Layout(specs, mesh) == self.engine.layout_of(variable)
+                assert Layout(specs, mesh) == self.engine.get_layout(variable)
                 assert_same_bits(values, self.assemble_array(variable, values.shape, "float32"))
 
     @half_examples
@@ -88,10 +88,10 @@ class ComputingLaws(EngineCases):
                 result = array + array
                 raise ZeroDivisionError
 
-            assert Layout.replicated(mesh, 2) == self.engine.layout_of(result)
+            assert Layout.replicated(mesh, 2) == self.engine.get_layout(result)
             self._assert_each_device_has_its_shard(result, Layout.replicated(mesh, 2), values + values)
             array = self.make_array(values)
-            assert self.engine.layout_of(array + array) is None
+            assert self.engine.get_layout(array + array) is None
 
     def test_an_unknown_random_mode_is_refused(self):
         """`run_on` refuses an unknown mode of random numbers, and lists the known modes."""
@@ -105,16 +105,16 @@ class ComputingLaws(EngineCases):
     def test_canonical_predicts_the_element_type(self, dtype: str):
         """An array from numpy values has the element type of `canonical`, which changes canonical values no further."""
         values = np.ones(4, dtype)
-        canonical = self.engine.canonical(values)
+        canonical = self.engine.canonicalize(values)
         array = self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))
 
         assert_same_bits(canonical, self.assemble_array(array, (4,), str(canonical.dtype)))
-        assert_same_bits(canonical, self.engine.canonical(canonical))
+        assert_same_bits(canonical, self.engine.canonicalize(canonical))
 
     def test_texts_and_objects_are_refused(self):
         """Texts and objects are refused with their element type."""
         for values in (np.array(["a", "b"]), np.array([None, None])):
             with pytest.raises(EngineError, match=str(values.dtype)):
-                self.engine.canonical(values)
+                self.engine.canonicalize(values)
             with pytest.raises(EngineError, match=str(values.dtype)):
                 self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))

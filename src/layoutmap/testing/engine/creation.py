@@ -42,7 +42,7 @@ class CreationLaws(EngineCases):
                 for i, layout in enumerate(layouts):
                     actual = self.assemble_array(arrays[str(i)], shape, dtype)
 
-                    assert layout == self.engine.layout_of(arrays[str(i)])
+                    assert layout == self.engine.get_layout(arrays[str(i)])
                     assert_same_bits(expected, actual)
                     self._assert_each_device_has_its_shard(arrays[str(i)], layout, expected)
 
@@ -57,7 +57,7 @@ class CreationLaws(EngineCases):
         )
 
         assert ["w"] == list(arrays)
-        assert layout == self.engine.layout_of(arrays["w"])
+        assert layout == self.engine.get_layout(arrays["w"])
         assert_same_bits(values, self.assemble_array(arrays["w"], shape, dtype))
         self._assert_each_device_has_its_shard(arrays["w"], layout, values)
 

@@ -9,7 +9,7 @@ import pytest
 from layoutmap.core.errors import EngineError, LayoutError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines import engine_of_array
+from layoutmap.engines import find_engine
 from layoutmap.engines.protocol import Unplaced
 from layoutmap.testing.engine.cases import (
     EngineCases,
@@ -85,34 +85,34 @@ class LayoutLaws(EngineCases):
         assert isinstance(array, self.engine.array_types)
         assert not isinstance(np.zeros(2), self.engine.array_types)
         assert not isinstance(None, self.engine.array_types)
-        assert self.engine is engine_of_array(array)
-        assert self.engine.layout_of(array) is None
+        assert self.engine is find_engine(array)
+        assert self.engine.get_layout(array) is None
 
     def test_an_array_without_layout_is_reported_as_unplaced(self):
         """`found` returns `Unplaced` for an array without a layout, and otherwise the layout."""
-        unplaced = self.engine.found(self.make_array(np.zeros(2, np.float32)))
+        unplaced = self.engine.describe_placement(self.make_array(np.zeros(2, np.float32)))
         layout = Layout(["x"], self.make_mesh("x=2"))
         array = self.engine.relayout(np.zeros(2, np.float32), layout)
 
         assert isinstance(unplaced, Unplaced)
         assert unplaced.is_copied
         assert {*unplaced.devices} <= {*self.engine.devices(self._device_type)}
-        assert layout == self.engine.found(array) == self.engine.layout_of(array)
-        assert layout == self.engine.found(array, [self.make_mesh("x=2,y=2")])
+        assert layout == self.engine.describe_placement(array) == self.engine.get_layout(array)
+        assert layout == self.engine.describe_placement(array, [self.make_mesh("x=2,y=2")])
 
     def test_by_device_returns_the_shard_of_each_device(self):
-        """`by_device` returns the shard of each device with all bits, also of replicas."""
+        """`iterate_by_device` returns the shard of each device with all bits, also of replicas."""
         mesh = self.engine.bind(self.make_mesh("x=2,y=4"))
         values = generate_values((8, 8), "float32", seed=5)
         for specs in ((None, None), ("x", None), ("x", "y")):
             array = self.engine.relayout(values, Layout(specs, mesh))
-            shards = dict(self.engine.by_device(array))
+            shards = dict(self.engine.iterate_by_device(array))
 
             assert {*(mesh.devices or ())} == {*shards}
             assert len(shards) == len(self.get_device_values(array))
             for device, shard in self.get_device_values(array).items():
                 np.testing.assert_array_equal(shard, shards[device])
-        ((_, only_shard),) = self.engine.by_device(self.make_array(values))
+        ((_, only_shard),) = self.engine.iterate_by_device(self.make_array(values))
         np.testing.assert_array_equal(values, only_shard)
 
     def test_native_checks_the_rank(self):
@@ -182,8 +182,8 @@ class LayoutLaws(EngineCases):
             for layout in layouts
         ]
 
-        assert layouts[0] == self.engine.layout_of(first)
+        assert layouts[0] == self.engine.get_layout(first)
         for each_way in (arrays, moved, read):
-            assert layouts == list(map(self.engine.layout_of, each_way))
+            assert layouts == list(map(self.engine.get_layout, each_way))
             for array, layout in zip(each_way, layouts, strict=True):
                 self._assert_each_device_has_its_shard(array, layout, values)

@@ -43,7 +43,7 @@ class ShardLaws(EngineCases):
         for (before, array), after in itertools.product(zip(layouts, arrays, strict=True), layouts):
             moved = self.engine.relayout(array, after)
 
-            assert after == self.engine.layout_of(moved), (before, after)
+            assert after == self.engine.get_layout(moved), (before, after)
             assert_same_bits(values, self.assemble_array(moved, values.shape, "float32"))
 
     @half_examples
@@ -56,8 +56,8 @@ class ShardLaws(EngineCases):
         array = self.engine.relayout(source, first)
         moved = self.engine.relayout(array, second)
 
-        assert first == self.engine.layout_of(array)
-        assert second == self.engine.layout_of(moved)
+        assert first == self.engine.get_layout(array)
+        assert second == self.engine.get_layout(moved)
         assert_same_bits(values, self.assemble_array(array, shape, dtype))
         assert_same_bits(values, self.assemble_array(moved, shape, dtype))
         self._assert_each_device_has_its_shard(moved, second, values)
@@ -75,7 +75,7 @@ class ShardLaws(EngineCases):
         for before, after in itertools.product(layouts, layouts):
             moved = self.engine.relayout(self.engine.relayout(values, before), after)
 
-            assert after == self.engine.layout_of(moved)
+            assert after == self.engine.get_layout(moved)
             self._assert_each_device_has_its_shard(moved, after, values)
 
     def test_devices_in_another_order(self):
@@ -88,7 +88,7 @@ class ShardLaws(EngineCases):
         if self.holds_any_device_order or mesh.size == 1:  # one device has one order
             array = self.engine.relayout(values, layout)
 
-            assert layout == self.engine.layout_of(array)
+            assert layout == self.engine.get_layout(array)
             self._assert_each_device_has_its_shard(array, layout, values)
         else:
             with pytest.raises(EngineError, match="order"):
@@ -133,7 +133,7 @@ class ShardLaws(EngineCases):
         array = self.engine.from_shards(assignment, read, copy=data.draw(st.booleans()))
         shards = self.gather_shards(self.engine.to_shards(array, copy=data.draw(st.booleans())))
 
-        assert layout == self.engine.layout_of(array)
+        assert layout == self.engine.get_layout(array)
         assert_same_bits(values, assemble_blocks(shards, shape, values.dtype))
         self._assert_each_device_has_its_shard(array, layout, values)
         assert len(read_indices) == len(set(map(get_slice_ends, read_indices)))
@@ -143,7 +143,7 @@ class ShardLaws(EngineCases):
             assert layout.num_distinct_shards == len(shards)
 
     def test_writes_to_own_memory_change_the_array(self):
-        """Values that are written to `own_memory` are in the array. It contains all shards or none."""
+        """Values that are written to `get_writable_memory` are in the array. It contains all shards or none."""
         values = generate_values((4, 8), "float32", seed=7)
         layout = Layout(["x", "y"], self.make_mesh("x=2,y=4"))
         arrays = [
@@ -151,7 +151,7 @@ class ShardLaws(EngineCases):
             self.engine.from_shards(make_assignment((4, 8), "float32", layout), lambda index: values[index]),
         ]
         for array in arrays:
-            for index, memory in (shards := self.engine.own_memory(array)):
+            for index, memory in (shards := self.engine.get_writable_memory(array)):
                 assert_same_bits(values[index], memory)
                 memory += 1
             assert len(shards) in (0, len(list(self.engine.to_shards(array))))

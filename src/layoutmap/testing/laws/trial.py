@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from layoutmap.adapters import Adapter, capable, get_adapter
+from layoutmap.adapters import Adapter, get_adapter, require_capability
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.inspecting.parity import (
@@ -60,7 +60,7 @@ class Trial:
     def __init__(self, case: Case):
         self.case = case
         self._left_out: Mapping[str, Any] | None = None
-        self.adapter: Adapter = capable(get_adapter(case.library), Adapter, "a law")
+        self.adapter: Adapter = require_capability(get_adapter(case.library), Adapter, "a law")
 
     @cached_property
     def plan(self) -> Plan:

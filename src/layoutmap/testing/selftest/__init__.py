@@ -21,8 +21,8 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.cost.machines import machine_named
-from layoutmap.engines import ENGINES, installed_engines
-from layoutmap.engines.launchers import Launcher, launcher
+from layoutmap.engines import ENGINES, list_installed_engines
+from layoutmap.engines.launchers import Launcher, detect_launcher
 from layoutmap.engines.tested import TESTED
 from layoutmap.scope.progress import Waiting
 from layoutmap.testing.schedule import Schedule
@@ -48,7 +48,7 @@ def run_selftest(options: Any) -> Report | None:
     start = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all processes, as Ctrl-C does
     seed = int(date.today().strftime("%Y%m%d")) * 1000 if options.seed is None else options.seed
-    started_by = launcher() or Launcher("", 0, 1)
+    started_by = detect_launcher() or Launcher("", 0, 1)
     is_alone = started_by.num_processes == 1
     if not is_alone and not options.engine:
         raise LayoutMapError("processes try one engine together", fix=f"add --engine {', '.join(ENGINES)}")
@@ -57,7 +57,7 @@ def run_selftest(options: Any) -> Report | None:
     if options.on:
         machine_named(options.on)  # raises before anything runs
     report = Report(_describe_run(options, seed), with_names=options.with_names)
-    engines = [options.engine] if options.engine else installed_engines()
+    engines = [options.engine] if options.engine else list_installed_engines()
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
         Waiting(f"trying laws for {options.minutes:g} minutes") as waiting,
@@ -148,7 +148,10 @@ def _predict_step(speeds: Speeds, on: str | None) -> dict[str, float]:
 def _describe_run(options: Any, seed: int) -> dict[str, str]:
     """Return facts for the report: options, host, and releases of frameworks."""
     facts = {"seed": str(seed), "minutes": f"{options.minutes:g}", "mesh": options.mesh or "drawn"}
-    facts |= {"started": str(launcher() or "as one process"), "cores of this host": str(os.cpu_count())}
+    facts |= {
+        "started": str(detect_launcher() or "as one process"),
+        "cores of this host": str(os.cpu_count()),
+    }
     facts |= {"Python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in ("layoutmap", "numpy", "jaxlib", "optax", "tensorflow-cpu", *TESTED):
         with suppress(metadata.PackageNotFoundError):

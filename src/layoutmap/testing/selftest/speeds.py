@@ -13,8 +13,8 @@ import yaml
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import format_bytes
-from layoutmap.cost.cost import duration
-from layoutmap.cost.machine import Device, Group, Machine, Network
+from layoutmap.cost.cost import format_duration
+from layoutmap.cost.machine import Device, DeviceGroup, Machine, Network
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.schedule import LawResult
 
@@ -28,7 +28,7 @@ _HEAD = """\
 _DEVICE_FIGURES = {"memory": ("memory", "B"), "memory_bandwidth": ("copy in memory", "B/s")}
 _FIELDS = {"memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth"}
 _STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "step": ("a step", duration),
+    "step": ("a step", format_duration),
     "step_bytes": ("peak of a step", format_bytes),
     "created_bytes": ("peak of creation", format_bytes),
 }
@@ -72,9 +72,9 @@ class Speeds:
         return [figure for result in self.results for figure in result.outcome.figures]
 
     @cached_property
-    def _collectives(self) -> dict[_Key, tuple[Mapping[str, Any], Group, float]]:
+    def _collectives(self) -> dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]]:
         """The fastest collective of each kind, group size, and stride, with its group and bandwidth."""
-        collectives: dict[_Key, tuple[Mapping[str, Any], Group, float]] = {}
+        collectives: dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]] = {}
         for figure in self.figures:
             if "kind" not in figure:
                 continue
@@ -123,7 +123,7 @@ class Speeds:
         """Return the bandwidth of the machine file, or the best bandwidth of the same kind over other mesh dims."""
         group = self._collectives[key][1]
         if self.on is not None:
-            return self.on.slow.bandwidth if group.nodes > 1 else self.on.fast.bandwidth_among(group.size)
+            return self.on.slow.bandwidth if group.nodes > 1 else self.on.fast.get_bandwidth(group.size)
         others = [
             bandwidth
             for other, (_, g, bandwidth) in self._collectives.items()

@@ -1,1 +1,1 @@
-"""The backends of Keras, one file or a few for each; what they have to do is in `layoutmap.adapters.keras.protocol`."""
+"""Hold one module or group of modules for each backend of Keras."""

@@ -13,19 +13,19 @@ import jax.core
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.backends.jax_processes import GATHERED, saving
+from layoutmap.adapters.keras.backends.jax_processes import GATHERED, wrap_save
 from layoutmap.adapters.keras.backends.jax_steps import (
     PRIVATE,
-    off_other_meshes,
-    pinned,
-    placed,
-    state_of,
-    training_wraps,
+    leave_set_mesh,
+    make_training_wraps,
+    pin_layout,
+    place_on_mesh,
+    read_state,
 )
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
-from layoutmap.adapters.keras.training import make_for_training, recording
-from layoutmap.adapters.keras.wraps import session_of
+from layoutmap.adapters.keras.training import make_for_training, record_gradients
+from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
@@ -33,7 +33,7 @@ from layoutmap.engines import get_engine
 
 
 class JaxBackend(Backend):
-    """Keras on JAX; see `layoutmap.adapters.keras.protocol`."""
+    """Keras on JAX (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "jax"
     chooses_layouts = True
@@ -44,19 +44,19 @@ class JaxBackend(Backend):
         }
     )
 
-    def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
-        """Private names of Keras's trainer that `jax_steps` wraps."""
+    def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
+        """Return the private names of Keras's trainer that `jax_steps` wraps."""
         return PRIVATE
 
     @contextmanager
-    def outside(self) -> Generator[None]:
-        """Leave any tracing that goes on, and a mesh that somebody has set."""
+    def leave_tracing(self) -> Generator[None]:
+        """Leave any tracing, and any mesh that `jax.set_mesh` set, in the block."""
         # Not ensure_compile_time_eval: that folds the constants of what is compiled in there, global arrays of them.
-        with jax.core.eval_context(), off_other_meshes():
+        with jax.core.eval_context(), leave_set_mesh():
             yield
 
     def is_tracing(self) -> bool:
-        """Whether the code runs inside a compiled function's trace."""
+        """Return whether the code runs in a compiled function's trace."""
         return isinstance(jax.numpy.add(0, 0), jax.core.Tracer)
 
     def store(
@@ -77,12 +77,14 @@ class JaxBackend(Backend):
             own["_direct_assign"] = functools.partial(_assign, variable)
         return tag
 
-    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:  # why: decisions/0007
-        """Constrain an array in a trace; else redistribute it."""
+    def relayout_output(
+        self, array: object, layout: Layout, session: KerasSession
+    ) -> object:  # why: decisions/0007
+        """Constrain an array in a trace to a layout, or redistribute it outside one."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 
-    def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
-        """Return a `_maybe_build` that refuses arrays on another mesh than the weights', or on explicit axes."""
+    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
+        """Return a `_maybe_build` that refuses arrays on another mesh or on explicit axes."""
         build = layer._maybe_build
 
         @functools.wraps(build)
@@ -93,17 +95,17 @@ class JaxBackend(Backend):
         return {"_maybe_build": maybe_build}
 
     @staticmethod
-    def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
-        """The batch is placed on the mesh, and new values leave the step in their variables' layouts."""
-        wraps = training_wraps(model, session)
+    def make_training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
+        """Return the methods to wrap on a model so that steps place batches and keep layouts."""
+        wraps = make_training_wraps(model, session)
         if session.context.across:
-            wraps = {**wraps, **{name: saving(model, session, name) for name in ("save", "save_weights")}}
+            wraps = {**wraps, **{name: wrap_save(model, session, name) for name in ("save", "save_weights")}}
         return wraps
 
     @contextmanager
-    def comparing(self, model: object) -> Generator[None]:
-        """Several processes would pass a step rows of their own, so that it had each row several times."""
-        session = session_of(model)
+    def match_runs(self, model: object) -> Generator[None]:
+        """Take all rows of the batch from each process until the block ends, instead of only its own rows."""
+        session = get_session(model)
         if session is None:
             yield
             return
@@ -116,23 +118,24 @@ class JaxBackend(Backend):
     def gradients(
         self, model: keras.Model, x: object, y: object, sample_weight: object
     ) -> tuple[dict[str, object], list[object]]:
-        """Logs of a training step, and the gradients that it passes to optimizers, in the layouts of the step."""
-        session, batch = session_of(model), (x, y, sample_weight)
+        """Return the logs of a training step, and the gradients that it passes to optimizers, in its layouts."""
+        session, batch = get_session(model), (x, y, sample_weight)
         weights = model.trainable_variables
 
         def step(state: object, data: object) -> object:
-            with recording(model) as found:
+            with record_gradients(model) as found:
                 logs, _ = model.train_step(state, data)
             gradients = [found.get(id(variable)) for variable in weights]
             return logs, [
-                each if each is None else pinned(each, v) for each, v in zip(gradients, weights, strict=True)
+                each if each is None else pin_layout(each, v)
+                for each, v in zip(gradients, weights, strict=True)
             ]
 
-        with off_other_meshes():
+        with leave_set_mesh():
             make_for_training(model, session, batch)  # trackers of losses would hold tracers
             if session is not None:
-                batch = placed(batch, session)
-            logs, gradients = jax.jit(step)(state_of(model), batch)
+                batch = place_on_mesh(batch, session)
+            logs, gradients = jax.jit(step)(read_state(model), batch)
         return jax.tree.map(get_engine("jax").to_numpy, (logs, gradients))
 
 

@@ -24,7 +24,7 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.agreement import CallSchedule, check_alike, of_processes
+from layoutmap.engines.agreement import CallSchedule, check_alike, label_processes
 
 GATHERED = "_layoutmap_gathered"
 """Where a variable has its value on the host while its model is saved."""
@@ -34,7 +34,7 @@ _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 class Rows:  # why: decisions/0019
-    """How the rows of a batch are divided between the processes of a mesh.
+    """Division of a batch's rows between the processes of a mesh.
 
     Args:
         session: The scope.
@@ -48,9 +48,9 @@ class Rows:  # why: decisions/0019
         self._schedule = schedule
         layout = self._policy.replicated(0)
         devices: NumpyArray = self._engine.native(layout, 0).mesh.devices
-        self._processes = _processes(session)
+        self._processes = _list_processes(session)
         self.on_cpus = devices.flat[0].platform == "cpu"
-        blocks = _blocks(self._policy.derive_batch_layout((layout.mesh.size,)), devices)
+        blocks = _find_blocks(self._policy.derive_batch_layout((layout.mesh.size,)), devices)
         self._parts = sorted(set(blocks.values()))
         _check_parts(self._parts, blocks, layout.mesh)
         self._part_of = [self._parts.index(blocks[process]) for process in self._processes]
@@ -58,15 +58,15 @@ class Rows:  # why: decisions/0019
         self.placed: list[int] = []  # how many rows the batches of the present step have, of all processes
 
     def place(self, batches: Iterator[object]) -> Generator[object]:
-        """The batches on the mesh, of the parts that the processes bring."""
+        """Yield batches on the mesh, assembled from the rows of all processes."""
         for batch in batches:
             self._check(batch)
-            yield keras.tree.map_structure(self._placed, batch, none_is_leaf=True)
+            yield keras.tree.map_structure(self._place_array, batch, none_is_leaf=True)
         self._compare("no more batches", 0)
 
     def own(self, outputs: object) -> object:
-        """Return this process's own rows of what a model returned, as numpy arrays; what has no rows is global."""
-        return keras.tree.map_structure(self._own_rows, outputs)
+        """Return this process's rows of a model's outputs in numpy, and outputs without rows as they are."""
+        return keras.tree.map_structure(self._take_own_rows, outputs)
 
     # -- comparing
 
@@ -77,7 +77,7 @@ class Rows:  # why: decisions/0019
                 why="each process passes its own rows, and a sparse array is one list of elements for all rows",
                 fix="pass dense arrays, such as matrix.toarray() of each batch",
             )
-        arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_here(each)]
+        arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_fully_local(each)]
         brought = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
         # Shapes are compared each time: processes with other shapes, or no more batches, would wait forever.
@@ -90,12 +90,12 @@ class Rows:  # why: decisions/0019
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
         if texts:
-            error = _unlike(self._verb, dict(zip(self._processes, texts, strict=True)))
+            error = _make_mismatch_error(self._verb, dict(zip(self._processes, texts, strict=True)))
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows pass different ones",
                 facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)}
-                | of_processes([f"checksum {each:08x}" for each in checksums])
+                | label_processes([f"checksum {each:08x}" for each in checksums])
                 | {"in call": self._schedule.calls},
                 why="the batch is not sharded over these processes, so each of them passes all of its rows",
                 fix="read the same data in them, in one order: shuffle=False, or keras.utils.set_random_seed(0) "
@@ -110,10 +110,10 @@ class Rows:  # why: decisions/0019
 
     # -- placing
 
-    def _placed(self, array: Any) -> object:
+    def _place_array(self, array: Any) -> object:
         if array is None or not hasattr(array, "shape"):
             return array
-        if not _is_here(array):
+        if not _is_fully_local(array):
             return self._engine.relayout(array, self._policy.derive_batch_layout(array.shape))
         own = np.asarray(array)
         if not own.ndim:
@@ -130,15 +130,15 @@ class Rows:  # why: decisions/0019
         size = len(own) // len(blocks)
         own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
 
-        def rows_at(index: Any) -> NumpyArray:
+        def read_rows(index: Any) -> NumpyArray:
             place = blocks.index((index[0].start or 0) // size)
             return own[place * size : (place + 1) * size]
 
-        return jax.make_array_from_callback(shape, self._engine.native(layout, own.ndim), rows_at)
+        return jax.make_array_from_callback(shape, self._engine.native(layout, own.ndim), read_rows)
 
     # -- reading
 
-    def _own_rows(self, output: jax.Array) -> object:
+    def _take_own_rows(self, output: jax.Array) -> object:
         rows, number = self.placed, sum(self.placed)
         if not np.ndim(output) or len(output) != number:
             return self._engine.to_numpy(output)
@@ -149,11 +149,15 @@ class Rows:  # why: decisions/0019
         values = self._engine.to_numpy(output)
         starts = np.cumsum([0, *rows[:-1]])
         return np.concatenate(
-            [values[part] for n, start in zip(rows, starts, strict=True) for part in self._slices(n, start)]
+            [
+                values[part]
+                for n, start in zip(rows, starts, strict=True)
+                for part in self._list_own_slices(n, start)
+            ]
         )
 
-    def _slices(self, rows: int, start: int) -> list[slice]:
-        """Where this process's rows are in a batch that begins at a row."""
+    def _list_own_slices(self, rows: int, start: int) -> list[slice]:
+        """Return the slices of this process's rows in a batch that begins at a row."""
         num_blocks = sum(map(len, self._parts))
         if rows % num_blocks:  # the parts as they are, one after the other
             size = rows // len(self._parts)
@@ -162,14 +166,14 @@ class Rows:  # why: decisions/0019
         return [slice(start + b * size, start + (b + 1) * size) for b in self._parts[self._own]]
 
 
-def _processes(session: KerasSession) -> list[int]:
-    """The numbers of the mesh's processes, in the order in which they gather."""
+def _list_processes(session: KerasSession) -> list[int]:
+    """Return the numbers of the mesh's processes in the order of gathering."""
     devices: NumpyArray = session.engine.native(session.policy.replicated(0), 0).mesh.devices
     return sorted({device.process_index for device in devices.flat})
 
 
-def _blocks(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
-    """Which blocks of a batch each process holds, by the process's number."""
+def _find_blocks(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
+    """Return the blocks of a batch on each process's devices, by process number."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
     dims = layout.list_mesh_dims(0)
     if not dims:
@@ -193,8 +197,8 @@ def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, 
     )
 
 
-def _is_here(array: object) -> bool:
-    """Whether something is an array that this process has all of."""
+def _is_fully_local(array: object) -> bool:
+    """Return whether a value is an array that lies completely in this process."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
 
@@ -204,7 +208,7 @@ def _is_here(array: object) -> bool:
 _FAILED = "has failed: "
 
 
-def _unlike(verb: str, texts: dict[int, str]) -> ScopeError:
+def _make_mismatch_error(verb: str, texts: dict[int, str]) -> ScopeError:
     facts = {f"process {process}": each for process, each in texts.items()}
     failed = [process for process, each in texts.items() if _FAILED in each]
     if failed:
@@ -222,11 +226,13 @@ def _unlike(verb: str, texts: dict[int, str]) -> ScopeError:
     )
 
 
-def reporting(plain: Callable[..., object], session: KerasSession, name: str) -> Callable[..., object]:
-    """`fit`, `evaluate` or `predict`; if it fails here, in a callback or in the data, the others do not wait."""
+def wrap_failure_report(
+    plain: Callable[..., object], session: KerasSession, name: str
+) -> Callable[..., object]:
+    """Return `fit`, `evaluate`, or `predict` that reports a failure here, so that other processes do not wait."""
 
     @functools.wraps(plain)
-    def reported(*args: object, **kwargs: object) -> object:
+    def call_and_report(*args: object, **kwargs: object) -> object:
         try:
             return plain(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
@@ -238,20 +244,20 @@ def reporting(plain: Callable[..., object], session: KerasSession, name: str) ->
                     check_alike(f"{name}: {_FAILED}{type(error).__name__}: {error}", session.context.gather)
             raise
 
-    return reported
+    return call_and_report
 
 
 # -- saving variables
 
 
-def saving(model: keras.Model, session: KerasSession, name: str) -> Callable[..., object]:
-    """`save` or `save_weights` of all processes together: of those that name one file, the first writes it."""
+def wrap_save(model: keras.Model, session: KerasSession, name: str) -> Callable[..., object]:
+    """Return `save` or `save_weights` for all processes: the first of those with one path writes the file."""
     plain = getattr(model, name)
 
     @functools.wraps(plain)
     def save(filepath: str | os.PathLike[str], *args: object, **kwargs: object) -> object:
         path = os.path.abspath(os.fspath(filepath))
-        numbers = _processes(session)
+        numbers = _list_processes(session)
         paths = check_alike(f"{name}: {path}", session.context.gather)[0] or [f"{name}: {path}"] * len(
             numbers
         )

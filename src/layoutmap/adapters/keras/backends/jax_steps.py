@@ -22,9 +22,9 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 
 from layoutmap.adapters.fingerprints import hash_lowered
-from layoutmap.adapters.keras.backends.jax_processes import Rows, reporting
+from layoutmap.adapters.keras.backends.jax_processes import Rows, wrap_failure_report
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
-from layoutmap.adapters.keras.training import check_same_batch, step_wraps
+from layoutmap.adapters.keras.training import check_same_batch, make_step_wraps
 from layoutmap.engines.agreement import CallSchedule, check_program
 from layoutmap.engines.patches import temporarily
 
@@ -35,13 +35,15 @@ _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
 
 
-def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:  # why: decisions/0007
-    """Return what to wrap on a model: batches are placed, layouts kept, and values put back where a step fails."""
-    lent = _Lent(model)
-    wraps: dict[str, Method] = {name: _entry(getattr(model, name), lent) for name in _ENTRIES}
+def make_training_wraps(model: keras.Model, session: KerasSession) -> Wraps:  # why: decisions/0007
+    """Return methods to wrap on a model: place batches, keep layouts, and restore values after a failed step."""
+    lent = _LastValues(model)
+    wraps: dict[str, Method] = {name: _wrap_entry(getattr(model, name), lent) for name in _ENTRIES}
     if session.context.across:
-        wraps |= {name: reporting(wraps[name], session, name) for name in ("fit", "evaluate", "predict")}
-    wraps |= {f"{name}_step": _in_layouts(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
+        wraps |= {
+            name: wrap_failure_report(wraps[name], session, name) for name in ("fit", "evaluate", "predict")
+        }
+    wraps |= {f"{name}_step": _wrap_step(model, getattr(model, f"{name}_step"), session) for name in _STEPS}
 
     schedule = CallSchedule()
 
@@ -51,15 +53,15 @@ def training_wraps(model: keras.Model, session: KerasSession) -> Wraps:  # why: 
         with temporarily(model, f"{name}_step", functools.wraps(kept)(lambda *given: kept(*given))):
             return _step(own(), session, name, schedule)
 
-    wraps = step_wraps(model, session, schedule, step, wraps)
-    wraps["_get_jax_state"] = lent.lending(model._get_jax_state)
-    wraps["_make_function"] = lent.noting(model._make_function, session)
+    wraps = make_step_wraps(model, session, schedule, step, wraps)
+    wraps["_get_jax_state"] = lent.wrap_get_state(model._get_jax_state)
+    wraps["_make_function"] = lent.wrap_make_function(model._make_function, session)
     return wraps
 
 
 @contextmanager
-def off_other_meshes() -> Generator[None]:
-    """Leave the mesh that `jax.set_mesh` has set, if there is one: arrays in layouts are on meshes of their own."""
+def leave_set_mesh() -> Generator[None]:
+    """Leave the mesh that `jax.set_mesh` set until the block ends, since sharded arrays have their own mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         yield
     else:
@@ -67,8 +69,8 @@ def off_other_meshes() -> Generator[None]:
             yield
 
 
-def placed(batch: object, session: KerasSession) -> Any:
-    """Return a batch on the mesh: each array sharded along its first axis, or replicated where that does not divide.
+def place_on_mesh(batch: object, session: KerasSession) -> Any:
+    """Return a batch on the mesh: arrays are sharded along the first axis, or replicated if it does not divide.
 
     All arrays are placed at once, which takes a third of the time of one after the other. Sparse arrays are replicated:
     theirs is one list of elements for all rows.
@@ -85,7 +87,7 @@ def placed(batch: object, session: KerasSession) -> Any:
             layout = policy.derive_batch_layout(leaf.shape)
             if not isinstance(leaf, jax.Array):
                 # A copy: on CPU devices JAX shares the memory of a numpy array, and a later change of it would show.
-                leaf = session.engine.canonical(np.array(leaf))
+                leaf = session.engine.canonicalize(np.array(leaf))
             elif len(leaf.sharding.device_set) > 1:  # may need collectives, which the engine waits for
                 leaf = session.engine.relayout(leaf, layout)
             shardings.append(native(layout, layout.rank))
@@ -99,20 +101,22 @@ def placed(batch: object, session: KerasSession) -> Any:
 # -- the state of a model
 
 
-class _Lent:  # why: decisions/0007
-    """The values that a model's variables have lent to a step that goes on."""
+class _LastValues:  # why: decisions/0007
+    """Last known values of a model's variables, which Keras removes from them during a step."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._values: State = ()
         self.depth = 0  # `fit` evaluates, and what callbacks do may predict
 
-    def lending(self, plain: Method) -> Method:
-        """Return a `_get_jax_state` that notes the values before it takes them out of the variables."""
+    def wrap_get_state(self, plain: Method) -> Method:
+        """Return a `_get_jax_state` that records the values before it removes them from the variables."""
 
         @functools.wraps(plain)
         def get(purge_model_variables: bool = False, **groups: bool) -> State:
-            _give_own_memory(variable for group in _groups(self._model, 4) for variable in group)
+            _give_own_memory(
+                variable for group in _list_variable_groups(self._model, 4) for variable in group
+            )
             state = plain(**groups)
             self._note(state)
             if purge_model_variables:
@@ -121,20 +125,20 @@ class _Lent:  # why: decisions/0007
 
         return get
 
-    def noting(self, plain: Method, session: KerasSession) -> Method:
-        """Return a `_make_function` for steps of which each notes the values that it returns."""
+    def wrap_make_function(self, plain: Method, session: KerasSession) -> Method:
+        """Return a `_make_function` that makes steps record the values that they return."""
 
         @functools.wraps(plain)
         def make(step: Method, *args: object, **kwargs: object) -> object:
             if session.context.across and hasattr(step, "lower"):
-                step = _compared(step, session)
+                step = _compare_lowered(step, session)
 
-            def noted(state: State, data: object) -> object:
+            def run_and_note(state: State, data: object) -> object:
                 result, new = step(state, data)
                 self._note(new)
                 return result, new
 
-            return plain(noted, *args, **kwargs)
+            return plain(run_and_note, *args, **kwargs)
 
         return make
 
@@ -143,9 +147,11 @@ class _Lent:  # why: decisions/0007
             self._values = state
 
     def put_back(self, error: BaseException) -> None:
-        """Give each variable that has lost its value the last one that is known."""
+        """Restore the last known value of each variable without a value."""
         lost = False
-        for values, variables in zip(self._values, _groups(self._model, len(self._values)), strict=False):
+        for values, variables in zip(
+            self._values, _list_variable_groups(self._model, len(self._values)), strict=False
+        ):
             for value, variable in zip(values, variables, strict=False):
                 if variable._value is None or variable._value.is_deleted():
                     variable._value = value
@@ -158,7 +164,7 @@ class _Lent:  # why: decisions/0007
             )
 
     def forget(self) -> None:
-        """Hold no values any more."""
+        """Release the recorded values."""
         self._values = ()
 
 
@@ -169,8 +175,8 @@ def _is_lost(array: jax.Array) -> bool:
         return True
 
 
-def _groups(model: keras.Model, number: int) -> list[list[keras.Variable]]:
-    """Return the lists of variables whose values a state of so many parts has, in its order."""
+def _list_variable_groups(model: keras.Model, number: int) -> list[list[keras.Variable]]:
+    """Return the lists of variables in a state with this number of parts, in its order."""
     groups = [model.trainable_variables, model.non_trainable_variables]
     if number > 3:
         groups.append(getattr(getattr(model, "optimizer", None), "variables", []))
@@ -186,19 +192,19 @@ def _give_own_memory(variables: Iterable[keras.Variable]) -> None:
         held.add(id(variable._value))
 
 
-def state_of(model: keras.Model) -> tuple[list[jax.Array], ...]:
-    """Return the values that a training step of a model takes."""
-    return tuple([variable.value for variable in group] for group in _groups(model, 4))
+def read_state(model: keras.Model) -> tuple[list[jax.Array], ...]:
+    """Return the values that a model's training step takes."""
+    return tuple([variable.value for variable in group] for group in _list_variable_groups(model, 4))
 
 
-def _entry(plain: Method, lent: _Lent) -> Method:
-    """Return `fit` or one of its like, after whose failure the model has all its weights."""
+def _wrap_entry(plain: Method, lent: _LastValues) -> Method:
+    """Return `fit` or a similar method that restores the model's weights after a failure."""
 
     @functools.wraps(plain)
-    def entry(*args: object, **kwargs: object) -> object:
+    def call_entry(*args: object, **kwargs: object) -> object:
         lent.depth += 1
         try:
-            with off_other_meshes():
+            with leave_set_mesh():
                 return plain(*args, **kwargs)
         except BaseException as error:
             lent.put_back(error)
@@ -208,7 +214,7 @@ def _entry(plain: Method, lent: _Lent) -> Method:
             if not lent.depth:
                 lent.forget()
 
-    return entry
+    return call_entry
 
 
 # -- steps
@@ -216,15 +222,15 @@ def _entry(plain: Method, lent: _Lent) -> Method:
 
 def _step(step: Method, session: KerasSession, name: str, schedule: CallSchedule) -> Method:
     if session.context.across:
-        return _across(step, Rows(session, name, schedule), name, session)
-    return lambda state, data: step(state, (placed(batch, session) for batch in data))
+        return _make_multiprocess_step(step, Rows(session, name, schedule), name, session)
+    return lambda state, data: step(state, (place_on_mesh(batch, session) for batch in data))
 
 
-def _compared(step: Any, session: KerasSession) -> Method:
-    """A compiled step of which the processes compare what is lowered, before it runs with arrays of other shapes."""
+def _compare_lowered(step: Any, session: KerasSession) -> Method:
+    """Return a compiled step that compares its lowered program between processes for each new signature."""
     known: set[object] = set()
 
-    def compared(state: State, data: object) -> object:
+    def run_compared(state: State, data: object) -> object:
         signature = tuple((np.shape(each), jax.numpy.result_type(each)) for each in jax.tree.leaves(data))
         if signature not in known:
             lowered = hash_lowered(step.__name__, step.lower(state, data))
@@ -232,16 +238,16 @@ def _compared(step: Any, session: KerasSession) -> Method:
             known.add(signature)
         return step(state, data)
 
-    return compared
+    return run_compared
 
 
-def _across(step: Method, rows: Rows, name: str, session: KerasSession) -> Method:
-    """Steps in several processes, each with its own rows."""
+def _make_multiprocess_step(step: Method, rows: Rows, name: str, session: KerasSession) -> Method:
+    """Return a step for several processes, each with its own rows."""
 
     def run(state: State, data: Iterator[object]) -> object:
         rows.placed.clear()
         whole = session.on_thread.has_all_rows
-        outputs, new = step(state, _placed_whole(data, session) if whole else rows.place(data))
+        outputs, new = step(state, _place_whole_batches(data, session) if whole else rows.place(data))
         if rows.on_cpus:  # There this step and the next comparison of batches could wait for each other.
             jax.block_until_ready((outputs, new))
         return (rows.own(outputs), new) if name == "predict" else (outputs, new)
@@ -249,15 +255,15 @@ def _across(step: Method, rows: Rows, name: str, session: KerasSession) -> Metho
     return run
 
 
-def _placed_whole(data: Iterable[object], session: KerasSession) -> Iterator[object]:
-    """Batches on the mesh, of which each process brings all rows."""
+def _place_whole_batches(data: Iterable[object], session: KerasSession) -> Iterator[object]:
+    """Yield batches on the mesh of which each process has all rows."""
     for batch in data:
         check_same_batch(batch, session)
-        yield placed(batch, session)
+        yield place_on_mesh(batch, session)
 
 
-def _in_layouts(model: keras.Model, plain: Method, session: KerasSession) -> Method:
-    """A step whose new variable values stay in the layouts of their variables."""
+def _wrap_step(model: keras.Model, plain: Method, session: KerasSession) -> Method:
+    """Return a step that returns new variable values in the layouts of their variables."""
 
     @functools.wraps(plain)
     def step(state: State, data: object) -> object:
@@ -267,7 +273,7 @@ def _in_layouts(model: keras.Model, plain: Method, session: KerasSession) -> Met
             result = keras.tree.map_structure(lambda array: _readable(array, session, by_rows), result)
         if plain.__name__ == "predict_step":
             return result, _pin(new, model.non_trainable_variables)
-        return result, tuple(map(_pin, new, _groups(model, len(new))))
+        return result, tuple(map(_pin, new, _list_variable_groups(model, len(new))))
 
     return step
 
@@ -282,11 +288,11 @@ def _readable(array: object, session: KerasSession, by_rows: bool) -> object:
 
 
 def _pin(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
-    return list(map(pinned, values, variables))
+    return list(map(pin_layout, values, variables))
 
 
-def pinned(array: Any, variable: keras.Variable) -> jax.Array:
-    """An array in a step, in the layout of a variable that has one."""
+def pin_layout(array: Any, variable: keras.Variable) -> jax.Array:
+    """Constrain an array in a step to the layout of a variable, if it has one."""
     if isinstance(variable._layout, jax.sharding.Sharding):
         return jax.lax.with_sharding_constraint(array, variable._layout)
     return array

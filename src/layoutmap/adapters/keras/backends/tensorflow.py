@@ -23,27 +23,27 @@ import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
     as_read,
-    calling,
-    is_read_by_a_build,
+    is_building_eagerly,
+    make_weight_reader,
     on_mesh,
-    placed,
-    reading_in_layout,
+    place_on_mesh,
+    wrap_call,
 )
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered
-from layoutmap.adapters.keras.backends.tensorflow_optimizers import applying, assigning, keying
+from layoutmap.adapters.keras.backends.tensorflow_optimizers import wrap_apply, wrap_assign, wrap_var_key
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
-from layoutmap.adapters.keras.backends.tensorflow_steps import training_wraps
+from layoutmap.adapters.keras.backends.tensorflow_steps import make_training_wraps
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
     ERRORS,
-    explained,
-    generating,
-    unsupported_of,
+    explain_errors,
+    find_unsupported,
+    make_generate_refusal,
 )
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps, read_variable
 from layoutmap.adapters.keras.training import call_own_step, has_own_step, make_for_training
-from layoutmap.adapters.keras.wraps import CALLS, session_of
+from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.patches import temporarily, wrap_in_context
@@ -52,14 +52,14 @@ Found = tuple[dict[str, Any], list[Any]]
 
 
 class TensorFlowBackend(Backend):
-    """Keras on TensorFlow; see `layoutmap.adapters.keras.protocol`."""
+    """Keras on TensorFlow (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "tensorflow"
-    as_plain = staticmethod(tf.constant)
-    one_scope_in = MappingProxyType(dict.fromkeys(("train_step", "test_step", "predict_step"), False))
-    unreadable_boards = ("histogram_freq", "write_images")
-    training_wraps = staticmethod(training_wraps)
-    unsupported_of = staticmethod(unsupported_of)
+    make_unsharded_tensor = staticmethod(tf.constant)
+    single_scope_steps = MappingProxyType(dict.fromkeys(("train_step", "test_step", "predict_step"), False))
+    unsupported_board_options = ("histogram_freq", "write_images")
+    make_training_wraps = staticmethod(make_training_wraps)
+    find_unsupported = staticmethod(find_unsupported)
     global_init = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs all of it",
@@ -68,31 +68,31 @@ class TensorFlowBackend(Backend):
         }
     )
 
-    def private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
-        """Private names of TensorFlow and Keras from the list at the top of this file, with the class of each."""
+    def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
+        """Return the private names of TensorFlow and Keras listed at the top of this file, by class."""
         return [(keras.Optimizer, ("_var_key",)), ERRORS, *REPLACED]
 
     @contextmanager
-    def outside(self) -> Generator[None]:
-        """Leave any tracing that goes on, and the mesh, if what is called now runs on it."""
+    def leave_tracing(self) -> Generator[None]:
+        """Leave any tracing and the mesh in the block."""
         with tf.init_scope(), tf.device(None):
             yield
 
     def is_tracing(self) -> bool:
-        """Whether the code runs inside a compiled function's trace."""
+        """Return whether the code runs in a compiled function's trace."""
         return not tf.executing_eagerly()
 
     def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Give a variable its value; a `DVariable` keeps its layout by itself."""
-        if not assignment.layout.is_fully_replicated() or is_read_by_a_build():
-            held.value = reading_in_layout(held, assignment.layout, session)
+        """Store a variable's value. A `DVariable` keeps its layout."""
+        if not assignment.layout.is_fully_replicated() or is_building_eagerly():
+            held.value = make_weight_reader(held, assignment.layout, session)
         tag = object()
         variable._layout = tag
         variable._value = held
         return tag
 
-    def values_changed(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
-        """Optimizers know variables by their `tf.Variable`, which is another one now."""
+    def refresh_references(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
+        """Update the keys under which optimizers find their variables, since each `tf.Variable` was replaced."""
         for optimizer in optimizers:
             for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
                 if each is not None and each.built and hasattr(each, "_trainable_variables_indices"):
@@ -103,46 +103,48 @@ class TensorFlowBackend(Backend):
                         numbers = each._var_to_optimizer_idx.values()
                         each._var_to_optimizer_idx = dict(zip(keys, numbers, strict=True))
 
-    def lay_out(self, array: object, layout: Layout, session: KerasSession) -> object:
-        """A tensor that is computed on the mesh, in a layout; an export has no mesh."""
+    def relayout_output(self, array: object, layout: Layout, session: KerasSession) -> object:
+        """Return a tensor in a layout, or unchanged in an export or in a regathered step."""
         as_it_is = session.on_thread.is_exporting or session.on_thread.gathering
         return array if as_it_is else session.engine.relayout(array, layout)
 
-    def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
-        """A call with plain tensors, outside of compiled functions, runs on the mesh; an export knows no mesh."""
-        wraps = {name: calling(layer, session, name) for name in CALLS}
+    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
+        """Return methods to wrap on a layer so that eager calls with unsharded tensors run on the mesh."""
+        wraps = {name: wrap_call(layer, session, name) for name in CALLS}
         # Of a kernel that is computed, as with LoRA.
         wraps["save_own_variables"] = on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
             as_one_device = functools.partial(temporarily, session.on_thread, "is_exporting", True)
             wraps["export"] = wrap_in_context(layer.export, as_one_device)
             if hasattr(layer, "make_generate_function"):  # a task of keras-hub
-                wraps["make_generate_function"] = generating(layer)
+                wraps["make_generate_function"] = make_generate_refusal(layer)
         return wraps
 
-    def optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
-        """Slots are made without reading the weight; gradients of rows become dense ones; updates run on the mesh."""
+    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
+        """Return methods to wrap on an optimizer so that updates and slots are computed on the mesh."""
         add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
         assigns = ("assign", "assign_add", "assign_sub")
         return {
             "add_variable_from_reference": add,
-            "_var_key": keying(optimizer),
-            "apply": applying(optimizer, session),
-            **{name: assigning(getattr(optimizer, name), session) for name in assigns},
+            "_var_key": wrap_var_key(optimizer),
+            "apply": wrap_apply(optimizer, session),
+            **{name: wrap_assign(getattr(optimizer, name), session) for name in assigns},
         }
 
     def gradients(self, model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
-        """The losses in training, and their gradients."""
-        session = session_of(model)
+        """Return the training losses and their gradients."""
+        session = get_session(model)
         batch = (x, y, sample_weight)
         make_for_training(model, session, batch)  # each device would write to trackers of losses
         if session is not None:
-            batch = placed(batch, session)
+            batch = place_on_mesh(batch, session)
 
         def compute(batch: object) -> Found:
             held = [v.value for v in model.trainable_variables]
             losses, found = (
-                call_own_step(model, batch) if has_own_step(model) else _of_loss(model, held, batch)
+                call_own_step(model, batch)
+                if has_own_step(model)
+                else _compute_loss_gradients(model, held, batch)
             )
             gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
             if session is not None:
@@ -156,7 +158,7 @@ class TensorFlowBackend(Backend):
             functools.partial(tf.function, compute, autograph=False),
             f"{model.name}: the gradient",
         )
-        with explained(what), contextlib.ExitStack() as stack:
+        with explain_errors(what), contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(Unoptimized(session))
                 stack.enter_context(on_mesh(session))
@@ -168,7 +170,7 @@ class TensorFlowBackend(Backend):
         return numbers, [_numpy(gradient, session) for gradient in gradients]
 
 
-def _of_loss(model: keras.Model, held: list[tf.Variable], batch: Any) -> Found:
+def _compute_loss_gradients(model: keras.Model, held: list[tf.Variable], batch: Any) -> Found:
     x, y, sample_weight = batch
     with tf.GradientTape() as tape:
         y_pred = model(x, training=True) if model._call_has_training_arg else model(x)

@@ -47,7 +47,7 @@ from keras.src.backend.tensorflow import random as keras_random
 from tensorflow.python.ops import array_ops
 
 from layoutmap.adapters.keras.backends import tensorflow_windows
-from layoutmap.adapters.keras.backends.tensorflow_products import einsum
+from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
 from layoutmap.adapters.keras.backends.tensorflow_windows import Plain
 from layoutmap.engines.patches import Attribute, Patches, temporarily
 
@@ -76,35 +76,35 @@ _current = threading.local()
 
 
 @contextmanager
-def computing_for_a_mesh(replicate: Replicate) -> Generator[None]:
-    """While open, in this thread, Keras computes as DTensor can, with numbers that do not depend on the mesh.
+def compute_for_mesh(replicate: Replicate) -> Generator[None]:
+    """Make Keras on this thread compute with operations that DTensor supports until the block ends.
 
     Args:
         replicate: Returns a tensor in the layout in which every device holds all of it.
     """
-    with _PATCHES.used(), temporarily(_current, "replicate", replicate):
+    with _PATCHES.activate(), temporarily(_current, "replicate", replicate):
         yield
 
 
-def _replaced(module: object, name: str, by: Plain) -> Attribute:
-    """Have a function be done by another, which is given the plain one, in a thread that computes for a mesh."""
+def _replace_function(module: object, name: str, by: Plain) -> Attribute:
+    """Return a patch that calls `by` instead of a function on threads that compute for a mesh."""
 
     def make(plain: Plain) -> Plain:
         @functools.wraps(plain)
-        def replaced(*args: object, **kwargs: object) -> object:
+        def call_replacement(*args: object, **kwargs: object) -> object:
             replicate: Replicate | None = getattr(_current, "replicate", None)
             return plain(*args, **kwargs) if replicate is None else by(plain, replicate, *args, **kwargs)
 
-        return replaced
+        return call_replacement
 
     return Attribute(module, name, make)
 
 
-def _random(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
+def _replicate_random(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     return replicate(plain(*args, **kwargs))
 
 
-def _dropout(
+def _compute_dropout(
     plain: Plain, replicate: Replicate, inputs: tf.Tensor, rate: float, *args: object, **kwargs: object
 ) -> tf.Tensor:
     if rate in (0.0, 1.0):
@@ -119,7 +119,9 @@ def _divide(plain: Plain, replicate: Replicate, x1: object, x2: tf.Tensor) -> ob
     return plain(x1, x2)
 
 
-def _concat(plain: Plain, replicate: Replicate, values: object, axis: object, name: str = "concat") -> object:
+def _concatenate(
+    plain: Plain, replicate: Replicate, values: object, axis: object, name: str = "concat"
+) -> object:
     rank = len(values[0].shape) if isinstance(values, list | tuple) and values else 0
     return plain(values, axis % rank if rank and isinstance(axis, int) else axis, name)
 
@@ -136,12 +138,12 @@ def _split(
     return plain(value, num_or_size_splits, axis, **kwargs)
 
 
-def _listed(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
+def _create_array(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     with tf.init_scope():
         return plain(*args, **kwargs)
 
 
-def _unrolled(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
+def _unroll_loop(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
     return plain(*args, **{**kwargs, "unroll": True})
 
 
@@ -169,36 +171,40 @@ def _map(plain: Plain, replicate: Replicate, f: Plain, xs: object) -> object:
     return _scan(lambda *_: (None, plain(f, xs)), replicate, lambda carry, x: (carry, f(x)), None, xs)[1]
 
 
-def _composed(name: str) -> Plain:
-    """Return what stands for a function of Keras or TensorFlow."""
+def _make_replacement(name: str) -> Plain:
+    """Return the replacement for a function of Keras or TensorFlow."""
     by = getattr(tensorflow_windows, name)
 
-    def composed(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
+    def call_replacement(plain: Plain, replicate: Replicate, *args: object, **kwargs: object) -> object:
         given = inspect.signature(plain).bind(*args, **kwargs)
         given.apply_defaults()
         return by(plain, SimpleNamespace(**given.arguments))
 
-    return composed
+    return call_replacement
 
 
 _PATCHES = Patches(
     [
-        *(_replaced(keras_random, name, _random) for name in _RANDOM),
-        _replaced(keras_random, "dropout", _dropout),
-        _replaced(keras_numpy, "divide", _divide),
-        _replaced(keras_numpy, "eye", _composed("eye")),
-        _replaced(tf, "concat", _concat),
-        _replaced(tf, "einsum", lambda plain, replicate, *args, **kwargs: einsum(plain, *args, **kwargs)),
-        _replaced(tf, "split", _split),
-        _replaced(tf, "TensorArray", _listed),
-        *(_replaced(tf, name, _composed(name)) for name in _OF_ARRAYS),
-        _replaced(array_ops, "strided_slice", _composed("strided_slice")),
-        *(_replaced(tf.linalg, name, _composed(name)) for name in _OF_DIAGONALS),
-        *(_replaced(keras_nn, name, _composed(name)) for name in _OF_WINDOWS),
-        *(_replaced(keras_backend, name, _unrolled) for name in _OF_TIME),
-        _replaced(keras_core, "map", _map),
-        _replaced(keras_core, "scan", _scan),
-        _replaced(keras_backend, "convert_to_numpy", lambda plain, replicate, value: plain(replicate(value))),
-        _replaced(tf.nn, "pool", _composed("pool")),
+        *(_replace_function(keras_random, name, _replicate_random) for name in _RANDOM),
+        _replace_function(keras_random, "dropout", _compute_dropout),
+        _replace_function(keras_numpy, "divide", _divide),
+        _replace_function(keras_numpy, "eye", _make_replacement("eye")),
+        _replace_function(tf, "concat", _concatenate),
+        _replace_function(
+            tf, "einsum", lambda plain, replicate, *args, **kwargs: compute_einsum(plain, *args, **kwargs)
+        ),
+        _replace_function(tf, "split", _split),
+        _replace_function(tf, "TensorArray", _create_array),
+        *(_replace_function(tf, name, _make_replacement(name)) for name in _OF_ARRAYS),
+        _replace_function(array_ops, "strided_slice", _make_replacement("strided_slice")),
+        *(_replace_function(tf.linalg, name, _make_replacement(name)) for name in _OF_DIAGONALS),
+        *(_replace_function(keras_nn, name, _make_replacement(name)) for name in _OF_WINDOWS),
+        *(_replace_function(keras_backend, name, _unroll_loop) for name in _OF_TIME),
+        _replace_function(keras_core, "map", _map),
+        _replace_function(keras_core, "scan", _scan),
+        _replace_function(
+            keras_backend, "convert_to_numpy", lambda plain, replicate, value: plain(replicate(value))
+        ),
+        _replace_function(tf.nn, "pool", _make_replacement("pool")),
     ]
 )

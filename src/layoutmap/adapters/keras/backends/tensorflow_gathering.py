@@ -17,8 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import place_of, refused
-from layoutmap.adapters.keras.describing import layer_paths
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import find_error_place, is_compiler_refusal
+from layoutmap.adapters.keras.describing import list_layer_paths
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
@@ -27,7 +27,7 @@ from layoutmap.engines.patches import temporarily
 
 
 class Gathering(IntEnum):
-    """How much of what a scope's models compute is gathered."""
+    """Level of gathering in the computations of a scope's models."""
 
     AS_PLANNED = 0
     BETWEEN_LAYERS = 1
@@ -44,7 +44,7 @@ _INNER = frozenset({"keras", "tensorflow"})
 
 
 class Regathered:
-    """A function on the mesh that is compiled again, with more gathered, while DTensor refuses it.
+    """Function on the mesh that is compiled again with more gathered as long as DTensor refuses it.
 
     All that the scope's models compute later is gathered as far: they have the same layers.
     """
@@ -55,30 +55,34 @@ class Regathered:
         self._what = what
         self._is_looked_at = False
 
-    def traced(self, *args: object) -> Any:
-        """Return the function that is called at present, traced for some arguments."""
-        with self._gathering():
+    def trace_current(self, *args: object) -> Any:
+        """Return the current compiled function, traced for some arguments."""
+        with self._set_gathering():
             return self._at(self._session.gathering).get_concrete_function(*args)
 
-    def _gathering(self) -> AbstractContextManager[None]:
+    def _set_gathering(self) -> AbstractContextManager[None]:
         return temporarily(self._session.on_thread, "gathering", self._session.gathering)
 
     def __call__(self, *args: object) -> Any:
         """Call it, compiled as it must be."""
         before, place = self._session.gathering, dict[str, str]()
         if not self._is_looked_at:
-            needed, place["operation"] = _needed(self.traced(*args).graph)
+            needed, place["operation"] = _find_needed_gathering(self.trace_current(*args).graph)
             self._session.gathering = max(needed, before)
         self._is_looked_at = True
         while True:
             try:
-                with self._gathering():
+                with self._set_gathering():
                     result = self._at(self._session.gathering)(*args)
             except tf.errors.OpError as error:
-                if "got a regular tensor" in str(error) and self._replicated_captures(self.traced(*args)):
+                if "got a regular tensor" in str(error) and self._replicate_captures(
+                    self.trace_current(*args)
+                ):
                     continue
-                found = place_of(error, self.traced(*args).graph, _sayings(self._session))
-                if not refused(error) or self._session.gathering == Gathering.ALL:
+                found = find_error_place(
+                    error, self.trace_current(*args).graph, _describe_layers(self._session)
+                )
+                if not is_compiler_refusal(error) or self._session.gathering == Gathering.ALL:
                     self._session.gathering = before
                     error.layoutmap_place = found  # for `explained`
                     raise
@@ -89,10 +93,10 @@ class Regathered:
                 _warn(self._what, place, self._session)
             return result
 
-    def _replicated_captures(self, function: Any) -> bool:
-        """Have plain tensors replicated on the mesh that a traced function reads; returns whether there were any."""
+    def _replicate_captures(self, function: Any) -> bool:
+        """Replicate unsharded tensors that a traced function captures, and return whether there were any."""
         read = list(function.captured_inputs)
-        plain = [i for i, each in enumerate(read) if _is_plain(each)]
+        plain = [i for i, each in enumerate(read) if _is_unsharded_tensor(each)]
         for i in plain:
             read[i] = self._session.engine.relayout(
                 read[i], self._session.policy.replicated(read[i].shape.rank)
@@ -101,18 +105,18 @@ class Regathered:
         return bool(plain)
 
 
-def _is_plain(value: object) -> bool:
+def _is_unsharded_tensor(value: object) -> bool:
     is_array = isinstance(value, tf.Tensor) and value.dtype not in (tf.resource, tf.variant)
     return is_array and not tf.experimental.dtensor.is_dtensor(value)
 
 
-def _sayings(session: KerasSession) -> dict[str, str]:
-    """The path of each layer by its name, and the layouts of the sharded weights in it and next to it."""
-    layers = layer_paths(session.registry.layers())
+def _describe_layers(session: KerasSession) -> dict[str, str]:
+    """Return texts by layer name with the path and the layouts of nearby sharded weights."""
+    layers = list_layer_paths(session.registry.layers())
     sharded: list[list[str]] = []
     for _, layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        laid_out = [(session.path_of(v), session.registry.layout_of(v)) for v in own]
+        laid_out = [(session.find_path(v), session.registry.get_layout(v)) for v in own]
         sharded.append([f"{path} {of}" for path, of in laid_out if of and not of.is_fully_replicated()])
     said = dict[str, str]()
     for i, (path, layer) in enumerate(layers):
@@ -134,8 +138,8 @@ def _warn(what: str, place: dict[str, str], session: KerasSession) -> None:
     warnings.warn(warning, stacklevel=find_user_stacklevel(_INNER))
 
 
-def _needed(graph: tf.Graph) -> tuple[Gathering, str]:
-    """The least that must be gathered for right numbers, and for which operation: some of DTensor's rules are wrong."""
+def _find_needed_gathering(graph: tf.Graph) -> tuple[Gathering, str]:
+    """Return the least gathering for correct numbers and the operation that needs it."""
     # Steps backwards, an axis from the end: which input has them.
     negative = {"StridedSlice": 3, "ConcatV2": -1}
     found = Gathering.AS_PLANNED, ""
@@ -148,34 +152,34 @@ def _needed(graph: tf.Graph) -> tuple[Gathering, str]:
     return found
 
 
-def between_layers(values: object, session: KerasSession) -> Any:
-    """Return what goes into a layer or comes out of it, so that no layout is carried further, forward or backward."""
+def pin_layer_values(values: object, session: KerasSession) -> Any:
+    """Return a layer's inputs or outputs pinned to a layout, which then propagates no further."""
 
     def pin(value: object) -> object:
         if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
             return value
-        return pinned(value, _by_rows(value.shape.as_list(), session), session)
+        return pin_layout(value, _make_batch_layout(value.shape.as_list(), session), session)
 
     return keras.tree.map_structure(pin, values, none_is_leaf=True)
 
 
-def pinned(value: tf.Tensor, layout: Layout, session: KerasSession) -> tf.Tensor:
-    """Return a tensor in a layout, in which its gradient comes back, too."""
+def pin_layout(value: tf.Tensor, layout: Layout, session: KerasSession) -> tf.Tensor:
+    """Return a tensor in a layout that its gradient keeps."""
     relayout = session.engine.relayout  # not the session: TensorFlow keeps `back` for good
 
     @tf.custom_gradient
-    def constrained(tensor: tf.Tensor) -> Any:
-        def back(upstream: object) -> object:
+    def constrain(tensor: tf.Tensor) -> Any:
+        def backward(upstream: object) -> object:
             # Rows of an embedding stay rows: optimizers step by each, as in plain Keras on TensorFlow.
             return upstream if isinstance(upstream, tf.IndexedSlices) else relayout(upstream, layout)
 
-        return relayout(tensor, layout), back
+        return relayout(tensor, layout), backward
 
-    return constrained(value) if value.dtype.is_floating else relayout(value, layout)
+    return constrain(value) if value.dtype.is_floating else relayout(value, layout)
 
 
-def _by_rows(shape: Sequence[Any], session: KerasSession) -> Layout:
-    """The layout along the batch only; other arrays than the batch's, such as masks of all rows, are replicated."""
+def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
+    """Return the layout sharded along the batch only, or replicated for arrays that do not have its rows."""
     policy = session.policy
     rows = policy.batches.get(True)
     gathers_all = session.on_thread.gathering == Gathering.ALL
@@ -185,7 +189,7 @@ def _by_rows(shape: Sequence[Any], session: KerasSession) -> Layout:
 
 
 def is_pinned(layer: keras.Layer, session: KerasSession) -> bool:
-    """Whether layouts are kept from being carried into a layer and out of it: it computes by itself."""
+    """Return whether layouts must not propagate into or out of a layer, which then computes on its own."""
     if session.on_thread.gathering == Gathering.AS_PLANNED:
         # Sharded features would be summed up over devices in each step of a loop over time.
         return isinstance(layer, keras.layers.RNN)

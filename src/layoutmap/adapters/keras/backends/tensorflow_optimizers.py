@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import as_read, on_mesh, replicated
+from layoutmap.adapters.keras.backends.tensorflow_calls import as_read, on_mesh, replicate_tensor
 from layoutmap.adapters.keras.pending import is_pending
 from layoutmap.adapters.keras.protocol import KerasSession
 
 
-def keying(optimizer: keras.Optimizer) -> Callable[..., object]:
-    """Return an optimizer's `_var_key`, which initializes no variable."""
+def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
+    """Return an optimizer's `_var_key` that initializes no variable."""
     plain = optimizer._var_key
 
     @functools.wraps(plain)
-    def key(variable: keras.Variable) -> object:
+    def get_key(variable: keras.Variable) -> object:
         # A variable without a value must not get one for the sake of a key; `values_changed` makes the keys anew.
         return id(variable) if is_pending(variable) else plain(variable)
 
-    return key
+    return get_key
 
 
-def applying(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
+def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
     """Return an `apply` that runs on the mesh, with each gradient in the layout of its weight.
 
     Without that, DTensor chooses layouts for the backward pass that suit the optimizer, and fails (Muon on a
@@ -43,47 +43,47 @@ def applying(optimizer: keras.Optimizer, session: KerasSession) -> Callable[...,
                 stack.enter_context(session.lock)
                 stack.enter_context(session.engine.run_on(session.policy.mesh))
             stack.enter_context(on_mesh(session))
-            laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
+            laid_out = [_place_gradient(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return plain(laid_out, trainable_variables)
 
     return apply
 
 
-def _laid_out(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
+def _place_gradient(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, tf.Tensor):
-        return _rows(gradient, weight, session)
+        return _replicate_rows(gradient, weight, session)
     # First as the layer has read the weight, so that the backward pass mirrors the forward pass.
     gradient = session.engine.relayout(as_read(gradient, weight.value, session), layout)
     weight.value.read_layout = None  # what updates it is in its own layout, and is not gathered for it
     return gradient
 
 
-def assigning(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return an assignment of a dense value: DTensor cannot add rows to a variable one by one.
+def wrap_assign(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return an assignment method that uses dense values, since DTensor cannot add single rows.
 
     The rows stay rows until then, as in plain Keras, where a row that occurs twice counts twice in a mean of squares.
     """
 
     @functools.wraps(method)
     def assign(variable: keras.Variable, value: object) -> object:
-        rows = _rows(value, variable, session)
+        rows = _replicate_rows(value, variable, session)
         return method(variable, tf.convert_to_tensor(rows) if isinstance(rows, tf.IndexedSlices) else rows)
 
     return assign
 
 
-def _rows(value: object, variable: keras.Variable, session: KerasSession) -> object:
-    """Return rows of a variable, replicated: DTensor would sum up only those that a device has, silently wrong.
+def _replicate_rows(value: object, variable: keras.Variable, session: KerasSession) -> object:
+    """Return the update of a variable's rows replicated, since DTensor would sum only local rows.
 
     Their number, and that of the variable's, are made constants: DTensor does not shard what has an unknown size.
     """
     if not isinstance(value, tf.IndexedSlices):
         return value
     shape = tuple(variable.shape)
-    indices = replicated(value.indices, session)
+    indices = replicate_tensor(value.indices, session)
     values = value.values
     if indices.shape.is_fully_defined():
         values = tf.reshape(values, [*indices.shape, *shape[1:]])
-    values = replicated(values, session)
+    values = replicate_tensor(values, session)
     return tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))

@@ -16,7 +16,7 @@ _unoptimized: weakref.WeakSet[Unoptimized] = weakref.WeakSet()
 
 
 class Unoptimized(Closing):
-    """While open, graphs that run on CPU devices are run as DTensor has made them.
+    """Disable TensorFlow's graph optimizer for graphs on CPU devices until the block ends.
 
     TensorFlow would optimize the graph of a step once for each device: half of the time of the first step on 8, and
     no later one is faster for it. On accelerators, which that may serve, it is left alone, and wherever a program has
@@ -28,7 +28,7 @@ class Unoptimized(Closing):
         self._is_on_cpu = mesh.device_type() == "CPU"
 
     def open(self) -> None:
-        """Begin."""
+        """Disable the optimizer."""
         options = tf.config.optimizer
         with _options_lock:
             chosen = options.get_experimental_options()
@@ -38,7 +38,7 @@ class Unoptimized(Closing):
                 options.set_experimental_options({"disable_meta_optimizer": True})
 
     def close(self) -> None:
-        """End, and put the options back."""
+        """Restore the options."""
         with _options_lock:
             if self in _unoptimized:
                 # Also with another thread inside, since each thread remembers the options that it found.

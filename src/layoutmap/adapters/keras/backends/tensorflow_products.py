@@ -1,4 +1,4 @@
-"""Products in `einsum` as DTensor computes them right: it gives wrong numbers, without a word, in two cases.
+"""Products in `compute_einsum` as DTensor computes them right: it gives wrong numbers, without a word, in two cases.
 
 One operand shards one axis of the sum, and the other operand another one, over the same mesh dim: such axes are joined
 to one, and so are all others that are in the same terms, since gradients are products over these. Or each operand
@@ -17,8 +17,8 @@ import tensorflow as tf
 Product = Callable[..., tf.Tensor]
 
 
-def einsum(plain: Product, equation: str, *values: tf.Tensor, **kwargs: Any) -> tf.Tensor:
-    """Return the result of `tf.einsum`, which is `plain`, by products of two operands at a time."""
+def compute_einsum(plain: Product, equation: str, *values: tf.Tensor, **kwargs: Any) -> tf.Tensor:
+    """Return the result of `tf.einsum`, computed by products of two operands at a time."""
     tensors = [tf.convert_to_tensor(value) for value in values]
     if not all(tensor.shape.is_fully_defined() for tensor in tensors):
         return plain(equation, *values, **kwargs)
@@ -27,11 +27,13 @@ def einsum(plain: Product, equation: str, *values: tf.Tensor, **kwargs: Any) -> 
     _, path = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize)
     for places, _, step, *_ in path.contraction_list:
         inputs, _, out = step.partition("->")
-        tensors.append(_product(plain, inputs.split(","), out, [tensors.pop(place) for place in places]))
+        tensors.append(
+            _multiply_pair(plain, inputs.split(","), out, [tensors.pop(place) for place in places])
+        )
     return tensors[0]
 
 
-def _product(plain: Product, terms: Sequence[str], out: str, values: Sequence[Any]) -> tf.Tensor:
+def _multiply_pair(plain: Product, terms: Sequence[str], out: str, values: Sequence[Any]) -> tf.Tensor:
     axes = [
         pair
         for term, value in zip(terms, values, strict=True)
@@ -43,32 +45,34 @@ def _product(plain: Product, terms: Sequence[str], out: str, values: Sequence[An
     if len(terms) != 2 or has_diagonal or is_broadcast:
         return plain(f"{','.join(terms)}->{out}", *values)
     kept = [out + other for other in reversed(terms)]
-    values = [_without(*each) for each in zip(values, terms, kept, strict=True)]
+    values = [_sum_unused_axes(*each) for each in zip(values, terms, kept, strict=True)]
     terms = ["".join(label for label in term if label in of) for term, of in zip(terms, kept, strict=True)]
-    groups = _groups(terms, out)
+    groups = _group_labels(terms, out)
     if all(len(group) == 1 for group in groups):
         return plain(f"{','.join(terms)}->{out}", *values)
     firsts = [group[0] for group in groups]
     joined: list[tf.Tensor] = []
     for term, value in zip(terms, values, strict=True):
-        moved = tf.transpose(value, [term.index(label) for label in _of(term, groups)])
+        moved = tf.transpose(value, [term.index(label) for label in _order_labels(term, groups)])
         shape = [math.prod(sizes[label] for label in group) for group in groups if group[0] in term]
         joined.append(tf.reshape(moved, shape))
-    made = plain(f"{','.join(_of(term, firsts) for term in terms)}->{_of(out, firsts)}", *joined)
-    order = _of(out, groups)
+    made = plain(
+        f"{','.join(_order_labels(term, firsts) for term in terms)}->{_order_labels(out, firsts)}", *joined
+    )
+    order = _order_labels(out, groups)
     return tf.transpose(
         tf.reshape(made, [sizes[label] for label in order]), [order.index(label) for label in out]
     )
 
 
-def _without(value: tf.Tensor, term: str, kept: str) -> tf.Tensor:
-    """An operand, summed up over the axes that are in no other term."""
+def _sum_unused_axes(value: tf.Tensor, term: str, kept: str) -> tf.Tensor:
+    """Return an operand summed over the axes that occur in no other term."""
     alone = [axis for axis, label in enumerate(term) if label not in kept]
     return tf.reduce_sum(value, alone) if alone else value
 
 
-def _groups(terms: Sequence[str], out: str) -> list[str]:
-    """The labels that are in the same of all terms, together; those of a batch, which are in all, each alone."""
+def _group_labels(terms: Sequence[str], out: str) -> list[str]:
+    """Return labels that occur in the same terms as groups. Batch labels, which are in all, stay single."""
     kinds: dict[tuple[bool, ...], str] = {}
     for label in dict.fromkeys("".join(terms)):
         kind = tuple(label in term for term in (*terms, out))
@@ -76,6 +80,6 @@ def _groups(terms: Sequence[str], out: str) -> list[str]:
     return [group for kind, labels in kinds.items() for group in (labels if all(kind) else [labels])]
 
 
-def _of(term: str, groups: Sequence[str]) -> str:
-    """The labels of a term, in the order of groups."""
+def _order_labels(term: str, groups: Sequence[str]) -> str:
+    """Return the labels of a term in the order of the groups."""
     return "".join(group for group in groups if group[0] in term)

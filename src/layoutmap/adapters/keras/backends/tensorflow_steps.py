@@ -10,16 +10,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_calls import densified, on_mesh, placed
-from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered, pinned
+from layoutmap.adapters.keras.backends.tensorflow_calls import make_dense, on_mesh, place_on_mesh
+from layoutmap.adapters.keras.backends.tensorflow_gathering import Regathered, pin_layout
 from layoutmap.adapters.keras.backends.tensorflow_options import Unoptimized
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explained
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_errors
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import (
     build_for_step,
     make_for_training,
+    make_step_wraps,
     materialize_for_training,
-    step_wraps,
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallSchedule
@@ -27,19 +27,19 @@ from layoutmap.engines.agreement import CallSchedule
 dtensor = tf.experimental.dtensor
 
 
-def training_wraps(model: Any, session: KerasSession) -> Wraps:
-    """Return what to wrap on a model: steps that take each batch off the iterator and run compiled on the mesh."""
+def make_training_wraps(model: Any, session: KerasSession) -> Wraps:
+    """Return methods to wrap on a model so that its steps run compiled on the mesh."""
     schedule = CallSchedule()
 
     def step(name: str, own: object) -> Callable[..., object]:
         made = _MeshStep(model, session, name, schedule)
-        return made.on_list if name == "predict" else made.on_iterator
+        return made.run_on_list if name == "predict" else made.run_on_iterator
 
-    return step_wraps(model, session, schedule, step)
+    return make_step_wraps(model, session, schedule, step)
 
 
 class _MeshStep:
-    """A training, test or predict step on the mesh."""
+    """Training, test, or predict step on the mesh."""
 
     def __init__(self, model: keras.Model, session: KerasSession, name: str, schedule: CallSchedule):
         self._model = model
@@ -47,19 +47,19 @@ class _MeshStep:
         self._name = name
         self._schedule = schedule
         self._known: set[object] = set()  # shapes and types of batches for which all is made and checked
-        self._compiled = Regathered(self._traced, session, f"{model.name}: the {name} step")
+        self._compiled = Regathered(self._compile_step, session, f"{model.name}: the {name} step")
 
-    def _traced(self) -> Callable[..., object]:
-        """The step, to be compiled."""  # why: decisions/0010
+    def _compile_step(self) -> Callable[..., object]:
+        """Return the step as a `tf.function`."""  # why: decisions/0010
         return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
     def _step(self, batch: object) -> object:
         # A function that computes a gradient runs after the call of its layer, as that of layers in float8.
-        with _outputs_by_rows(self._model, self._session), on_mesh(self._session):
+        with _pin_outputs(self._model, self._session), on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 
-    def on_iterator(self, iterator: Iterator[object]) -> object:
-        """As many steps as one execution has; returns what the last one does."""
+    def run_on_iterator(self, iterator: Iterator[object]) -> object:
+        """Run the steps of one execution on batches of an iterator, and return the last result."""
         logs: object = None
         for number in range(self._model.steps_per_execution):
             try:
@@ -69,11 +69,11 @@ class _MeshStep:
                     raise
                 break
             logs = self._run(batch)
-        return keras.tree.map_structure(self._plain, logs)
+        return keras.tree.map_structure(self._unshard_result, logs)
 
-    def on_list(self, batches: Sequence[object]) -> object:
+    def run_on_list(self, batches: Sequence[object]) -> object:
         """Return the predictions for some batches, one after the other."""
-        results = [keras.tree.map_structure(self._plain, self._run(batch)) for batch in batches]
+        results = [keras.tree.map_structure(self._unshard_result, self._run(batch)) for batch in batches]
         if len(results) == 1:
             return results[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *results)
@@ -81,7 +81,7 @@ class _MeshStep:
     def _run(self, batch: object) -> object:
         batch = keras.tree.map_structure(
             lambda a: None if isinstance(a, tf.experimental.Optional) else a,
-            densified(batch, self._model),
+            make_dense(batch, self._model),
             none_is_leaf=True,
         )
         signature = tuple(
@@ -90,8 +90,8 @@ class _MeshStep:
         )
         if signature not in self._known:
             self._make_all(batch)
-        batch = placed(batch, self._session, self._schedule)
-        with explained(f"{self._model.name}: the {self._name} step"):
+        batch = place_on_mesh(batch, self._session, self._schedule)
+        with explain_errors(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
                 with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):
                     return self._step(batch)
@@ -102,7 +102,7 @@ class _MeshStep:
                 return self._compiled(batch)
 
     def _make_all(self, batch: object) -> None:
-        """Make what the step would make while it is traced: weights, metrics, slots."""
+        """Create the weights, metrics, and slots that the step would create in its trace."""
         model = self._model
         if self._name == "predict":
             build_for_step(model, self._session, batch)
@@ -112,8 +112,8 @@ class _MeshStep:
 
     def _check_captured(self, batch: object) -> None:
         """Refuse a step that writes to a variable outside of the mesh: every device would write to it."""
-        traced = self._compiled.traced(batch)
-        written = _written(traced.graph)
+        traced = self._compiled.trace_current(batch)
+        written = _find_written_handles(traced.graph)
         for variable in traced.graph.variables:
             if not dtensor.is_dtensor(variable) and variable.handle.ref() in written:
                 raise ScopeError(
@@ -124,34 +124,34 @@ class _MeshStep:
                     "layer, or as layoutmap.DVariable",
                 )
 
-    def _plain(self, value: object) -> object:
-        """Return a result as a plain tensor, which callbacks and `predict` can read."""
+    def _unshard_result(self, value: object) -> object:
+        """Return a result as an unsharded tensor, which callbacks and `predict` can read."""
         if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
             return value
         return tf.constant(self._session.engine.to_numpy(value))
 
 
-def _by_rows(output: Any, session: KerasSession) -> object:
+def _pin_to_batch(output: Any, session: KerasSession) -> object:
     shape: Any = output.shape.as_list() if isinstance(output, tf.Tensor) else [None]
-    return output if None in shape else pinned(output, session.policy.derive_batch_layout(shape), session)
+    return output if None in shape else pin_layout(output, session.policy.derive_batch_layout(shape), session)
 
 
 @contextmanager
-def _outputs_by_rows(model: keras.Model, session: KerasSession) -> Generator[None]:
-    """While open, what a model returns is sharded along the batch only, and so is its gradient.
+def _pin_outputs(model: keras.Model, session: KerasSession) -> Generator[None]:
+    """Shard a model's outputs and their gradients along the batch only until the block ends.
 
     Losses and metrics look along the other axes, and some of DTensor's operations are wrong on a sharded axis.
     """
     call = model.call
 
     @functools.wraps(call)
-    def by_rows(*args: object, **kwargs: object) -> object:
+    def call_pinned(*args: object, **kwargs: object) -> object:
         if session.on_thread.call_depth:
             return call(*args, **kwargs)
-        return keras.tree.map_structure(lambda y: _by_rows(y, session), call(*args, **kwargs))
+        return keras.tree.map_structure(lambda y: _pin_to_batch(y, session), call(*args, **kwargs))
 
     own = model.__dict__
-    own["call"] = by_rows
+    own["call"] = call_pinned
     try:
         yield
     finally:
@@ -161,8 +161,8 @@ def _outputs_by_rows(model: keras.Model, session: KerasSession) -> Generator[Non
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If", "Case")
 
 
-def _written(graph: tf.Graph) -> set[object]:
-    """The handles, outside of a graph, of the variables that it writes to, in functions that it calls too."""
+def _find_written_handles(graph: tf.Graph) -> set[object]:
+    """Return the outer handles of the variables that a graph or the functions in it may write."""
     written: set[object] = set()
     inside = {inner.ref(): outer for outer, inner in graph.captures}
     for op in graph.get_operations():

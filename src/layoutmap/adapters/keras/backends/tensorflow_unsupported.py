@@ -37,8 +37,8 @@ _NEED_REPLICATED_WEIGHTS = (  # why: decisions/0010
 )
 
 
-def reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:  # why: decisions/0010
-    """From the layout of a layer's weight to one that DTensor can compute with; `None`: they are the same."""
+def get_reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:  # why: decisions/0010
+    """Return a function from a weight's layout to one that DTensor computes with, or None if they are equal."""
     in_few_bits = getattr(layer, "quantization_mode", None) in _IN_FEW_BITS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
@@ -47,8 +47,8 @@ def reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:  # 
     return None
 
 
-def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
-    """The operations of a layer that DTensor cannot compute."""
+def find_unsupported(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupported]:
+    """Yield the operations of a layer that DTensor cannot compute."""
     kind = type(layer).__name__
     if isinstance(layer, L.RNN) and not layer.unroll:
         steps = [*(layer.get_build_config() or {}).get("input_shape", ()), None, None][1]
@@ -59,14 +59,14 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
             fix="nothing has to be done; to compile faster, use shorter series, or run this model on another backend",
             severity="warning" if (steps or 0) > _MANY_STEPS else "note",
         )
-    if _multiplies_int8(layer):
+    if _uses_int8_product(layer):
         yield Unsupported(
             path,
             f"{kind} with inputs in int8 cannot run on TensorFlow's DTensor",
             why="Keras multiplies int8 numbers by an operation of one device, which DTensor does not take",
             fix="quantize with int4, or with weights only, or run this model on another backend",
         )
-    if reading_layout(layer) is not None:
+    if get_reading_layout(layer) is not None:
         rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _IN_FEW_BITS
         for weight in weights:
             yield Unsupported(
@@ -79,13 +79,13 @@ def unsupported_of(layer: Any, path: str, weights: list[str]) -> Iterator[Unsupp
             )
 
 
-def _multiplies_int8(layer: keras.Layer) -> bool:
+def _uses_int8_product(layer: keras.Layer) -> bool:
     is_int8 = isinstance(layer, (L.Dense, L.EinsumDense)) and layer.quantization_mode == "int8"
     return is_int8 and getattr(layer, "inputs_quantizer", None) is not None
 
 
-def generating(task: keras.Model) -> Callable[[], object]:
-    """Return `make_generate_function` of a task of keras-hub, which refuses."""
+def make_generate_refusal(task: keras.Model) -> Callable[[], object]:
+    """Return a `make_generate_function` for a keras-hub task that raises an error."""
 
     def make_generate_function() -> object:
         raise EngineError(
@@ -104,13 +104,15 @@ _NAMED = re.compile(r"'?tf\.(\w+)'?()")
 _ABOUT_LAYOUTS = re.compile(r"DTensor|SPMD|sharding|layout|got a regular tensor", re.IGNORECASE)
 
 
-def refused(error: tf.errors.OpError) -> bool:
-    """Whether DTensor's compiler has refused a function, none of which has run then."""
+def is_compiler_refusal(error: tf.errors.OpError) -> bool:
+    """Return whether DTensor's compiler refused a function, so that no part ran."""
     return "dtensor_graph_to_mlir_pass" in str(error)
 
 
-def place_of(error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]) -> dict[str, str]:
-    """Return the operation that an error of DTensor names, and the layers that it is in, for people.
+def find_error_place(
+    error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the operation that a DTensor error names, and the layers that contain it, as texts.
 
     Args:
         error: The error.
@@ -128,7 +130,7 @@ def place_of(error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[s
 
 
 def _parse_message(message: str) -> tuple[str, list[object], list[object]]:
-    """A message without its tags of functions, those tags, and the tags of nodes, as TensorFlow's own returns them."""
+    """Return a message without function tags, those tags, and the node tags, as TensorFlow's own parser does."""
     parts, functions, nodes, end = list[str](), list[object](), list[object](), 0
     for found in re.finditer(error_interpolation._TAG_REGEX, message):
         tag = error_interpolation._ParseTag(found["type"], found["name"])
@@ -145,10 +147,10 @@ ERRORS = (error_interpolation, ("_ParseTag", "_TAG_REGEX", "parse_message"))
 
 
 @contextmanager
-def explained(what: str) -> Generator[None]:
-    """Say in words what DTensor's compiler says in its own."""
+def explain_errors(what: str) -> Generator[None]:
+    """Raise errors of DTensor's compiler in the block as errors with a reason and a fix."""
     try:
-        with _QUICKLY_READ.used():
+        with _QUICKLY_READ.activate():
             yield
     except (tf.errors.UnknownError, tf.errors.UnimplementedError, tf.errors.InternalError) as error:
         message = str(error)
@@ -160,7 +162,7 @@ def explained(what: str) -> Generator[None]:
         raise EngineError(
             f"{what} cannot be run by TensorFlow's DTensor",
             facts={
-                **getattr(error, "layoutmap_place", place_of(error, None, {})),
+                **getattr(error, "layoutmap_place", find_error_place(error, None, {})),
                 "TensorFlow": (first.partition("error: ")[2] or first or message)[:200],
             },
             why="DTensor has no rule for it: a compiled step was tried in the layouts of the map, with none carried "

@@ -25,9 +25,9 @@ Sizes = int | Sequence[int]
 
 
 def conv(plain: Plain, given: Given) -> tf.Tensor:
-    """Return one convolution for each group, joined; Keras has XLA compute groups."""
+    """Return one convolution per group, concatenated. Keras would use XLA for groups."""
     axis = 1 if _is_first(given) else -1
-    kernel = _dilated(given.kernel, given.dilation_rate)
+    kernel = _insert_zeros(given.kernel, given.dilation_rate)
     groups = given.inputs.shape[axis] // kernel.shape[-2]
     rest = {"padding": given.padding, "data_format": given.data_format}
     own = functools.partial(plain, strides=given.strides, **rest)
@@ -41,12 +41,12 @@ def conv(plain: Plain, given: Given) -> tf.Tensor:
 
 
 def depthwise_conv(plain: Plain, given: Given) -> tf.Tensor:
-    """Return the sum over the filter's places of what windows have there; each place gets an axis."""
-    kernel = _dilated(given.kernel, given.dilation_rate)
+    """Return a depthwise convolution as an einsum over windows with one axis per filter position."""
+    kernel = _insert_zeros(given.kernel, given.dilation_rate)
     *sizes, channels, multiples = kernel.shape
-    values = _channels_last(given)
-    for i, (size, step) in enumerate(zip(sizes, _each(given.strides, len(sizes)), strict=True)):
-        values, count = _padded(values, axis := 1 + 2 * i, size, step, given.padding)
+    values = _move_channels_last(given)
+    for i, (size, step) in enumerate(zip(sizes, _expand_sizes(given.strides, len(sizes)), strict=True)):
+        values, count = _pad_axis(values, axis := 1 + 2 * i, size, step, given.padding)
         values = tf.gather(values, step * np.arange(count)[:, None] + np.arange(size), axis=axis)
     space, places = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
     axes = "".join(map("".join, zip(space, places, strict=True)))
@@ -55,7 +55,7 @@ def depthwise_conv(plain: Plain, given: Given) -> tf.Tensor:
 
 
 def separable_conv(plain: Plain, given: Given) -> tf.Tensor:
-    """Return a depthwise convolution, and one by windows of one place after it."""
+    """Return a depthwise convolution followed by a pointwise one."""
     rest = given.strides, given.padding, given.data_format, given.dilation_rate
     between = keras_nn.depthwise_conv(given.inputs, given.depthwise_kernel, *rest)
     return keras_nn.conv(between, given.pointwise_kernel, 1, "valid", given.data_format)
@@ -64,18 +64,20 @@ def separable_conv(plain: Plain, given: Given) -> tf.Tensor:
 def average_pool(plain: Plain, given: Given) -> tf.Tensor:
     """Return the average of each window."""
     steps = given.pool_size if given.strides is None else given.strides
-    return _as_given(_averages(_channels_last(given), given.pool_size, steps, given.padding), given)
+    return _as_given(
+        _average_windows(_move_channels_last(given), given.pool_size, steps, given.padding), given
+    )
 
 
 def pool(plain: Plain, given: Given) -> tf.Tensor:
-    """Return the average of each window, as Keras's adaptive pooling asks TensorFlow for it."""
+    """Return the average of each window for Keras's adaptive pooling."""
     if given.pooling_type != "AVG" or given.dilations or str(given.data_format).startswith("NC"):
         return plain(**vars(given))
-    return _averages(given.input, given.window_shape, given.strides or 1, given.padding)
+    return _average_windows(given.input, given.window_shape, given.strides or 1, given.padding)
 
 
 def reverse(plain: Plain, given: Given) -> tf.Tensor:
-    """Return the array gathered from the end along some axes."""
+    """Return an array reversed along some axes, by a gather."""
     values, axes = given.tensor, tf.get_static_value(given.axis)
     if axes is None or not values.shape.is_fully_defined():
         # Known in the step alone: DTensor may say what it cannot.
@@ -109,14 +111,14 @@ def roll(plain: Plain, given: Given) -> tf.Tensor:
 
 
 def eye(plain: Plain, given: Given) -> tf.Tensor:
-    """Return a constant."""
+    """Return the identity matrix as a constant."""
     if not all(isinstance(each, int | None) for each in (given.N, given.M, given.k)):
         return plain(**vars(given))
     return tf.constant(np.eye(given.N, given.M, given.k), given.dtype or keras.config.floatx())
 
 
 def diag(plain: Plain, given: Given) -> tf.Tensor:
-    """Return each value beside zeros, chosen by a constant."""
+    """Return diagonal matrices, selected from the values and zeros by a constant mask."""
     values: Any = tf.convert_to_tensor(given.diagonal)
     size, other = values.shape[-1], (given.k, given.num_rows, given.num_cols, given.padding_value)
     if not size or other != (0, -1, -1, 0):
@@ -126,7 +128,7 @@ def diag(plain: Plain, given: Given) -> tf.Tensor:
 
 
 def diag_part(plain: Plain, given: Given) -> tf.Tensor:
-    """Return the sums over columns of what is on the diagonal, beside zeros."""
+    """Return the diagonal as the column sums of a masked matrix."""
     values: Any = tf.convert_to_tensor(given.input)
     rows, columns = values.shape[-2:]
     if given.k != 0 or rows is None or columns is None or values.dtype == tf.bool:
@@ -137,7 +139,7 @@ def diag_part(plain: Plain, given: Given) -> tf.Tensor:
 
 
 def strided_slice(plain: Plain, given: Given) -> tf.Tensor:
-    """Return a slice that names each axis: DTensor reads past a layout's end where unnamed ones follow a new axis."""
+    """Return a slice that names each axis, since DTensor mishandles unnamed axes after a new axis."""
     ends = [tf.get_static_value(each) for each in (given.begin, given.end, given.strides)]
     rank = given.input_.shape.rank
     if not given.new_axis_mask or rank is None or any(each is None for each in ends):
@@ -147,21 +149,25 @@ def strided_slice(plain: Plain, given: Given) -> tf.Tensor:
     unnamed = rank - (count - given.new_axis_mask.bit_count() - bool(dots))
     order = [*range(first), *[-1] * unnamed, *range(first + bool(dots), count)]
 
-    def bits(mask: int, of_unnamed: bool) -> int:
+    def reorder_bits(mask: int, of_unnamed: bool) -> int:
         return sum(1 << at for at, i in enumerate(order) if (of_unnamed if i < 0 else mask >> i & 1))
 
     named: list[list[int]] = [[1 if i < 0 else each[i] for i in order] for each in ends]
-    masks = bits(given.begin_mask, True), bits(given.end_mask, True), 0
-    masks += bits(given.new_axis_mask, False), bits(given.shrink_axis_mask, False)
+    masks = reorder_bits(given.begin_mask, True), reorder_bits(given.end_mask, True), 0
+    masks += reorder_bits(given.new_axis_mask, False), reorder_bits(given.shrink_axis_mask, False)
     return plain(given.input_, *named, *masks, given.var, given.name)
 
 
-def _averages(values: tf.Tensor, size: Sizes, steps: Sizes, padding: str) -> tf.Tensor:
-    """The averages of windows, one axis after the other; what is padded counts for nothing."""
+def _average_windows(values: tf.Tensor, size: Sizes, steps: Sizes, padding: str) -> tf.Tensor:
+    """Return the averages of windows, one axis after the other, ignoring padding."""
     rank = len(values.shape)
-    for axis, (length, step) in enumerate(zip(_each(size, rank - 2), _each(steps, rank - 2), strict=True), 1):
+    for axis, (length, step) in enumerate(
+        zip(_expand_sizes(size, rank - 2), _expand_sizes(steps, rank - 2), strict=True), 1
+    ):
         ones = tf.ones([values.shape[i] if i == axis else 1 for i in range(rank)], values.dtype)
-        total, counts = (tf.add_n(list(_places(a, axis, length, step, padding))) for a in (values, ones))
+        total, counts = (
+            tf.add_n(list(_iterate_places(a, axis, length, step, padding))) for a in (values, ones)
+        )
         values = total / counts
     return values
 
@@ -170,7 +176,7 @@ def _is_first(given: Given) -> bool:
     return (given.data_format or keras.config.image_data_format()) == "channels_first"
 
 
-def _channels_last(given: Given) -> Any:
+def _move_channels_last(given: Given) -> Any:
     return keras.ops.moveaxis(given.inputs, 1, -1) if _is_first(given) else given.inputs
 
 
@@ -178,16 +184,16 @@ def _as_given(values: tf.Tensor, given: Given) -> Any:
     return keras.ops.moveaxis(values, -1, 1) if _is_first(given) else values
 
 
-def _each(sizes: Sizes, num_axes: int) -> Sequence[int]:
-    """A size for each axis of space: Keras takes one for all, too."""
+def _expand_sizes(sizes: Sizes, num_axes: int) -> Sequence[int]:
+    """Return one size per spatial axis from one size for all axes or one for each."""
     sizes = np.ravel(sizes).tolist()
     return sizes * num_axes if len(sizes) == 1 else sizes
 
 
-def _dilated(kernel: Any, rates: Sizes) -> Any:
-    """A filter with zeros between its places along each axis of space."""
+def _insert_zeros(kernel: Any, rates: Sizes) -> Any:
+    """Return a kernel with zeros between its elements along each spatial axis."""
     kernel = tf.convert_to_tensor(kernel)
-    for axis, rate in enumerate(_each(rates, len(kernel.shape) - 2)):
+    for axis, rate in enumerate(_expand_sizes(rates, len(kernel.shape) - 2)):
         if rate > 1:
             size = kernel.shape[axis]
             apart = tf.expand_dims(kernel, axis + 1)
@@ -198,8 +204,8 @@ def _dilated(kernel: Any, rates: Sizes) -> Any:
     return kernel
 
 
-def _padded(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[tf.Tensor, int]:
-    """The array, padded along an axis, and how many windows it has there."""
+def _pad_axis(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[tf.Tensor, int]:
+    """Return the array padded along an axis, and the number of windows there."""
     length = values.shape[axis]
     if padding.upper() != "SAME":
         return values, (length - size) // step + 1
@@ -209,8 +215,8 @@ def _padded(values: Any, axis: int, size: int, step: int, padding: str) -> tuple
     return tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))]), count
 
 
-def _places(values: tf.Tensor, axis: int, size: int, step: int, padding: str) -> Iterator[tf.Tensor]:
-    """Each place of the windows along an axis: what all windows have there."""
-    values, count = _padded(values, axis, size, step, padding)
+def _iterate_places(values: tf.Tensor, axis: int, size: int, step: int, padding: str) -> Iterator[tf.Tensor]:
+    """Yield the elements that all windows have at each position along an axis."""
+    values, count = _pad_axis(values, axis, size, step, padding)
     for place in range(size):
         yield values[(*(slice(None),) * axis, slice(place, place + (count - 1) * step + 1, step))]

@@ -18,20 +18,25 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.keras.backends.torch_calls import calling, own_losses, placed, running
+from layoutmap.adapters.keras.backends.torch_calls import (
+    place_on_mesh,
+    run_outer_call,
+    wrap_call,
+    wrap_own_losses,
+)
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
-from layoutmap.adapters.keras.backends.torch_steps import applying, refusing_export, training_wraps
-from layoutmap.adapters.keras.paths import sublayers
+from layoutmap.adapters.keras.backends.torch_steps import make_export_refusal, make_training_wraps, wrap_apply
+from layoutmap.adapters.keras.paths import list_sublayers
 from layoutmap.adapters.keras.private import Names, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, Wraps
 from layoutmap.adapters.keras.training import call_own_step, has_own_step, make_for_training
-from layoutmap.adapters.keras.wraps import CALLS, session_of
+from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.devices import torch_type
+from layoutmap.engines.torch.devices import convert_device_type
 from layoutmap.engines.torch.gather import Gradients
 
 _to_numpy = get_engine("torch").to_numpy
@@ -41,15 +46,15 @@ Found = tuple[dict[str, Any], list[object]]
 
 
 class TorchBackend(Backend):  # why: decisions/0018
-    """Keras on torch; see `layoutmap.adapters.keras.protocol`."""
+    """Keras on torch (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "torch"
-    as_plain = staticmethod(torch.as_tensor)
-    value_of = staticmethod(lambda variable: _value_of(variable))
-    one_scope_in = MappingProxyType({"train_step": True})
-    unreadable_boards = ("write_images",)
-    training_wraps = staticmethod(training_wraps)
-    quiet = (
+    make_unsharded_tensor = staticmethod(torch.as_tensor)
+    read_value = staticmethod(lambda variable: _read_value(variable))
+    single_scope_steps = MappingProxyType({"train_step": True})
+    unsupported_board_options = ("write_images",)
+    make_training_wraps = staticmethod(make_training_wraps)
+    silenced_methods = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
         (keras.Model, "_post_quantize"),
@@ -64,20 +69,20 @@ class TorchBackend(Backend):  # why: decisions/0018
     def __init__(self) -> None:
         self._gradients: Gradients | None = None
 
-    def private_names(self) -> Names:
-        """Return what `torch_private` lists, where it belongs to a class or module."""
+    def list_private_names(self) -> Names:
+        """Return the private names of classes and modules listed in `torch_private`."""
         return NAMES
 
     def compute_on(self, mesh: Mesh) -> None:
         """Change Keras's default device, which is a GPU where the machine has one, for a mesh of CPUs, too."""
-        kind = torch_type(str(get_engine("torch").bind(mesh).device_type))
+        kind = convert_device_type(str(get_engine("torch").bind(mesh).device_type))
         if torch.device(keras_core.DEFAULT_DEVICE).type != kind:
             # For good: models live after their scope, and Keras makes their inputs.
             keras_core.DEFAULT_DEVICE = kind
 
     @contextmanager
-    def outside(self) -> Generator[None]:
-        """Leave Keras's symbolic device, on which tensors have no values, and modes whose tensors cannot be trained."""
+    def leave_tracing(self) -> Generator[None]:
+        """Leave Keras's symbolic device, inference mode, and no-grad mode in the block."""
         with (
             keras_core.device_scope(keras_core.DEFAULT_DEVICE),
             torch.inference_mode(False),
@@ -86,12 +91,12 @@ class TorchBackend(Backend):  # why: decisions/0018
             yield
 
     def is_tracing(self) -> bool:
-        """Whether the code runs inside a compiled function's trace, or Keras's symbolic one."""
+        """Return whether the code runs in a compiled function's trace or in Keras's symbolic one."""
         return torch.compiler.is_compiling() or in_symbolic_scope()
 
     def store(self, variable: Any, held: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Give a variable its value; what is assigned to it later keeps the layout."""
-        if _is_plain(assignment):
+        """Store a variable's value so that later assignments keep its layout."""
+        if _is_kept_unsharded(assignment):
             held = torch.nn.Parameter(torch.as_tensor(_to_numpy(held)), requires_grad=held.requires_grad)
         # On the instance, as Keras has no place for it; a copy of the variable gets one that knows the copy.
         own = variable.__dict__
@@ -102,10 +107,10 @@ class TorchBackend(Backend):  # why: decisions/0018
         variable._value = held
         return tag
 
-    def values_changed(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
-        """Layers know their parameters by the tensor, which is another one now."""
+    def refresh_references(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
+        """Update the parameters that layers track, since each variable has a new tensor."""
         held: dict[int, torch.Tensor] = {}
-        below = {id(each): each for layer in layers for each in (layer, *sublayers(layer))}
+        below = {id(each): each for layer in layers for each in (layer, *list_sublayers(layer))}
         for layer in below.values():
             if getattr(layer, "built", False) and _is_stale(layer):
                 layer._track_variables()
@@ -115,8 +120,8 @@ class TorchBackend(Backend):  # why: decisions/0018
         self._gradients = Gradients(value for value in held.values() if value is not None)
 
     @staticmethod
-    def unsupported_of(layer: object, path: str, weights: list[str]) -> Iterator[Unsupported]:
-        """The reasons for which a layer cannot be laid out; all of Keras's own that were tried with torch 2.13 can."""
+    def find_unsupported(layer: object, path: str, weights: list[str]) -> Iterator[Unsupported]:
+        """Yield the reasons why a layer cannot be sharded."""
         if isinstance(layer, keras.layers.TorchModuleWrapper):
             yield Unsupported(
                 path,
@@ -125,57 +130,57 @@ class TorchBackend(Backend):  # why: decisions/0018
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
 
-    def layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
-        """A call with plain tensors runs on the mesh."""
+    def make_layer_wraps(self, layer: keras.Layer, session: KerasSession) -> Wraps:
+        """Return methods to wrap on a layer so that a call with unsharded tensors runs on the mesh."""
         wraps = {
-            **{name: calling(layer, session, name) for name in CALLS},
-            "_get_own_losses": own_losses(layer._get_own_losses, session),
-            "_get_regularization_losses": own_losses(layer._get_regularization_losses, session),
+            **{name: wrap_call(layer, session, name) for name in CALLS},
+            "_get_own_losses": wrap_own_losses(layer._get_own_losses, session),
+            "_get_regularization_losses": wrap_own_losses(layer._get_regularization_losses, session),
         }
         if isinstance(layer, keras.Model):
-            wraps["export"] = refusing_export(layer)
+            wraps["export"] = make_export_refusal(layer)
         return wraps
 
-    def optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
-        """Updates run on the mesh, with each gradient in the layout of its weight."""
-        return {"apply": applying(optimizer, session)}
+    def make_optimizer_wraps(self, optimizer: keras.Optimizer, session: KerasSession) -> Wraps:
+        """Return an `apply` that updates on the mesh, with each gradient in the layout of its weight."""
+        return {"apply": wrap_apply(optimizer, session)}
 
     @contextmanager
-    def comparing(self, model: object) -> Generator[None]:
-        """A dropout without a seed draws from torch's own generator: seeded anew here, and put back."""
+    def match_runs(self, model: object) -> Generator[None]:
+        """Seed torch's generator by the number of the model's run, and restore it when the block ends."""
         _num_draws[model] = number = _num_draws.get(model, 0) + 1
         with torch.random.fork_rng():
             torch.manual_seed(number)
             yield
 
-    def random_states(self) -> dict[str, Any]:
-        """Return the state of torch's own generator, from which a dropout without a seed draws."""
+    def read_random_states(self) -> dict[str, Any]:
+        """Return the states of torch's own generators, from which a dropout without a seed draws."""
         found = {"torch": torch.get_rng_state().numpy()}
         return found | ({"cuda": torch.cuda.get_rng_state().numpy()} if torch.cuda.is_initialized() else {})
 
     def restore_random_states(self, found: Mapping[str, object]) -> None:
-        """Put back what `random_states` returned."""
+        """Restore the states that `read_random_states` returned."""
         if "torch" in found:
             torch.set_rng_state(torch.from_numpy(found["torch"]))
         if "cuda" in found and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(torch.from_numpy(found["cuda"]))
 
     def gradients(self, model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
-        """The losses in training, and their gradients."""
-        session = session_of(model)
+        """Return the training losses and their gradients."""
+        session = get_session(model)
         make_for_training(model, session, (x, y, sample_weight))
         if session is None:
-            return _gradients(model, x, y, sample_weight)
-        batch = placed((x, y, sample_weight), session)
-        with running(session, batch):
-            return _gradients(model, *batch)
+            return _compute_gradients(model, x, y, sample_weight)
+        batch = place_on_mesh((x, y, sample_weight), session)
+        with run_outer_call(session, batch):
+            return _compute_gradients(model, *batch)
 
 
-def _gradients(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
+def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: object) -> Found:
     moved = [*model.non_trainable_variables, *model.metrics_variables]
     kept = [(variable, np.asarray(variable)) for variable in moved]
     model.zero_grad()
-    compute = call_own_step if has_own_step(model) else _of_loss
+    compute = call_own_step if has_own_step(model) else _compute_loss_gradients
     losses, gradients = compute(model, (x, y, sample_weight))
     model.zero_grad()
     for variable, value in kept:
@@ -186,7 +191,7 @@ def _gradients(model: keras.Model, x: object, y: object, sample_weight: object) 
     return losses, [None if gradient is None else _to_numpy(gradient) for gradient in gradients]
 
 
-def _of_loss(model: keras.Model, batch: Any) -> Found:
+def _compute_loss_gradients(model: keras.Model, batch: Any) -> Found:
     x, y, sample_weight = batch
     y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
     loss: Any = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
@@ -198,14 +203,14 @@ def _of_loss(model: keras.Model, batch: Any) -> Found:
 # -- variables
 
 
-def _value_of(variable: keras.Variable) -> object:
-    """Return the value of a variable; Keras holds unsigned integers as larger signed ones."""
+def _read_value(variable: keras.Variable) -> object:
+    """Return the value of a variable. Keras stores unsigned integers as larger signed ones."""
     dtype = _UNSIGNED.get(variable.dtype)
     return variable.value if dtype is None else variable.value.to(dtype)
 
 
-def _is_plain(assignment: Assignment) -> bool:
-    """Whether a variable stays a plain tensor."""
+def _is_kept_unsharded(assignment: Assignment) -> bool:
+    """Return whether a variable stays an unsharded tensor."""
     variable = assignment.variable
     small = variable.kind in (Kind.METRIC, Kind.RNG) or (variable.kind == Kind.SLOT and not variable.parent)
     return small and assignment.layout.is_fully_replicated()
@@ -218,7 +223,7 @@ def _assign(variable: keras.Variable, value: object) -> None:
             held.copy_(torch.as_tensor(_to_numpy(value)) if isinstance(value, DTensor) else value)
             return
         new = get_engine("torch").relayout(value, variable.layout)
-        with simulation.on_mesh(held.device_mesh):
+        with simulation.simulate_mesh(held.device_mesh):
             held.copy_(new)
 
 
@@ -230,7 +235,7 @@ def _as_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = N
 
 
 def _is_stale(layer: keras.Layer) -> bool:
-    """Whether the parameters that torch knows of a layer are not those that its variables hold."""
+    """Return whether the parameters that torch tracks for a layer differ from its variables' tensors."""
     known = layer._modules.get("_torch_params")
     held = {variable.path: variable._value for variable in layer.variables}
     if known is None or known.keys() != held.keys():

@@ -16,31 +16,31 @@ from layoutmap.adapters.keras.backends.torch_private import is_symbolic_device
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import place_batch
-from layoutmap.adapters.keras.wraps import call_of
+from layoutmap.adapters.keras.wraps import get_call
 from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import (
     SummingUp,
-    batch_divides,
-    computing,
+    enable_dtensor_ops,
+    is_batch_divisible,
     note_redistributed,
-    with_summed_gradient,
+    reduce_gradient,
 )
-from layoutmap.engines.torch.placing import full_tensor, reduced
+from layoutmap.engines.torch.placing import full_tensor, reduce_partial
 
 
-def placed(values: object, session: KerasSession) -> Any:
-    """Return plain arrays on the mesh: each sharded along its first axis where the batch is and it divides."""
-    return place_batch(values, session, _is_plain)
+def place_on_mesh(values: object, session: KerasSession) -> Any:
+    """Return unsharded arrays on the mesh, sharded along the first axis like the batch if it divides."""
+    return place_batch(values, session, _is_unsharded_array)
 
 
-def plain(values: object) -> Any:
-    """Return plain global tensors in the place of DTensors; gradients find their way back."""
-    return keras.tree.map_structure(_off_mesh, values, none_is_leaf=True)
+def unshard_results(values: object) -> Any:
+    """Replace nested DTensors by unsharded tensors through which gradients flow."""
+    return keras.tree.map_structure(_unshard_value, values, none_is_leaf=True)
 
 
-def _is_plain(value: object) -> bool:
+def _is_unsharded_array(value: object) -> bool:
     is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     return is_tensor or (isinstance(value, np.ndarray) and value.dtype.kind in "biufcV")
 
@@ -50,17 +50,17 @@ def _is_plain(value: object) -> bool:
 
 @contextmanager
 def on_mesh(session: KerasSession) -> Generator[None]:
-    """While open, what is computed with DTensors of the scope's mesh is computed right."""
+    """Compute with DTensors of the scope's mesh correctly until the block ends."""
     native = session.engine.native(session.policy.replicated(0), 0)[0]
-    with simulation.on_mesh(native), computing(native):
+    with simulation.simulate_mesh(native), enable_dtensor_ops(native):
         yield
 
 
 @contextmanager
-def running(session: KerasSession, values: object) -> Generator[None]:
-    """The same, for the outermost call on a thread, or a step: the layers called in it are not the outermost."""
+def run_outer_call(session: KerasSession, values: object) -> Generator[None]:
+    """Compute the thread's outermost call or step on the mesh until the block ends."""
     here = session.on_thread
-    here.sums_up = not all(map(batch_divides, keras.tree.flatten(values)))
+    here.sums_up = not all(map(is_batch_divisible, keras.tree.flatten(values)))
     sums = SummingUp() if here.sums_up else nullcontext()
     # The session's lock first, as where weights are made: two threads would else wait for each other.
     with temporarily(here, "call_depth", here.call_depth + 1), session.lock, on_mesh(session), sums:
@@ -71,54 +71,54 @@ def _is_running(session: KerasSession) -> bool:
     return session.on_thread.call_depth > 0
 
 
-def _each(change: Callable[[Any], object], values: object) -> Any:
+def _map_values(change: Callable[[Any], object], values: object) -> Any:
     return keras.tree.map_structure(change, values, none_is_leaf=True)
 
 
 def _has_no_values(session: KerasSession) -> bool:
-    """Whether Keras only finds out shapes: with symbols, or with placeholders where symbols do not do."""
+    """Return whether Keras only infers shapes, with symbols or placeholders."""
     return is_symbolic_device() or (session.context.plan_only and in_stateless_scope())
 
 
 # -- calls
 
 
-def calling(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
-    """The `call` of a layer, or what stands for it; the outermost one takes plain tensors to the mesh and back."""
-    function = _with_weights(layer, session, name)
+def wrap_call(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
+    """Return a layer's `call` that moves unsharded tensors to the mesh and back in the outermost layer."""
+    function = _wrap_weight_layouts(layer, session, name)
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         if _is_running(session):
             if session.on_thread.sums_up:
-                args, kwargs = _each(with_summed_gradient, (args, kwargs))
+                args, kwargs = _map_values(reduce_gradient, (args, kwargs))
             # Once here, not by each of those who use it. Rows of an embedding sharded by rows are a sum, too.
-            return _by_rows(_each(reduced, function(*args, **kwargs)), layer, session)
+            return _pin_to_batch(_map_values(reduce_partial, function(*args, **kwargs)), layer, session)
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
         if not tensors or _has_no_values(session):
             return function(*args, **kwargs)
         session.refuse_in_a_plan(layer.name)
         stays = any(isinstance(each, DTensor) for each in tensors)
-        args, kwargs = placed((args, kwargs), session)
-        with running(session, (args, kwargs)):
+        args, kwargs = place_on_mesh((args, kwargs), session)
+        with run_outer_call(session, (args, kwargs)):
             results = function(*args, **kwargs)
-        return results if stays else plain(results)
+        return results if stays else unshard_results(results)
 
     return call
 
 
-def _with_weights(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
-    """The `call` of a layer, in which its weights are in the layouts that they compute in.
+def _wrap_weight_layouts(layer: keras.Layer, session: KerasSession, name: str) -> Callable[..., object]:
+    """Return a layer's `call` that computes with its weights in their computing layouts.
 
     What is sharded over the dim of the batch, too, is gathered for the call, as FSDP does it; the gradient goes the
     same way back, reduced and scattered.
     """
-    function = call_of(layer, name)
+    function = get_call(layer, name)
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        gathered = _computing_layouts(layer, session) if _is_running(session) else []
+        gathered = _find_computing_layouts(layer, session) if _is_running(session) else []
         if not gathered:
             return function(*args, **kwargs)
         before = [variable._value for variable, _ in gathered]
@@ -135,8 +135,8 @@ def _with_weights(layer: keras.Layer, session: KerasSession, name: str) -> Calla
     return call
 
 
-def _computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[keras.Variable, Layout]]:
-    """Return those of a layer's own weights that compute in another layout than they are stored in, and in which."""
+def _find_computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[keras.Variable, Layout]]:
+    """Return a layer's weights that compute in another layout than they are stored in, with that layout."""
     found: list[tuple[keras.Variable, Layout]] = []
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
@@ -147,21 +147,21 @@ def _computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[
     return found
 
 
-def own_losses(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Return a method for losses of a layer; outside of calls and steps they are plain numbers."""
+def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+    """Return a layer's loss method with unsharded results outside calls and steps."""
 
     @functools.wraps(method)
-    def losses() -> object:
+    def compute_losses() -> object:
         if _is_running(session) or _has_no_values(session):
             return method()
         with on_mesh(session):
-            return plain(method())
+            return unshard_results(method())
 
-    return losses
+    return compute_losses
 
 
-def _by_rows(outputs: object, layer: object, session: KerasSession) -> object:
-    """Return a model's output in a step, sharded along the batch only: losses look along the other axes."""
+def _pin_to_batch(outputs: object, layer: object, session: KerasSession) -> object:
+    """Return a model's output in a step sharded along the batch only, as losses reduce over other axes."""
     if session.on_thread.model_in_step is not layer:
         return outputs
     return place_batch(outputs, session, lambda value: isinstance(value, torch.Tensor))
@@ -170,8 +170,8 @@ def _by_rows(outputs: object, layer: object, session: KerasSession) -> object:
 # -- off the mesh
 
 
-def _off_mesh(value: object) -> object:
+def _unshard_value(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
-    with simulation.on_mesh(value.device_mesh):
+    with simulation.simulate_mesh(value.device_mesh):
         return full_tensor(value).clone()

@@ -1,4 +1,4 @@
-"""The private names of Keras that its torch backend uses, besides those that `private` lists; tested on Keras 3.15.
+"""List the private names of Keras that only its torch backend uses (tested on Keras 3.15).
 
 keras.src.backend.torch.core                DEFAULT_DEVICE, device_scope, get_device
 keras.src.backend.torch.layer.TorchLayer    _post_build, _post_track_variable, _track_variables, _torch_params
@@ -23,5 +23,5 @@ NAMES: Names = (
 
 
 def is_symbolic_device() -> bool:
-    """Whether Keras makes tensors that have no values now."""
+    """Return whether Keras now creates tensors without values."""
     return keras_core.get_device() == "meta"

@@ -1,4 +1,4 @@
-"""Training, test and predict steps on the mesh, and what updates weights."""
+"""Run training, test, and predict steps and optimizer updates on the mesh."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 import keras
 import torch
 
-from layoutmap.adapters.keras.backends.torch_calls import on_mesh, placed, plain, running
+from layoutmap.adapters.keras.backends.torch_calls import (
+    on_mesh,
+    place_on_mesh,
+    run_outer_call,
+    unshard_results,
+)
 from layoutmap.adapters.keras.protocol import KerasSession, Wraps
 from layoutmap.adapters.keras.training import (
     build_for_step,
     check_same_batch,
+    make_step_wraps,
     materialize_for_training,
-    step_wraps,
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallSchedule
@@ -24,15 +29,15 @@ from layoutmap.engines.patches import temporarily
 from layoutmap.engines.torch.dtensor_ops import same_draws
 
 
-def training_wraps(model: Any, session: KerasSession) -> Wraps:
-    """Return what to wrap on a model: steps that place each batch and run on the mesh."""
+def make_training_wraps(model: Any, session: KerasSession) -> Wraps:
+    """Return methods to wrap on a model so that its steps place each batch and run on the mesh."""
     schedule = CallSchedule()
 
     def step(name: str, own: Callable[[], Callable[..., object]]) -> _MeshStep:
         _refuse_compiling(model)
         return _MeshStep(model, session, own(), schedule)
 
-    return step_wraps(model, session, schedule, step)
+    return make_step_wraps(model, session, schedule, step)
 
 
 class _MeshStep:
@@ -53,13 +58,13 @@ class _MeshStep:
         session.refuse_in_a_plan(model.name)
         with temporarily(session.on_thread, "model_in_step", model):
             is_compared = check_same_batch(data, session, self._schedule)
-            batches = [placed(batch, session) for batch in data]
-            with self._same_draws() if is_compared else nullcontext(), running(session, batches):
+            batches = [place_on_mesh(batch, session) for batch in data]
+            with self._match_draws() if is_compared else nullcontext(), run_outer_call(session, batches):
                 results = self._step(batches)
         with torch.no_grad():
-            return plain(results)
+            return unshard_results(results)
 
-    def _same_draws(self) -> AbstractContextManager[None]:
+    def _match_draws(self) -> AbstractContextManager[None]:
         session = self._session
         native = session.engine.native(session.policy.replicated(0), 0)
         return same_draws(native[0], session.context.gather)
@@ -74,8 +79,8 @@ def _refuse_compiling(model: keras.Model) -> None:
         )
 
 
-def refusing_export(model: keras.Model) -> Callable[..., object]:
-    """An `export` that says what to do instead."""
+def make_export_refusal(model: keras.Model) -> Callable[..., object]:
+    """Return an `export` that raises an error with an alternative."""
 
     @functools.wraps(model.export)
     def export(*args: object, **kwargs: object) -> object:
@@ -88,8 +93,8 @@ def refusing_export(model: keras.Model) -> Callable[..., object]:
     return export
 
 
-def applying(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
-    """An update on the mesh, with each gradient in the layout of its weight."""
+def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
+    """Return an `apply` that runs on the mesh, with each gradient in the layout of its weight."""
     apply_plain = optimizer.apply
 
     @functools.wraps(apply_plain)
@@ -100,13 +105,13 @@ def applying(optimizer: keras.Optimizer, session: KerasSession) -> Callable[...,
             with session.defer():
                 optimizer.build(weights)
         with on_mesh(session):
-            laid_out = [_laid_out(g, v, session) for g, v in zip(grads, weights, strict=True)]
+            laid_out = [_place_gradient(g, v, session) for g, v in zip(grads, weights, strict=True)]
             return apply_plain(laid_out, trainable_variables and weights)
 
     return apply
 
 
-def _laid_out(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
+def _place_gradient(gradient: object, weight: keras.Variable, session: KerasSession) -> object:
     layout = getattr(weight, "layout", None)
     if layout is None or not isinstance(gradient, torch.Tensor):
         return gradient

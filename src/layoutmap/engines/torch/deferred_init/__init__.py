@@ -11,6 +11,6 @@ streams, tiles random numbers in pieces: of torch's one stream (`jump` moves ahe
 from layoutmap.engines.torch.deferred_init.fake_tensors import UNFORESEEN as UNFORESEEN
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor as FakeTensor
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode as FakeTensorMode
-from layoutmap.engines.torch.deferred_init.streams import free_scratch_buffer as free_room
+from layoutmap.engines.torch.deferred_init.streams import free_scratch_buffer as free_scratch_buffer
 from layoutmap.engines.torch.deferred_init.tape import Tape as Tape
 from layoutmap.engines.torch.deferred_init.tape import trace as trace

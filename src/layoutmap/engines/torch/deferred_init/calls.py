@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, written_arguments
+from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, list_written_arguments
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def list_changed_tensors(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
     """Return the tensors that an operation changes in place."""
-    places = written_arguments(op)
+    places = list_written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
 

@@ -71,7 +71,7 @@ class IndexMap(NamedTuple):
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
-    def around(self, view: View) -> IndexMap:
+    def map_to_memory(self, view: View) -> IndexMap:
         """Return this map, from elements of a view to elements of its memory."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
@@ -79,7 +79,7 @@ class IndexMap(NamedTuple):
             return self.outer[2]
         return IndexMap((view.geometry, "around", self))
 
-    def times(self, length: int) -> IndexMap:
+    def map_to_rows(self, length: int) -> IndexMap:
         """Return this map, from rows to elements of rows."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
@@ -97,7 +97,7 @@ class History:
         self._piece = piece
         self._readers: dict[object, Reader] = {}
 
-    def of(self, view: View, until: int) -> Reader:
+    def read_before(self, view: View, until: int) -> Reader:
         """Return a reader of a tensor's elements, in memory order, as they are before a step.
 
         Raises:
@@ -111,21 +111,21 @@ class History:
     def _read_view(self, view: View, until: int, frame: IndexMap) -> Reader | None:
         """Return a reader of a view's elements in memory order, or None if they have no order or are far apart."""
         if view.is_dense:
-            reader = self._read_memory(view.memory, until, frame.around(view))
+            reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
             return Shifted(reader, view.offset) if view.offset else reader
         if not view.is_ordered or view.memory.numel > _MOST_APART * view.numel:  # much for little
             return None
-        reader = self._read_memory(view.memory, until, frame.around(view))
+        reader = self._read_memory(view.memory, until, frame.map_to_memory(view))
         return _count_consumer(Picked(reader, view.geometry))
 
     def _read_memory(self, memory: Memory, until: int, frame: IndexMap) -> Reader:
         place = bisect.bisect_left(memory.writes, until) - 1
         key = (memory, place, frame)  # by the frame, since a reader gives each element once
         if key not in self._readers:
-            self._readers[key] = self._version(memory, place, frame)
+            self._readers[key] = self._read_version(memory, place, frame)
         return _count_consumer(self._readers[key])
 
-    def _version(self, memory: Memory, place: int, frame: IndexMap) -> Reader:
+    def _read_version(self, memory: Memory, place: int, frame: IndexMap) -> Reader:
         """Return a reader of a memory as it is after write number `place`."""
         patches: list[tuple[Recorded, View]] = []
         while True:
@@ -142,7 +142,7 @@ class History:
             patches.append((step, view))
             place -= 1
         if not patches:
-            return self._values(step, view, frame.map_to_view(view))
+            return self._read_result(step, view, frame.map_to_view(view))
         base = self._read_memory(memory, step.number + 1, frame)
         return Patched(base, [self._patch(step, view, frame) for step, view in reversed(patches)])
 
@@ -153,7 +153,7 @@ class History:
             return self._make_index_patch(step, view)
         if not view.is_ordered:
             raise self._make_error(step)
-        reader = _count_consumer(self._values(step, view, frame.map_to_view(view)))
+        reader = _count_consumer(self._read_result(step, view, frame.map_to_view(view)))
         if view.is_dense:
             return make_run_patch(view.offset, view.numel, reader)
         return make_grid_patch(view.geometry, reader)
@@ -180,7 +180,7 @@ class History:
 
     # -- steps that write each element of a tensor
 
-    def _values(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
+    def _read_result(self, step: Recorded, view: View, frame: IndexMap) -> Reader:
         """Return a reader of the elements that a step writes to a view, counted from the view's first one."""
         packet = step.op.overloadpacket
         if step.state is not None:
@@ -247,12 +247,18 @@ class History:
         for part in step.args[0]:
             reader: Reader | None = None
             if isinstance(part, Constant):
-                reader, numel, dtype = _count_consumer(Fixed(part.value)), part.value.numel(), part.value.dtype
+                reader, numel, dtype = (
+                    _count_consumer(Fixed(part.value)),
+                    part.value.numel(),
+                    part.value.dtype,
+                )
             else:
                 numel, dtype = part.numel, part.dtype
                 if part.is_contiguous:
                     within = frame._replace(shift=frame.shift - begin)
-                    reader = self._read_view(part, step.number, IndexMap((step, begin, frame)) if axis else within)
+                    reader = self._read_view(
+                        part, step.number, IndexMap((step, begin, frame)) if axis else within
+                    )
             if reader is None or dtype != view.dtype:
                 raise self._make_error(step)
             parts.append((reader, numel // outer))
@@ -273,7 +279,9 @@ class History:
             n = source.shape[-1] if isinstance(source, View) and source.shape else 0
             if not 0 < n <= _LONGEST_ROW or axis not in (-1, len(source.shape) - 1):
                 raise self._make_error(step)
-            reader = self._read_view(source, step.number, frame.times(n)) if source.is_contiguous else None
+            reader = (
+                self._read_view(source, step.number, frame.map_to_rows(n)) if source.is_contiguous else None
+            )
             if reader is None or source.numel != n * view.numel:
                 raise self._make_error(step)
             inputs.append((reader, n))
@@ -287,7 +295,8 @@ class History:
     def _make_error(self, step: Recorded) -> NeedsAll:
         """Return the error of a step that needs unsharded tensors, or that depends on such a step."""
         before = (
-            self._steps[n] for n in find_needed_steps(self._steps, {view.memory for view in step.list_inputs()}, step.number)
+            self._steps[n]
+            for n in find_needed_steps(self._steps, {view.memory for view in step.list_inputs()}, step.number)
         )
         cause = next((each for each in before if not is_local(each)), step) if is_local(step) else step
         asked = cause.seen_in or step.seen_in

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.patches import Attribute, Closing, Patches
 from layoutmap.engines.tested import check_names
-from layoutmap.engines.torch.modes import TorchDispatchMode, dispatch_modes, function_modes
-from layoutmap.engines.torch.modules import members_of_module
+from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, list_function_modes
+from layoutmap.engines.torch.modules import get_members
 from layoutmap.engines.torch.operators import Args, Function
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.storages import get_storage_key
 
 check_names("torch", (torch.nn.Module, "_apply"))
 
@@ -49,7 +49,7 @@ class _Modes(Closing):
 
     def open(self) -> None:
         # A recording that another thread has ended, as it can a generator, could not leave its modes on this one.
-        for mode in (*function_modes(), *dispatch_modes()):
+        for mode in (*list_function_modes(), *list_dispatch_modes()):
             if isinstance(mode, (_Reads, _Operations)) and not mode.tape.is_recording:
                 _leave(mode)
         for mode in self._modes:
@@ -63,7 +63,7 @@ class _Modes(Closing):
 
 def _leave(mode: Any) -> None:
     """Leave a mode on this thread, and just this one: torch leaves the innermost, whichever that is."""
-    for modes in (function_modes(), dispatch_modes()):
+    for modes in (list_function_modes(), list_dispatch_modes()):
         places = [place for place, each in enumerate(modes) if each is mode]
         for each in reversed(modes[places[-1] :] if places else []):
             each.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
@@ -100,7 +100,7 @@ class _Reads(TorchFunctionMode):
             return _copy_tensor(*args)
         if func is torch.Tensor.data_ptr and self.tape.is_deferred(args[0]):
             # No address, but as one it is equal for the same place of the same memory, and for no other.
-            return storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
+            return get_storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
             return func(args[0], self._match_kind(*args))
         if func in _READS and self.tape.is_deferred(args[0]):
@@ -142,7 +142,7 @@ def _list_recording_tapes() -> list[Any]:
 @contextmanager
 def _support_conversion(tape: Any) -> Generator[None]:
     """Let `Module.to` and similar methods convert deferred parameters while the context is open."""
-    with _APPLY.used():
+    with _APPLY.activate():
         before = _list_recording_tapes()
         try:
             _open.tapes = tuple(map(weakref.ref, (*before, tape)))
@@ -155,10 +155,12 @@ def _make_apply(original: Function) -> Function:
     @functools.wraps(original)
     def _apply(module: torch.nn.Module, fn: Function, recurse: bool = True) -> object:
         tapes = _list_recording_tapes()
-        parameters, _ = members_of_module(module)
+        parameters, _ = get_members(module)
         every = dict(parameters)
         held = {
-            key: each for key, each in every.items() if each is not None and any(t.is_deferred(each) for t in tapes)
+            key: each
+            for key, each in every.items()
+            if each is not None and any(t.is_deferred(each) for t in tapes)
         }
         if recurse and tapes:
             for child in module.children():

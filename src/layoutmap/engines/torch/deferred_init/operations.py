@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from layoutmap.engines.torch.deferred_init.steps import Recorded
-from layoutmap.engines.torch.operators import overload_name
+from layoutmap.engines.torch.operators import get_overload_name
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ OVERWRITING = {*RANDOM_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
 
 def is_pointwise(step: Recorded) -> bool:
     """Return whether each element of a step's result depends only on its arguments' elements at the same place."""
-    if step.op.overloadpacket not in _POINTWISE or overload_name(step.op).endswith("out"):
+    if step.op.overloadpacket not in _POINTWISE or get_overload_name(step.op).endswith("out"):
         return False
     if step.name == "pow":
         return step.args[1] in _EXPONENTS

@@ -13,7 +13,7 @@ from layoutmap.core.blocks import Index, compute_block_shape, intersect_blocks, 
 from layoutmap.engines.torch.deferred_init.readers import split_into_boxes
 from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.streams import split_into_pieces
-from layoutmap.engines.torch.deferred_init.tiles import count_columns, choose_tile
+from layoutmap.engines.torch.deferred_init.tiles import choose_tile, count_columns
 
 
 class Slice(NamedTuple):
@@ -39,7 +39,9 @@ class Slice(NamedTuple):
         blocks[self.block][self.target].copy_(piece[self.source])
 
 
-def iterate_in_order(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
+def iterate_in_order(
+    shape: Sequence[int], indices: Sequence[Index], piece: int
+) -> Iterator[tuple[Run, list[Slice]]]:
     """Yield the runs of one pass over a tensor and the block slices from them, without runs that no block uses."""
     for start, stop in split_into_pieces(math.prod(shape), piece):
         parts: list[Slice] = []
@@ -63,7 +65,9 @@ def iterate_in_order(shape: Sequence[int], indices: Sequence[Index], piece: int)
             yield Run(start, stop - start), parts
 
 
-def iterate_by_tiles(shape: Sequence[int], indices: Sequence[Index], piece: int) -> Iterator[tuple[Run, list[Slice]]]:
+def iterate_by_tiles(
+    shape: Sequence[int], indices: Sequence[Index], piece: int
+) -> Iterator[tuple[Run, list[Slice]]]:
     """Yield the runs of each block and the slices from them, in full tiles, without columns outside the block."""
     columns = count_columns(shape)
     # The first axis of a row.
@@ -86,7 +90,9 @@ def _iterate_block(shape: Sequence[int], index: Index, along: int, piece: int) -
         for place, n in zip((*places, 0), shape[:along], strict=bool(along)):
             first = first * n + place
         there = tuple(slice(p - i.start, p - i.start + 1) for p, i in zip(places, outer, strict=True))
-        for left, right, row_shape, source, target in _iterate_row_parts(shape[along:], index[along:], across):
+        for left, right, row_shape, source, target in _iterate_row_parts(
+            shape[along:], index[along:], across
+        ):
             down = max(height, piece // (right - left) // height * height)
             for top, bottom in _split_range(rows.start, rows.stop, down):
                 run = Run((first + top) * columns + left, right - left)

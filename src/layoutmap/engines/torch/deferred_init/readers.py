@@ -42,7 +42,7 @@ class Reader:
         self._run = run
         return self._values
 
-    def own(self, run: Run) -> torch.Tensor:
+    def read_owned(self, run: Run) -> torch.Tensor:
         """Return the elements of a run in memory that the caller may change."""
         values = self.read(run)
         return values.clone() if self.shares or self.consumers > 1 else values
@@ -85,7 +85,9 @@ class Fixed(Reader):
                 else flat.as_strided((run.rows, run.length), (run.stride, 1)).reshape(-1)
             )
         begins = range(run.start, run.stop, run.stride or run.length)
-        found = [box for begin in begins for box in split_into_boxes(self._all.shape, begin, begin + run.length)]
+        found = [
+            box for begin in begins for box in split_into_boxes(self._all.shape, begin, begin + run.length)
+        ]
         return torch.cat([self._all[box].reshape(-1) for box in found])
 
 
@@ -101,7 +103,7 @@ class Shifted(Reader):
         """Return the elements of a run. The caller must not change them."""
         return self._reader.read(run.move_by(self._offset))
 
-    def own(self, run: Run) -> torch.Tensor:
+    def read_owned(self, run: Run) -> torch.Tensor:
         """Return the elements of a run in memory that the caller may change."""
         return self._reader.own(run.move_by(self._offset))
 
@@ -187,7 +189,7 @@ class Computed(Reader):
 
     def _compute(self, run: Run) -> torch.Tensor:
         first = slice(0, int(self._owns_first))
-        owned = [reader.own(run) for reader in self._inputs[first]]
+        owned = [reader.read_owned(run) for reader in self._inputs[first]]
         rest = [reader.read(run) for reader in self._inputs[len(owned) :]]
         return self._function(*owned, *rest)
 
@@ -206,7 +208,7 @@ class Rows(Reader):
         self._inputs = inputs
 
     def _compute(self, run: Run) -> torch.Tensor:
-        rows = [reader.read(run.times(n)).view(run.numel, n) for reader, n in self._inputs]
+        rows = [reader.read(run.multiply(n)).view(run.numel, n) for reader, n in self._inputs]
         return self._function(*rows).reshape(run.numel)
 
 
@@ -233,7 +235,7 @@ def make_grid_patch(geometry: Geometry, reader: Reader) -> Patch:
         if low < high and run.rows > 1:
             raise ApartError
         if low < high:
-            values[geometry.places(low, high) - run.start] = reader.read(Run(low, high - low))
+            values[geometry.list_places(low, high) - run.start] = reader.read(Run(low, high - low))
 
     return put
 

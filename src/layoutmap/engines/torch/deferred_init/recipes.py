@@ -47,7 +47,7 @@ class Recipe:
         by_blocks = any(step.seed is not None or _is_of_file(step) for step in past)
         self._reads = iterate_by_tiles if by_blocks else iterate_in_order
         try:
-            History(steps).of(view, until)
+            History(steps).read_before(view, until)
         except NeedsAll as reason:
             self.why_global = str(reason)
 
@@ -105,7 +105,7 @@ class Recipe:
         return [values[index].clone(memory_format=torch.contiguous_format) for index in indices]
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Recipe:
+    def from_values(tensor: torch.Tensor) -> Recipe:
         """Return the recipe of a tensor that already has values."""
         memory = Memory(tensor.untyped_storage(), tensor.dtype, [0])
         view = View(memory, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
@@ -122,7 +122,7 @@ class Recipe:
             return None
         decisive = step.name == "any"  # one element decides, so not all have to exist at once
         try:
-            reader = History(self._steps, self._piece).of(source, self._view.memory.writes[0])
+            reader = History(self._steps, self._piece).read_before(source, self._view.memory.writes[0])
             shape = source.geometry.shape
             reads = self._reads(shape, [make_full_index(shape)], self._piece)
             values = (reader.read(run) for run, _ in reads)
@@ -137,7 +137,7 @@ class Recipe:
         order = self._view.order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
         turned = [block.permute(order) for _, block in blocks]
-        reader = History(self._steps, self._piece).of(self._view, self._until)
+        reader = History(self._steps, self._piece).read_before(self._view, self._until)
         try:
             with torch.no_grad():
                 for run, parts in self._reads([self.shape[axis] for axis in order], indices, self._piece):

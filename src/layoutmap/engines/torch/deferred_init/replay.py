@@ -15,7 +15,7 @@ import torch
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.runs import Run
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
-from layoutmap.engines.torch.deferred_init.streams import find_random_fill, find_generator_overload
+from layoutmap.engines.torch.deferred_init.streams import find_generator_overload, find_random_fill
 from layoutmap.engines.torch.deferred_init.tiles import Tiled
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
@@ -46,7 +46,7 @@ def replay(steps: Sequence[Recorded], wanted: Sequence[View], until: int) -> lis
             for memory in {view.memory for view in _list_views(steps[number])}:
                 if last_use[memory] == number and memory not in kept:
                     storages.pop(memory, None)  # so no more is alive than what is still read
-        return [view.on(_get_storage(view.memory, storages)) for view in wanted]
+        return [view.make_tensor(_get_storage(view.memory, storages)) for view in wanted]
 
 
 def _list_views(step: Recorded) -> list[View]:
@@ -84,7 +84,7 @@ def _get_storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -
 def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
     def resolve_leaf(leaf: object) -> object:
         if isinstance(leaf, View):
-            return leaf.on(_get_storage(leaf.memory, storages))
+            return leaf.make_tensor(_get_storage(leaf.memory, storages))
         return leaf.value if isinstance(leaf, Constant) else leaf
 
     if step.seed is not None:
@@ -95,7 +95,7 @@ def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
         values = (
             Tiled(fill, view.geometry.shape, step.seed).read(Run(0, view.numel)).view(view.geometry.shape)
         )
-        view.on(_get_storage(view.memory, storages)).permute(view.order).copy_(values)
+        view.make_tensor(_get_storage(view.memory, storages)).permute(view.order).copy_(values)
         return
     args, kwargs = tree_map(resolve_leaf, (step.args, step.kwargs))
     made = call(step, args, kwargs)
@@ -105,7 +105,7 @@ def _run(step: Recorded, storages: dict[Memory, torch.UntypedStorage]) -> None:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
             # Later steps read by the strides that were foreseen, so the values are put where these say.
-            view.on(_get_storage(view.memory, storages)).copy_(tensor)
+            view.make_tensor(_get_storage(view.memory, storages)).copy_(tensor)
         else:
             storages[view.memory] = tensor.untyped_storage()
 

@@ -38,7 +38,7 @@ class Run(NamedTuple):
         """Return the run moved by a number of elements."""
         return self._replace(start=self.start + offset)
 
-    def times(self, number: int) -> Run:
+    def multiply(self, number: int) -> Run:
         """Return the run of `number` elements for each element of this one."""
         return Run(self.start * number, self.length * number, self.rows, self.stride * number)
 

@@ -50,7 +50,7 @@ class Geometry:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def place(self, element: int) -> int:
+    def find_place(self, element: int) -> int:
         """Return the place of an element in memory."""
         place = self.offset
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
@@ -58,7 +58,7 @@ class Geometry:
             place += along * stride
         return place
 
-    def places(self, start: int, stop: int) -> torch.Tensor:
+    def list_places(self, start: int, stop: int) -> torch.Tensor:
         """Return the places of a range of elements in memory."""
         left = torch.arange(start, stop, device="cpu")
         place = torch.full_like(left, self.offset)
@@ -69,7 +69,7 @@ class Geometry:
 
     def count_elements_before(self, place: int) -> int:
         """Return the number of elements before a place in memory."""
-        return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.place)
+        return bisect.bisect_left(range(math.prod(self.shape)), place, key=self.find_place)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +143,7 @@ class View:
         """Return whether another view has the same shape and the same order of axes in memory."""
         return self.shape == other.shape and self.order == other.order
 
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+    def make_tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor that this view describes, in a real storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.strides)  # pyright: ignore[reportArgumentType, reportCallIssue]

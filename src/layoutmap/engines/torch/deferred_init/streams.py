@@ -20,7 +20,13 @@ from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.runs import ApartError, Run
 from layoutmap.engines.torch.deferred_init.steps import Recorded, View
-from layoutmap.engines.torch.operators import Args, Function, OpOverload, argument_names, overload_name
+from layoutmap.engines.torch.operators import (
+    Args,
+    Function,
+    OpOverload,
+    get_overload_name,
+    list_argument_names,
+)
 
 PIECE = 1 << 18
 """Elements in a piece: 1 MiB of float32."""
@@ -47,7 +53,7 @@ class RandomFill:
     dtype: torch.dtype
     strided: bool
 
-    def next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
+    def draw_next(self, numel: int, generator: torch.Generator) -> torch.Tensor:
         """Return the next values of the stream."""
         if self.strided:
             # For memory with gaps torch takes another way through the same stream.
@@ -97,8 +103,8 @@ def _can_split(fill: RandomFill) -> bool:
             generator.manual_seed(20)
             # This leaves half a pair of normal numbers behind.
             torch.empty(5, device="cpu").normal_(generator=generator)
-        expected = fill.next(numel, at_once)
-        parts = [fill.next(n, in_parts) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
+        expected = fill.draw_next(numel, at_once)
+        parts = [fill.draw_next(n, in_parts) for n in (_GROUP * 3, _GROUP * 30, _GROUP, numel - _GROUP * 34)]
         same = torch.equal(expected.view(torch.uint8), torch.cat(parts).view(torch.uint8))
         if not same or not torch.equal(at_once.get_state(), in_parts.get_state()):
             return False
@@ -110,11 +116,11 @@ def _count_words(fill: RandomFill) -> int:
     """Return the generator's words per element, or 0 if that number varies or is unknown."""
     generator = torch.Generator("cpu")
     generator.manual_seed(20)
-    fill.next(_GROUP, generator)
+    fill.draw_next(_GROUP, generator)
     begin = jump.get_position(generator)
-    fill.next(_GROUP * 8, generator)
+    fill.draw_next(_GROUP * 8, generator)
     middle = jump.get_position(generator)
-    fill.next(_GROUP * 4, generator)
+    fill.draw_next(_GROUP * 4, generator)
     each, rest = divmod(middle - begin, _GROUP * 8)
     return each if not rest and jump.get_position(generator) - middle == _GROUP * 4 * each > 0 else 0
 
@@ -141,13 +147,13 @@ def find_random_fill(step: Recorded, view: View) -> RandomFill | None:
         found = (aten.uniform_, (0.0, 1.0))
     elif packet in (aten.randn, aten.randn_like):
         found = (aten.normal_, (0.0, 1.0))
-    elif packet is aten.normal and "float_float" in overload_name(step.op):
+    elif packet is aten.normal and "float_float" in get_overload_name(step.op):
         found = (aten.normal_, (args[0], args[1] if len(args) > 1 else 1.0))
     elif packet is aten.randint:
-        low = "low" in overload_name(step.op)
+        low = "low" in get_overload_name(step.op)
         found = (aten.random_, (args[0], args[1]) if low else (0, args[0]))
-    elif packet is aten.randint_like and "Tensor" not in overload_name(step.op):
-        low = "low" in overload_name(step.op)
+    elif packet is aten.randint_like and "Tensor" not in get_overload_name(step.op):
+        low = "low" in get_overload_name(step.op)
         found = (aten.random_, (args[1], args[2]) if low else (0, args[1]))
     if found is None or not all(isinstance(arg, int | float | bool | None) for arg in found[1]):
         return None
@@ -189,17 +195,17 @@ class Stream(Reader):
             self._fill.skip(begin - self._stop, self._generator)
         end = begin + self._size
         self._start, self._stop = begin, self._numel if self._numel - end < _GROUP else end
-        self._piece = self._fill.next(self._stop - begin, self._generator)
+        self._piece = self._fill.draw_next(self._stop - begin, self._generator)
 
 
 @functools.cache
 def find_generator_overload(op: OpOverload) -> OpOverload | None:
     """Return the overload of a random operation that takes a generator, or None, as for dropout."""
-    names = argument_names(op)
+    names = list_argument_names(op)
     if "generator" in names:
         return op
     for overload in op.overloadpacket.overloads():
         other = getattr(op.overloadpacket, overload)
-        if sorted(argument_names(other)) == sorted([*names, "generator"]):
+        if sorted(list_argument_names(other)) == sorted([*names, "generator"]):
             return other
     return None

@@ -22,16 +22,29 @@ import torch
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.patches import temporarily
-from layoutmap.engines.torch.deferred_init.calls import find_caller, can_defer, list_changed_tensors, find_generator, count_elements
+from layoutmap.engines.torch.deferred_init.calls import (
+    can_defer,
+    count_elements,
+    find_caller,
+    find_generator,
+    list_changed_tensors,
+)
 from layoutmap.engines.torch.deferred_init.fake_tensors import UNFORESEEN, FakeTensor, FakeTensorMode
 from layoutmap.engines.torch.deferred_init.interception import intercept_operations
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call, replay
 from layoutmap.engines.torch.deferred_init.steps import Constant, Memory, Recorded, View
-from layoutmap.engines.torch.deferred_init.streams import PIECE, find_random_fill, find_generator_overload
-from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload, argument_names, is_view
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.deferred_init.streams import PIECE, find_generator_overload, find_random_fill
+from layoutmap.engines.torch.operators import (
+    Args,
+    Function,
+    Kwargs,
+    OpOverload,
+    can_return_view,
+    list_argument_names,
+)
+from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 SMALLEST = 4096
@@ -109,7 +122,7 @@ class Tape:  # why: decisions/0006
         return (
             isinstance(tensor, FakeTensor)
             and tensor.layout == torch.strided
-            and storage_key(tensor) in self._memories
+            and get_storage_key(tensor) in self._memories
         )
 
     def recipe(self, tensor: torch.Tensor) -> Recipe:
@@ -152,7 +165,9 @@ class Tape:  # why: decisions/0006
                 raise
             return self._run_evaluated(op, args, kwargs, written)
         is_drawn = find_generator(op, args, kwargs) is not None
-        can_all_wait = all(can_defer(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor))
+        can_all_wait = all(
+            can_defer(leaf) for leaf in tree_leaves(foreseen) if isinstance(leaf, torch.Tensor)
+        )
         if not can_all_wait or (is_drawn and find_generator_overload(op) is None):
             return self._run_evaluated(op, args, kwargs, written)
         return self._write_down(op, args, kwargs, written, foreseen)
@@ -179,11 +194,14 @@ class Tape:  # why: decisions/0006
 
     def evaluate(self, values: object) -> Any:
         """Return arguments with real tensors in place of deferred ones."""
-        held = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)]
+        held = [
+            leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)
+        ]
         with self._pause():
             made = iter(self._compute_values([self._view(tensor) for tensor in held]))
         return tree_map(
-            lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf) else leaf, values
+            lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf) else leaf,
+            values,
         )
 
     # -- parts
@@ -196,7 +214,7 @@ class Tape:  # why: decisions/0006
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
         # What is not much larger than what exists already saves too little memory to be deferred.
         bound = max(self._smallest, 2 * known + 1 if known else 0)
-        if written or is_view(op) or (not tensors and args and count_elements(args[0]) < bound):
+        if written or can_return_view(op) or (not tensors and args and count_elements(args[0]) < bound):
             return op(*args, **kwargs)
         # Of a subclass nobody knows what it does beside its values.
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
@@ -240,8 +258,10 @@ class Tape:  # why: decisions/0006
         number = len(self._steps)
         for tensor in fresh:
             memory = Memory(tensor.untyped_storage(), tensor.dtype, [number])
-            self._memories.setdefault(storage_key(tensor), memory)
-        if "dtype" in argument_names(op) and not any(isinstance(x, torch.Tensor) for x in tree_leaves(args)):
+            self._memories.setdefault(get_storage_key(tensor), memory)
+        if "dtype" in list_argument_names(op) and not any(
+            isinstance(x, torch.Tensor) for x in tree_leaves(args)
+        ):
             kwargs = {**kwargs, "dtype": made_tensors[0].dtype}  # not what the default is when it is made
         generator = find_generator(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
@@ -300,7 +320,7 @@ class Tape:  # why: decisions/0006
 
     def _view(self, tensor: torch.Tensor) -> View:
         return View(
-            self._memories[storage_key(tensor)],
+            self._memories[get_storage_key(tensor)],
             tuple(tensor.shape),
             tensor.stride(),
             int(tensor.storage_offset()),
@@ -321,13 +341,13 @@ class Tape:  # why: decisions/0006
             if leaf.numel() <= _SNAPSHOT:
                 return Constant(leaf.detach().clone())
             constant = Constant(leaf.detach())
-            self._lent.setdefault(storage_key(leaf), []).append(constant)
+            self._lent.setdefault(get_storage_key(leaf), []).append(constant)
             return constant
 
     def _copy_constant(self, leaf: object) -> None:
         """Copy a real tensor for the recorded steps that read it, before it changes."""
         if isinstance(leaf, torch.Tensor) and self._lent:
-            for constant in self._lent.pop(storage_key(leaf), ()):
+            for constant in self._lent.pop(get_storage_key(leaf), ()):
                 constant.value = constant.value.clone()
 
     @contextmanager
@@ -361,4 +381,4 @@ def trace(function: Function, *args: object, tiles: bool = False) -> Recipe:
             why="a recipe is for one tensor",
             fix="return the tensor alone",
         )
-    return tape.recipe(made) if tape.is_deferred(made) else Recipe.of(made)
+    return tape.recipe(made) if tape.is_deferred(made) else Recipe.from_values(made)

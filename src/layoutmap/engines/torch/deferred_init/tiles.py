@@ -93,4 +93,4 @@ class Tiled(Reader):
         self._generator.manual_seed(
             int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
         )
-        return self._fill.next(height * width, self._generator).view(height, width)
+        return self._fill.draw_next(height * width, self._generator).view(height, width)

@@ -9,15 +9,15 @@ sums           when sums over the mesh are made, for a batch that does not divid
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """
 
-from layoutmap.engines.torch.dtensor_ops.conversions import take_one_rank as as_one
-from layoutmap.engines.torch.dtensor_ops.local_values import has_local_tensor as is_marked
-from layoutmap.engines.torch.dtensor_ops.local_values import has_shard as is_shard
+from layoutmap.engines.torch.dtensor_ops.conversions import take_one_rank as take_one_rank
+from layoutmap.engines.torch.dtensor_ops.local_values import has_local_tensor as has_local_tensor
+from layoutmap.engines.torch.dtensor_ops.local_values import has_shard as has_shard
 from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard as refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import note_redistributed as note_redistributed
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated as refuse_outdated
-from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops as computing
-from layoutmap.engines.torch.dtensor_ops.outside import prepare_mesh as look_after
+from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops as enable_dtensor_ops
+from layoutmap.engines.torch.dtensor_ops.outside import prepare_mesh as prepare_mesh
 from layoutmap.engines.torch.dtensor_ops.randomness import same_draws as same_draws
 from layoutmap.engines.torch.dtensor_ops.sums import SummingUp as SummingUp
-from layoutmap.engines.torch.dtensor_ops.sums import is_batch_divisible as batch_divides
-from layoutmap.engines.torch.dtensor_ops.sums import reduce_gradient as with_summed_gradient
+from layoutmap.engines.torch.dtensor_ops.sums import is_batch_divisible as is_batch_divisible
+from layoutmap.engines.torch.dtensor_ops.sums import reduce_gradient as reduce_gradient

@@ -15,10 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
-from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard, find_mesh, make_placements
+from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_kept_axes,
+    find_mesh,
+    join_shards,
+    make_placements,
+    take_local_shard,
+)
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrap_function
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.specs import get_local
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -79,7 +85,7 @@ def _draw_mask_by_shards(
     if p > 1:  # an error of torch
         return _draw_mask(shape, dtype, device, p, mesh, kept)
     placements = make_placements(mesh, kept)
-    return local_of(draw_sharded_mask(shape, dtype, device, p, mesh, placements, over=1 - p))
+    return get_local(draw_sharded_mask(shape, dtype, device, p, mesh, placements, over=1 - p))
 
 
 def _promote_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -124,7 +130,9 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
     mesh = find_mesh(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
-    kept = find_kept_axes(batched, mesh, [1])  # heads are split inside of the function, of all of the embedding
+    kept = find_kept_axes(
+        batched, mesh, [1]
+    )  # heads are split inside of the function, of all of the embedding
     of_weights = dict.fromkeys(kept, 0)  # their first axis is that of the batch, with or without the heads
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_describe_weights(given), given["dropout_p"], mesh, of_weights) if drops else None
@@ -147,7 +155,9 @@ def _attend_with_projections(draw: Function, function: Function, args: Args, kwa
     else:
         attend = function
     output, weights = attend(**given)
-    return join_shards(output, mesh, kept), None if weights is None else join_shards(weights, mesh, of_weights)
+    return join_shards(output, mesh, kept), None if weights is None else join_shards(
+        weights, mesh, of_weights
+    )
 
 
 def _find_batch_axis(name: str, tensor: torch.Tensor) -> int | None:

@@ -18,20 +18,30 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
-from layoutmap.engines.torch.dtensor_ops.lookups import list_local_indices, check_numbers, find_local_rows, sum_shards
+from layoutmap.engines.torch.dtensor_ops.lookups import (
+    check_numbers,
+    find_local_rows,
+    list_local_indices,
+    sum_shards,
+)
 from layoutmap.engines.torch.dtensor_ops.losses import pop_reduction
-from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard, find_mesh
+from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_kept_axes,
+    find_mesh,
+    join_shards,
+    take_local_shard,
+)
 from layoutmap.engines.torch.dtensor_ops.softmax import compute_log_softmax
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     OwnGradient,
-    on_mesh,
-    redistributed,
-    replicated,
-    shard_of,
-    summed_over,
+    make_replicated,
+    redistribute_tensor,
+    reduce_over_devices,
+    replicate_gradient,
+    take_shard,
 )
-from layoutmap.engines.torch.specs import dtensor, spec_of_shards
+from layoutmap.engines.torch.specs import make_dtensor, make_shard_spec
 
 _NAMES = (
     *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
@@ -83,7 +93,7 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         number = (counted if weights is None else _select_label_weights(weights, labels, counted)).sum()
     elif reduction == "mean":
         total = total / (x.numel() // x.shape[axis])
-    return _DeviceMean.of(total, number, mesh, shards)
+    return _DeviceMean.run(total, number, mesh, shards)
 
 
 def _check_options(function: Function, x: Any, target: Any, weight: Any, given: dict[str, object]) -> None:
@@ -150,21 +160,24 @@ class _DeviceMean(OwnGradient):
         wide = torch.promote_types(total.dtype, torch.float32)
         sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))
         for dim in ctx.dims:
-            sums = summed_over(sums, mesh, dim, "sum")
+            sums = reduce_over_devices(sums, mesh, dim, "sum")
         ctx.by = None
         if counts is not None:
             sums, ctx.by = sums.unbind()
             sums = sums / ctx.by
         made = sums.to(total.dtype)
-        return dtensor(made, spec_of_shards(mesh, tuple(replicated(mesh)), (), (), made.dtype))
+        return make_dtensor(made, make_shard_spec(mesh, tuple(make_replicated(mesh)), (), (), made.dtype))
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         # Each device goes on with it for its own part: the gradient of it is the sum of theirs.
-        of_gradient = replicated(ctx.mesh)
+        of_gradient = make_replicated(ctx.mesh)
         for dim in ctx.dims:
             of_gradient[dim] = Partial()
-        gradient = shard_of(redistributed(on_mesh(upstream[0], ctx.mesh), replicated(ctx.mesh)), of_gradient)
+        gradient = take_shard(
+            redistribute_tensor(replicate_gradient(upstream[0], ctx.mesh), make_replicated(ctx.mesh)),
+            of_gradient,
+        )
         return gradient if ctx.by is None else (gradient / ctx.by).to(gradient.dtype), None, None, None
 
 

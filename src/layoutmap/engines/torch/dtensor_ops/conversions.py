@@ -21,31 +21,31 @@ from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.changes import meshes
 from layoutmap.engines.torch.dtensor_ops.local_values import mark_local
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
     OwnGradient,
-    everywhere,
-    in_order,
-    is_everywhere,
-    on_mesh,
-    placed_in,
-    redistributed,
-    replicated,
-    summed_placements,
+    is_replicated,
+    make_replicated,
+    move_to_placements,
+    redistribute_tensor,
+    reduce_placements,
+    replicate_gradient,
+    replicate_tensor,
+    restore_axis_order,
 )
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
-    axis_of,
-    dtensor,
-    local_of,
-    placed_as,
-    spec_of,
-    spec_of_shards,
+    get_axis,
+    get_local,
+    get_spec,
+    make_dtensor,
+    make_shard_spec,
+    replace_placements,
 )
 
 
-@plainly
+@skip_function_modes
 def to_local(
     own: Function, tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
@@ -53,13 +53,13 @@ def to_local(
     if tensor.device_mesh not in meshes:
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("to_local", tensor)
-    local = _ToLocal.of(tensor, _GradientLayout(tensor.placements, grad_placements))
+    local = _ToLocal.run(tensor, _GradientLayout(tensor.placements, grad_placements))
     if getattr(tensor, "_is_param", False):  # as torch has it: a part of a parameter is one
         local._is_param = True
     return mark_local(local, tensor.placements)
 
 
-@plainly
+@skip_function_modes
 def full_tensor(
     own: Function, tensor: DTensor, *, grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
@@ -67,16 +67,16 @@ def full_tensor(
     if tensor.device_mesh not in meshes:
         return own(tensor, grad_placements=grad_placements)
     refuse_outdated("full_tensor", tensor)
-    whole = placed_in(tensor, replicated(tensor.device_mesh))
-    local = _ToLocal.of(whole, _GradientLayout(whole.placements, grad_placements))
+    whole = move_to_placements(tensor, make_replicated(tensor.device_mesh))
+    local = _ToLocal.run(whole, _GradientLayout(whole.placements, grad_placements))
     if simulation.is_simulated():
         local = take_one_rank(local)
-        if is_everywhere(tensor):
+        if is_replicated(tensor):
             local = local.clone()  # not the memory of one simulated device
     return mark_local(local, whole.placements)
 
 
-@plainly
+@skip_function_modes
 def redistribute(
     own: Function,
     tensor: DTensor,
@@ -100,7 +100,7 @@ def redistribute(
             why="DTensor redistributes on one mesh, and would ignore the other",
             fix="use layoutmap.dtensor.relayout(tensor, layout), or the tensor's own mesh",
         )
-    with simulation.on_mesh(mesh):
+    with simulation.simulate_mesh(mesh):
         if placements is None or any(p.is_partial() for p in placements) or any(options.values()):
             return own(tensor, mesh, placements, **options)
         return _redistribute_normalized(tensor, placements)
@@ -108,7 +108,7 @@ def redistribute(
 
 def _redistribute_normalized(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Redistribute a DTensor to placements that may have negative axes."""
-    return redistributed(tensor, [_normalize_axis(each, tensor.ndim) for each in placements])
+    return redistribute_tensor(tensor, [_normalize_axis(each, tensor.ndim) for each in placements])
 
 
 def _normalize_axis(placement: Any, rank: int) -> Placement:
@@ -116,11 +116,11 @@ def _normalize_axis(placement: Any, rank: int) -> Placement:
     if getattr(placement, "dim", 0) >= 0:
         return placement
     if type(placement) is Shard:
-        return Shard(axis_of(placement) + rank)
+        return Shard(get_axis(placement) + rank)
     return type(placement)(placement.dim + rank, split_factor=placement.split_factor)
 
 
-@plainly
+@skip_function_modes
 def from_local(
     own: Function,
     local_tensor: torch.Tensor,
@@ -139,41 +139,41 @@ def from_local(
     if device_mesh is None or device_mesh not in meshes or _is_composed(local_tensor):
         return own(local_tensor, device_mesh, placements)
     local = local_tensor
-    with simulation.on_mesh(device_mesh):
-        placements = replicated(device_mesh) if placements is None else placements
+    with simulation.simulate_mesh(device_mesh):
+        placements = make_replicated(device_mesh) if placements is None else placements
         wanted = tuple(_normalize_axis(each, local.ndim) for each in placements)
         if isinstance(local, DTensor):
-            if not is_everywhere(local):
+            if not is_replicated(local):
                 raise EngineError(
                     "DTensor.from_local: of a tensor on the mesh",
                     facts={"shape": tuple(local.shape), "layout": str(local.placements)},
                     why="its devices have parts of it, and from_local takes the part of one device",
                     fix="pass tensor.to_local(), or call tensor.redistribute(placements=...)",
                 )
-            local = _ToLocal.of(local, _GradientLayout(local.placements))
+            local = _ToLocal.run(local, _GradientLayout(local.placements))
         _note_parts(local, wanted)
         if run_check or grad_placements is not None:
             return own(local, device_mesh, wanted)
         if shape is None or stride is None:
-            spec = spec_of_shards(device_mesh, wanted, local.shape, local.stride(), local.dtype)
+            spec = make_shard_spec(device_mesh, wanted, local.shape, local.stride(), local.dtype)
         else:
-            spec = placed_as(
-                spec_of_shards(device_mesh, tuple(replicated(device_mesh)), shape, stride, local.dtype),
+            spec = replace_placements(
+                make_shard_spec(device_mesh, tuple(make_replicated(device_mesh)), shape, stride, local.dtype),
                 wanted,
                 local.dtype,
             )
-        return _FromLocal.of(local, spec)
+        return _FromLocal.run(local, spec)
 
 
 def _is_composed(local: torch.Tensor) -> bool:
     """Return whether a tensor subclass from outside torch consists of several tensors."""
     if isinstance(local, DTensor):
         return False
-    kind = type(simulation.plain(local))
+    kind = type(simulation.get_first_piece(local))
     return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.")
 
 
-@plainly
+@skip_function_modes
 def distribute_tensor(
     own: Function,
     tensor: torch.Tensor,
@@ -185,19 +185,19 @@ def distribute_tensor(
     """Replace `distribute_tensor()`: also accept a replicated DTensor, as a model's call creates them."""
     if device_mesh is None or device_mesh not in meshes:
         return own(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-    wanted = replicated(device_mesh) if placements is None else list(placements)
-    with simulation.on_mesh(device_mesh), simulation.own_group():
+    wanted = make_replicated(device_mesh) if placements is None else list(placements)
+    with simulation.simulate_mesh(device_mesh), simulation.use_own_group():
         if isinstance(tensor, DTensor):
-            if not (tensor.device_mesh == device_mesh and is_everywhere(tensor) and tensor.is_leaf):
+            if not (tensor.device_mesh == device_mesh and is_replicated(tensor) and tensor.is_leaf):
                 return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
             made: Any = _redistribute_normalized(tensor, wanted).detach()
             return made.requires_grad_(tensor.requires_grad)
-        if simulation.is_simulated() and simulation.plain(tensor) is tensor:
-            ranks = simulation.ranks_of(device_mesh)
-            tensor = simulation.every_rank(tensor, ranks).requires_grad_(tensor.requires_grad)
-        if type(simulation.plain(tensor)) not in (torch.Tensor, torch.nn.Parameter):
+        if simulation.is_simulated() and simulation.get_first_piece(tensor) is tensor:
+            ranks = simulation.list_ranks(device_mesh)
+            tensor = simulation.copy_to_ranks(tensor, ranks).requires_grad_(tensor.requires_grad)
+        if type(simulation.get_first_piece(tensor)) not in (torch.Tensor, torch.nn.Parameter):
             # A graph is recorded: torch's own way would send what has no values.
-            return _redistribute_normalized(everywhere(tensor.detach(), device_mesh), wanted)
+            return _redistribute_normalized(replicate_tensor(tensor.detach(), device_mesh), wanted)
         return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
 
@@ -208,7 +208,7 @@ class _GradientLayout:  # why: decisions/0151
         self._placements, self._named = tuple(placements), None if named is None else tuple(named)
         self.summed = set[int]()  # the mesh dims over which devices compute different things
 
-    def placements(self) -> tuple[Placement, ...]:
+    def find_placements(self) -> tuple[Placement, ...]:
         """Return the gradient's placements, which are known after the forward pass."""
         if self._named is not None:
             return self._named
@@ -239,43 +239,43 @@ def _note_parts(local: torch.Tensor, placements: Sequence[Placement]) -> None:
 
 def take_one_rank(local: torch.Tensor) -> torch.Tensor:
     """Return one simulated rank's tensor if all ranks have the same. Other tensors are returned unchanged."""
-    return local if simulation.plain(local) is local else _AsOne.of(local)
+    return local if simulation.get_first_piece(local) is local else _AsOne.run(local)
 
 
 class _ToLocal(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, gradient: _GradientLayout) -> torch.Tensor:
-        ctx.spec, ctx.gradient = spec_of(tensor), gradient
-        local = local_of(tensor)
+        ctx.spec, ctx.gradient = get_spec(tensor), gradient
+        local = get_local(tensor)
         return local.view_as(local)  # another object: autograd ties what is returned to this step
 
     @staticmethod
-    def needed(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_checked(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ()
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        spec = placed_as(ctx.spec, ctx.gradient.placements(), upstream[0].dtype)
-        return _FromLocal.of(upstream[0].contiguous(), spec), None  # an expanded one has strides of 0
+        spec = replace_placements(ctx.spec, ctx.gradient.find_placements(), upstream[0].dtype)
+        return _FromLocal.run(upstream[0].contiguous(), spec), None  # an expanded one has strides of 0
 
 
 class _FromLocal(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-        ctx.spec, ctx.is_one = spec, simulation.is_simulated() and simulation.plain(local) is local
+        ctx.spec, ctx.is_one = spec, simulation.is_simulated() and simulation.get_first_piece(local) is local
         if ctx.is_one:
-            local = simulation.every_rank(local, simulation.ranks_of(spec.mesh))
-        return dtensor(in_order(local.detach(), spec), spec)
+            local = simulation.copy_to_ranks(local, simulation.list_ranks(spec.mesh))
+        return make_dtensor(restore_axis_order(local.detach(), spec), spec)
 
     @staticmethod
-    def needed(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_checked(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ()
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        wanted = summed_placements(ctx.spec.placements)
-        gradient = placed_in(on_mesh(upstream[0], ctx.spec.mesh), wanted)
-        local = _ToLocal.of(gradient, _GradientLayout(ctx.spec.placements))
+        wanted = reduce_placements(ctx.spec.placements)
+        gradient = move_to_placements(replicate_gradient(upstream[0], ctx.spec.mesh), wanted)
+        local = _ToLocal.run(gradient, _GradientLayout(ctx.spec.placements))
         is_same = ctx.is_one and all(each.is_replicate() for each in wanted)
         return take_one_rank(local) if is_same else local, None
 
@@ -283,12 +283,12 @@ class _FromLocal(OwnGradient):
 class _AsOne(OwnGradient):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor) -> torch.Tensor:
-        ctx.ranks = tuple(simulation.pieces_of(local))
-        one = simulation.plain(local)
+        ctx.ranks = tuple(simulation.get_pieces(local))
+        one = simulation.get_first_piece(local)
         return one.view_as(one)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         gradient = upstream[0]
-        is_one = simulation.plain(gradient) is gradient
-        return simulation.every_rank(gradient, ctx.ranks) if is_one else gradient
+        is_one = simulation.get_first_piece(gradient) is gradient
+        return simulation.copy_to_ranks(gradient, ctx.ranks) if is_one else gradient

@@ -25,11 +25,11 @@ from layoutmap.engines.torch.operators import (
     Function,
     Kwargs,
     OpOverload,
-    only_views,
-    written_arguments,
+    is_pure_view,
+    list_written_arguments,
 )
-from layoutmap.engines.torch.placing import in_order
-from layoutmap.engines.torch.specs import DTensorSpec, local_of, set_pieces, spec_of
+from layoutmap.engines.torch.placing import restore_axis_order
+from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, set_pieces
 from layoutmap.engines.torch.trees import tree_leaves
 
 with Needed("torch"):
@@ -73,7 +73,7 @@ def is_custom_operator(function: Function) -> bool:
 
 def take_shape(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
     """Have a `DTensor`, the first argument of an operator that changes its shape in place, be as a view of it is."""
-    set_pieces(args[0], local_of(view), spec_of(view))
+    set_pieces(args[0], get_local(view), get_spec(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -188,7 +188,9 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
         return list(ways[target])
 
 
-def _iterate_paths(planner: Any, source: Any, steps: dict[Any, dict[Any, float]]) -> Iterator[tuple[Any, _Way]]:
+def _iterate_paths(
+    planner: Any, source: Any, steps: dict[Any, dict[Any, float]]
+) -> Iterator[tuple[Any, _Way]]:
     """Yield layouts and the cheapest paths to them, by cost. Searches from all sources share `steps`."""
     numbers = itertools.count()
     begun: list[tuple[float, int, Any, _Way]] = [(0.0, next(numbers), source, (source,))]
@@ -219,7 +221,7 @@ _INSTEAD: dict[str, Function] = {
 def _compute_results(moved: Function, op: OpOverload, args: Args, info: Any) -> object:
     """Return the local results of an operator."""
     results = _OWN[_RESULTS](_DISPATCHER, op, args, info)
-    if only_views(op) and (schema := info.output_sharding.redistribute_schema) is not None:
+    if is_pure_view(op) and (schema := info.output_sharding.redistribute_schema) is not None:
         moved(args[0], info.local_args[0], schema.args_schema[0])
     return results
 
@@ -231,14 +233,14 @@ def _redistribute(info: Any, schema: Any, *options: object) -> None:
     for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):  # some get more
         if isinstance(held, DTensorSpec) and held != wanted:
             before, after = info.local_args[:place], info.local_args[place + 1 :]
-            info.local_args = (*before, in_order(info.local_args[place], wanted), *after)
+            info.local_args = (*before, restore_axis_order(info.local_args[place], wanted), *after)
 
 
 def _return_results(then: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object) -> object:
     """Return DTensor's result of an operator that changes tensors, some of which may be unsharded."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
-        changed = args[0] if is_inplace else [kwargs[name] for _, name in written_arguments(op)]
+        changed = args[0] if is_inplace else [kwargs[name] for _, name in list_written_arguments(op)]
         leaves = [changed] if isinstance(changed, torch.Tensor) else tree_leaves(changed)
         then(op, leaves)
         if op is torch.ops.aten.copy_.default and not isinstance(changed, DTensor):

@@ -21,19 +21,25 @@ from layoutmap.engines.torch.operators import (
     Args,
     Function,
     Kwargs,
-    operator_of,
-    written_arguments,
+    list_written_arguments,
+    resolve_overload,
 )
-from layoutmap.engines.torch.placing import everywhere, full_tensor, is_everywhere, like, with_gradient
+from layoutmap.engines.torch.placing import (
+    full_tensor,
+    hook_gradient,
+    is_replicated,
+    place_like,
+    replicate_tensor,
+)
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
-from layoutmap.engines.torch.unseen import check, numbers_of
+from layoutmap.engines.torch.unseen import check, snapshot_counters
 
 
 def compute_gathered(
     function: Function,
     args: Args,
     kwargs: Kwargs,
-    write: Callable[[DTensor, torch.Tensor], object] = lambda old, new: old.copy_(like(new, old)),
+    write: Callable[[DTensor, torch.Tensor], object] = lambda old, new: old.copy_(place_like(new, old)),
 ) -> Any:
     """Compute a function on gathered tensors. Gradients pass, and DTensors that it changes keep their layout.
 
@@ -60,7 +66,7 @@ def compute_gathered(
     def on_mesh(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return given[id(value)] if id(value) in given else everywhere(value, mesh)
+        return given[id(value)] if id(value) in given else replicate_tensor(value, mesh)
 
     return tree_map(on_mesh, result)
 
@@ -68,7 +74,7 @@ def compute_gathered(
 def find_changed(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """Return the tensors that a call changes, by the operator's schema or the function's name."""
     if isinstance(function, OPERATORS):
-        written = written_arguments(operator_of(function, args, kwargs))
+        written = list_written_arguments(resolve_overload(function, args, kwargs))
         found: Any = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
     else:
         found = [args[:1] if is_in_place(function) else (), kwargs.get("out")]
@@ -77,7 +83,7 @@ def find_changed(function: Function, args: Args, kwargs: Kwargs) -> list[torch.T
 
 def compute_custom_operator(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0057
     """Compute a custom operator on gathered tensors, because its kernels expect unsharded memory."""
-    if not all(is_everywhere(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
+    if not all(is_replicated(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
         warn_of_gathering(format_function(function), "DTensor does not know what a custom operator computes")
     return compute_gathered(function, args, kwargs)
 
@@ -139,7 +145,8 @@ _READING = (  # of which DTensor reads the part of this device: pytorch/pytorch#
     *("__contains__", "__float__", "__format__", "__index__", "__int__"),
 )
 READS = dict.fromkeys(
-    [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero], read_gathered
+    [*(getattr(_TENSOR, name) for name in _READING), torch.equal, torch.allclose, torch.is_nonzero],
+    read_gathered,
 )
 
 
@@ -161,19 +168,21 @@ def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `prod`, and refuse its backward pass if the input or result was changed meanwhile."""
     given = dict(kwargs)
     x = args[0] if args else given.pop("input")
-    numbers = numbers_of(x)
+    numbers = snapshot_counters(x)
 
     def check_gradient(gradient: torch.Tensor) -> object:
         check(numbers)
         return gradient
 
-    result = function(with_gradient(x, check_gradient), *args[1:], **given)
-    numbers += numbers_of(result)
+    result = function(hook_gradient(x, check_gradient), *args[1:], **given)
+    numbers += snapshot_counters(result)
     return result
 
 
 GATHERED: dict[object, Function] = {
-    **dict.fromkeys((torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), compute_gathered),
+    **dict.fromkeys(
+        (torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), compute_gathered
+    ),
     torch.prod: compute_product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _compute_tensor_split),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _convert_list),

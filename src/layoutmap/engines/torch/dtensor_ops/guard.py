@@ -19,43 +19,48 @@ from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import is_before
-from layoutmap.engines.torch.backward import gradient_of
+from layoutmap.engines.torch.backward import get_backward_node
 from layoutmap.engines.torch.changes import change, meshes
 from layoutmap.engines.torch.dtensor_ops.dispatch import (
     OperatorsGuarded,
     decompose_operator,
-    list_specs,
     list_argument_specs,
+    list_specs,
     take_shape,
 )
-from layoutmap.engines.torch.dtensor_ops.gathered import find_changed, format_function, compute_gathered, warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.gathered import (
+    compute_gathered,
+    find_changed,
+    format_function,
+    warn_of_gathering,
+)
 from layoutmap.engines.torch.dtensor_ops.local_values import has_shard, shard_error
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_axis_sharded
 from layoutmap.engines.torch.dtensor_ops.memories import copied, count_unseen, note_redistributed, write_back
 from layoutmap.engines.torch.dtensor_ops.proven import ALONG, ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import (
     Args,
     Function,
     Kwargs,
     OpOverload,
-    argument_names,
-    only_views,
-    overload_name,
-    written_arguments,
+    get_overload_name,
+    is_pure_view,
+    list_argument_names,
+    list_written_arguments,
 )
 from layoutmap.engines.torch.placing import (
-    everywhere,
     full_tensor,
     has_no_gaps,
-    is_everywhere,
-    placed_in,
-    replicated,
-    summed_placements,
+    is_replicated,
+    make_replicated,
+    move_to_placements,
+    reduce_placements,
+    replicate_tensor,
 )
-from layoutmap.engines.torch.specs import DTensorSpec, axis_of, dtensor, local_of
+from layoutmap.engines.torch.specs import DTensorSpec, get_axis, get_local, make_dtensor
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
-from layoutmap.engines.torch.unseen import memory_of
+from layoutmap.engines.torch.unseen import get_memory
 
 _FROM_THE_START = (
     {"cumsum": 1, "argmax": 1, "argmin": 1, "select_backward": 2, "slice_backward": 2}
@@ -97,7 +102,9 @@ def guard_mesh(device_mesh: DeviceMesh) -> None:
 
 def _propagate_changes(op: OpOverload, changed: list[torch.Tensor]) -> None:
     """Write the changes of DTensors back to the tensors that they are copies of."""
-    _refuse_unsharded_writes(op, changed, {})  # what DTensor remembers of replicated tensors it does to plain ones, too
+    _refuse_unsharded_writes(
+        op, changed, {}
+    )  # what DTensor remembers of replicated tensors it does to plain ones, too
     count_unseen(changed)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
@@ -107,7 +114,7 @@ def _propagate_changes(op: OpOverload, changed: list[torch.Tensor]) -> None:
 def _note_copy(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Note the source of a redistributed tensor, because views of it are copies."""
     if isinstance(source, DTensor) and source.device_mesh in meshes:
-        note_redistributed(source, dtensor(local, spec))
+        note_redistributed(source, make_dtensor(local, spec))
 
 
 def is_guarded(device_mesh: DeviceMesh) -> bool:
@@ -116,14 +123,16 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
 
 
 # why: decisions/0057
-@plainly
+@skip_function_modes
 @torch.no_grad()
 def _answer_operator(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """Return DTensor's own result of an operator if that is proven, or this library's result."""
     if mesh not in meshes:  # DTensors of the program itself
         return own()
     if has_shard((args, kwargs)):  # outside of modes, where nothing has looked at it
-        raise shard_error(f"{op}: a shard, computed with a tensor on the mesh", _list_dtensors((args, kwargs))[0])
+        raise shard_error(
+            f"{op}: a shard, computed with a tensor on the mesh", _list_dtensors((args, kwargs))[0]
+        )
     _refuse_unsharded_writes(op, args, kwargs)
     return _compute_operator(own, op, args, kwargs, mesh)
 
@@ -132,13 +141,13 @@ def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None
     """Refuse an operator that would change an unsharded tensor, except a copy of values."""
     if op is torch.ops.aten.copy_.default:
         return
-    for place, name in written_arguments(op):
+    for place, name in list_written_arguments(op):
         # Others are for the operator's own use, such as the steps of a fused optimizer.
         for each in tree_leaves(args[0] if place == 0 else kwargs.get(name)):
             if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):
                 raise EngineError(
                     f"{op}: a plain tensor would be changed by tensors on a mesh",
-                    facts={"shape": tuple(each.shape), "gradient of": gradient_of()},
+                    facts={"shape": tuple(each.shape), "gradient of": get_backward_node()},
                     why="each device would change it, or a copy of it",
                     fix="pass their values: tensor.full_tensor()",
                 )
@@ -153,10 +162,10 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
         and isinstance(args[0], DTensor)
         and not _is_partial_or_strided(args[0])
     ):
-        return args[0].copy_(getattr(getattr(torch.ops.aten, name), overload_name(op))(*args, **kwargs))
+        return args[0].copy_(getattr(getattr(torch.ops.aten, name), get_overload_name(op))(*args, **kwargs))
     if full_name in _RESHAPING and isinstance(args[0], DTensor):
         view = getattr(torch.ops.aten, name)(*args, **kwargs)
-        if memory_of(view) is not memory_of(args[0]):
+        if get_memory(view) is not get_memory(args[0]):
             _refuse_shape(op, args[0], view)
         return take_shape(op, args, kwargs, view)
     place = _FROM_THE_START.get(name, len(args))
@@ -191,22 +200,22 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
             why = f"DTensor would {what}"
     if any(_is_partial_or_strided(each) and id(each) not in written for each in tensors):
         ready, named = tree_map(lambda each: _reduce_argument(each, written), (tuple(args), kwargs))
-        if only_views(op):
+        if is_pure_view(op):
             note_redistributed(args[0], ready[0])
         return op(*ready, **named)
     inner = decompose_operator(op, args, kwargs)  # its parts may be proven, or need less of a gather
     if inner is not NotImplemented:
         return inner
-    if only_views(op) and all(map(is_everywhere, tensors)) and not _is_read_by_strides(name, args[0]):
+    if is_pure_view(op) and all(map(is_replicated, tensors)) and not _is_read_by_strides(name, args[0]):
         return _compute_local_view(op, args, kwargs, mesh)
-    if only_views(op):
-        copy = everywhere(full_tensor(args[0]), mesh)
+    if is_pure_view(op):
+        copy = replicate_tensor(full_tensor(args[0]), mesh)
         note_redistributed(args[0], copy)
         result = op(copy, *args[1:], **kwargs)
     else:
         result = compute_gathered(op, args, kwargs, functools.partial(_write, op))
     is_filled = any(_is_partial_or_strided(each) for each in tensors if id(each) in written)
-    if not (name in QUIET or is_empty or is_filled or all(map(is_everywhere, tensors))):
+    if not (name in QUIET or is_empty or is_filled or all(map(is_replicated, tensors))):
         warn_of_gathering(format_function(op), why)
     return result
 
@@ -214,7 +223,7 @@ def _compute_operator(own: Callable[[], object], op: Any, args: Any, kwargs: Any
 def _is_proven(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Return whether DTensor's own implementation is correct. Operators of the program count as correct."""
     if name in REDUCTIONS:
-        place = argument_names(op).index("reduction")
+        place = list_argument_names(op).index("reduction")
         return (args[place] if place < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _is_aligned(args[0], args[1], args):
         return False
@@ -271,12 +280,12 @@ def _is_simple_placement(placement: Placement) -> bool:
 def _reduce_argument(value: object, written: set[int]) -> object:
     if not isinstance(value, DTensor) or id(value) in written or not _is_partial_or_strided(value):
         return value
-    return placed_in(value, [p if type(p) is Shard else Replicate() for p in value.placements])
+    return move_to_placements(value, [p if type(p) is Shard else Replicate() for p in value.placements])
 
 
 def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
     """Return whether an operator reads memory by strides that a redistributed local tensor does not have."""
-    if name != "as_strided" or local_of(tensor).stride() == (strides := tensor.stride()):
+    if name != "as_strided" or get_local(tensor).stride() == (strides := tensor.stride()):
         return False
     if not has_no_gaps(tensor.shape, strides):
         raise EngineError(
@@ -293,18 +302,18 @@ def _is_even(tensor: DTensor | DTensorSpec) -> bool:
     parts = [1] * len(tensor.shape)
     for dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
-            parts[axis_of(placement)] *= tensor.device_mesh.size(dim)
+            parts[get_axis(placement)] *= tensor.device_mesh.size(dim)
     return all(size % number == 0 for size, number in zip(tensor.shape, parts, strict=True))
 
 
 def _compute_local_view(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """Compute a view on the local tensor of a replicated DTensor."""
     args, kwargs = tree_map(
-        lambda each: local_of(each) if isinstance(each, DTensor) else each, (args, kwargs)
+        lambda each: get_local(each) if isinstance(each, DTensor) else each, (args, kwargs)
     )
     return tree_map(
         lambda each: (
-            DTensor.from_local(each, mesh, replicated(mesh), run_check=False)
+            DTensor.from_local(each, mesh, make_replicated(mesh), run_check=False)
             if isinstance(each, torch.Tensor)
             else each
         ),
@@ -325,14 +334,14 @@ def _write(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
     if old.shape != new.shape:
         _refuse_shape(op, old, new)
     mesh = old.device_mesh
-    values = local_of(placed_in(everywhere(new, mesh), summed_placements(old.placements)))
+    values = get_local(move_to_placements(replicate_tensor(new, mesh), reduce_placements(old.placements)))
     for dim, placement in enumerate(old.placements):
         # Of other kinds, what is the same everywhere is its own mean or maximum.
         if placement.is_partial("sum"):
-            is_first = everywhere(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
+            is_first = replicate_tensor(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
-            values = values.where(local_of(placed_in(is_first, axes)).reshape(()), 0)
-    local_of(old).copy_(values)
+            values = values.where(get_local(move_to_placements(is_first, axes)).reshape(()), 0)
+    get_local(old).copy_(values)
     _propagate_changes(op, [old])
 
 

@@ -15,16 +15,21 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import on_mesh, redistributed, reduced, summed_placements
+from layoutmap.engines.torch.placing import (
+    redistribute_tensor,
+    reduce_partial,
+    reduce_placements,
+    replicate_gradient,
+)
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
-    axis_of,
-    cached_by_mesh,
-    dtensor,
-    local_of,
-    meta_of,
-    spec_of,
-    spec_of_tensor,
+    cache_by_mesh,
+    get_axis,
+    get_local,
+    get_meta,
+    get_spec,
+    make_dtensor,
+    make_tensor_spec,
 )
 
 
@@ -34,14 +39,14 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
     plan = None
     # Under autocast torch is to convert the arguments first.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
-        of_bias = None if tensors[2] is None else spec_of(tensors[2])
-        plan = _plan_shards(spec_of(tensors[0]), spec_of(tensors[1]), of_bias)
+        of_bias = None if tensors[2] is None else get_spec(tensors[2])
+        plan = _plan_shards(get_spec(tensors[0]), get_spec(tensors[1]), of_bias)
     if plan is None and tensors[0].ndim == 1:  # torch would change the shape of the result in place
         result = _compute_linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
     if plan is None:
         result = function(*args, **kwargs)
-        return result if result.ndim else reduced(result)
+        return result if result.ndim else reduce_partial(result)
     return _Linear.apply(*tensors, plan)
 
 
@@ -61,11 +66,11 @@ class _Plan(NamedTuple):
     num_summands: int
 
 
-@cached_by_mesh
+@cache_by_mesh
 def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _Plan | None:
     """Return how to multiply on shards, or None if an argument needs another layout or is no matrix."""
     mesh, last = x.mesh, len(x.shape) - 1
-    dtypes = {meta_of(each).dtype for each in (x, weight, bias) if each is not None}
+    dtypes = {get_meta(each).dtype for each in (x, weight, bias) if each is not None}
     ranks = len(weight.shape), 1 if bias is None else len(bias.shape)
     if ranks != (2, 1) or last < 0 or len(dtypes) > 1 or not all(map(_is_even, (x, weight))):
         return None
@@ -94,12 +99,12 @@ def _plan_shards(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) 
     (dtype,) = dtypes
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     specs = [
-        None if of is None else spec_of_tensor(mesh, tuple(placements), of.shape, dtype)
+        None if of is None else make_tensor_spec(mesh, tuple(placements), of.shape, dtype)
         for of, placements in zip((x, weight, bias), of_gradients, strict=True)
     ]
     return _Plan(
-        spec_of_tensor(mesh, tuple(of_result), shape, dtype),
-        summed_placements(of_result),
+        make_tensor_spec(mesh, tuple(of_result), shape, dtype),
+        reduce_placements(of_result),
         specs,
         num_summands,
     )
@@ -109,7 +114,7 @@ def _is_even(spec: DTensorSpec) -> bool:
     parts = [1] * len(spec.shape)
     for dim, placement in enumerate(spec.placements):
         if type(placement) is Shard:
-            parts[axis_of(placement)] *= spec.mesh.size(dim)
+            parts[get_axis(placement)] *= spec.mesh.size(dim)
     return all(size and size % number == 0 for size, number in zip(spec.shape, parts, strict=True))
 
 
@@ -120,30 +125,30 @@ class _Linear(AutogradFunction):
     ) -> DTensor:
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
-        of_bias = None if bias is None else local_of(bias)
+        of_bias = None if bias is None else get_local(bias)
         if of_bias is not None and plan.num_summands > 1:
             of_bias = of_bias / plan.num_summands  # or the sum would have it several times
-        return dtensor(F.linear(local_of(x), local_of(weight), of_bias), plan.result)
+        return make_dtensor(F.linear(get_local(x), get_local(weight), of_bias), plan.result)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         x, weight = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        given = redistributed(on_mesh(upstream[0], plan.result.mesh), plan.upstream)
+        given = redistribute_tensor(replicate_gradient(upstream[0], plan.result.mesh), plan.upstream)
         if torch.is_grad_enabled():  # for gradients of gradients
             return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
-        gradient = local_of(given)
+        gradient = get_local(given)
         rows = gradient.reshape(-1, gradient.shape[-1])
         results: list[torch.Tensor | None] = [None, None, None, None]
         if ctx.needs_input_grad[0]:
-            results[0] = gradient @ local_of(weight)
+            results[0] = gradient @ get_local(weight)
         if ctx.needs_input_grad[1]:
-            local = local_of(x)
+            local = get_local(x)
             results[1] = rows.t() @ local.reshape(-1, local.shape[-1])
         if ctx.needs_input_grad[2]:
             results[2] = rows.sum(0)
         return tuple(
-            None if result is None or spec is None else dtensor(result, spec)
+            None if result is None or spec is None else make_dtensor(result, spec)
             for result, spec in zip(results, (*plan.gradients, None), strict=True)
         )
 
@@ -163,7 +168,7 @@ def _compute_matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
     if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # as in `_compute_linear`
         return function(args[0].unsqueeze(0), args[1]).squeeze(0)
     result = function(*args, **kwargs)
-    return result if result.ndim else reduced(result)
+    return result if result.ndim else reduce_partial(result)
 
 
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)

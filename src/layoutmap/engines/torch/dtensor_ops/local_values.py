@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.gathered import is_in_place, format_function
-from layoutmap.engines.torch.modes import function_modes
+from layoutmap.engines.torch.dtensor_ops.gathered import format_function, is_in_place
+from layoutmap.engines.torch.modes import list_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -30,7 +30,9 @@ _marks: Any = WeakIdKeyDictionary()
 def mark_local(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
     """Mark the local tensor of a DTensor, and return it."""
     differs = not all(each.is_replicate() for each in placements)
-    if differs or function_modes():  # outside of a call, what is the same on all devices is like any tensor
+    if (
+        differs or list_function_modes()
+    ):  # outside of a call, what is the same on all devices is like any tensor
         _marks[local] = differs
     return local
 
@@ -69,7 +71,9 @@ def refuse_mixed(function: Function, args: Args, kwargs: Kwargs, changed: Sequen
         if isinstance(each, DTensor) and (
             any(each is other for other in changed) or not all(p.is_replicate() for p in each.placements)
         ):
-            raise shard_error(f"{format_function(function)}: a shard, computed with a tensor on the mesh", each)
+            raise shard_error(
+                f"{format_function(function)}: a shard, computed with a tensor on the mesh", each
+            )
 
 
 def refuse_shard(what: str, value: object) -> None:

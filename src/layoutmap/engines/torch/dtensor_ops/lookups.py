@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import find_kept_axes, take_local_shard, make_placements
+from layoutmap.engines.torch.dtensor_ops.shards import find_kept_axes, make_placements, take_local_shard
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import from_shards, reduced
-from layoutmap.engines.torch.specs import local_of, spec_of
+from layoutmap.engines.torch.placing import from_shards, reduce_partial
+from layoutmap.engines.torch.specs import get_local, get_spec
 
 check_names("torch", (torch.ops.aten, "_assert_async"))
 
@@ -47,7 +47,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
     if rows.ndim == 0:
         return _compute_embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
     if not is_axis_sharded(table, 0):
-        return reduced(function(**given))
+        return reduce_partial(function(**given))
     check_numbers(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
     apart = find_kept_axes([rows], mesh, range(rows.ndim))
@@ -101,17 +101,21 @@ def find_local_rows(
     return (index - numbers[0]).clamp(0, len(numbers) - 1), is_here  # any row that is here, for the rest
 
 
-def list_local_indices(size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device) -> torch.Tensor:
+def list_local_indices(
+    size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device
+) -> torch.Tensor:
     """Return the indices of an axis that this device's shard has. See `find_local_rows`."""
     return take_local_shard(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
 
 
-def sum_shards(local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int], dims: Collection[int]) -> DTensor:
+def sum_shards(
+    local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int], dims: Collection[int]
+) -> DTensor:
     """Return the DTensor of local shards that are summed over some mesh dims and sharded over others."""
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(make_placements(mesh, axes))
     ]
-    return reduced(from_shards(local, mesh, placements))
+    return reduce_partial(from_shards(local, mesh, placements))
 
 
 def _take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -136,7 +140,7 @@ def is_axis_sharded(tensor: torch.Tensor, axis: int) -> bool:
     """Return whether an axis of a DTensor is sharded over any mesh dim."""
     if not isinstance(tensor, DTensor) or tensor.ndim == 0:
         return False
-    return any(placement.is_shard(axis % tensor.ndim) for placement in spec_of(tensor).placements)
+    return any(placement.is_shard(axis % tensor.ndim) for placement in get_spec(tensor).placements)
 
 
 def _flatten_axis(shape: Sequence[int], axis: int) -> list[int]:
@@ -145,8 +149,8 @@ def _flatten_axis(shape: Sequence[int], axis: int) -> list[int]:
 
 def check_numbers(numbers: torch.Tensor, size: int, name: str, axis: int = 0) -> None:
     """Raise an IndexError where a number is not from 0 to below the size, if it can be known at once."""
-    numbers = reduced(numbers)
-    local = local_of(numbers) if isinstance(numbers, DTensor) else numbers
+    numbers = reduce_partial(numbers)
+    local = get_local(numbers) if isinstance(numbers, DTensor) else numbers
     what = f"{name}: index out of range: axis {axis} has size {size}"
     try:
         # On an accelerator it raises later: nothing waits for the values.

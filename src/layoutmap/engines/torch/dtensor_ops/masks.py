@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.specs import cached_by_mesh, dtensor, spec_of_tensor
+from layoutmap.engines.torch.specs import cache_by_mesh, make_dtensor, make_tensor_spec
 
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # one more changes bits that decide nothing
 _PIECE = 1 << 16  # elements that are mixed at once, on a CPU in its cache
@@ -58,20 +58,23 @@ def draw_sharded_mask(  # why: decisions/0102
             pieces[rank] = made[places].clone()
         else:
             pieces[rank] = made[places] = _draw_mask(places, size, seed, p, dtype, over)
-    return dtensor(simulation.join(pieces, dtype), spec_of_tensor(mesh, placements, size, dtype))
+    return make_dtensor(
+        simulation.join_pieces(pieces, dtype), make_tensor_spec(mesh, placements, size, dtype)
+    )
 
 
-@cached_by_mesh
+@cache_by_mesh
 def _find_local_places(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> Mapping[int, Places]:
     """Return the global indices of each local rank's elements along each axis."""
-    ranks = simulation.ranks_of(mesh)
+    ranks = simulation.list_ranks(mesh)
     found: dict[int, Places] = {}
-    for rank in simulation.ranks_here(ranks):
+    for rank in simulation.filter_local_ranks(ranks):
         coordinates = [int(each) for each in np.unravel_index(ranks.index(rank), mesh.shape)]
         found[rank] = tuple(
-            _find_axis_places(axis, size, mesh.shape, placements, coordinates) for axis, size in enumerate(shape)
+            _find_axis_places(axis, size, mesh.shape, placements, coordinates)
+            for axis, size in enumerate(shape)
         )
     return found
 

@@ -23,13 +23,13 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops.gathered import format_function, warn_of_gathering
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
-from layoutmap.engines.torch.placing import attainable_placements, placed_in
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, meta_of, spec_of
-from layoutmap.engines.torch.storages import base_of
+from layoutmap.engines.torch.placing import find_reachable_placements, move_to_placements
+from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_meta, get_spec, make_dtensor
+from layoutmap.engines.torch.storages import get_base
 from layoutmap.engines.torch.trees import tree_leaves
-from layoutmap.engines.torch.unseen import count, is_unseen, memory_of
+from layoutmap.engines.torch.unseen import count, get_memory, has_hidden_changes
 
 check_names("torch", (torch._C, "_disabled_torch_function_impl"))
 
@@ -56,16 +56,16 @@ class _Origin(NamedTuple):  # why: decisions/0151
     spec: DTensorSpec
     places: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]
 
-    def whole(self, part: torch.Tensor) -> DTensor:
+    def rebuild_copy(self, part: torch.Tensor) -> DTensor:
         """Return the whole copy that shares its memory with a part."""
-        dtype = meta_of(self.spec).dtype
+        dtype = get_meta(self.spec).dtype
         pieces = {
             rank: torch.empty(0, dtype=dtype, device=piece.device).set_(
                 piece.untyped_storage(), *self.places[rank]
             )
-            for rank, piece in simulation.pieces_of(local_of(part)).items()
+            for rank, piece in simulation.get_pieces(get_local(part)).items()
         }
-        return dtensor(simulation.join(pieces, dtype), self.spec)
+        return make_dtensor(simulation.join_pieces(pieces, dtype), self.spec)
 
 
 def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
@@ -75,15 +75,15 @@ def note_redistributed(source: torch.Tensor, copy: torch.Tensor) -> None:
         source: The DTensor.
         copy: The same in the other layout.
     """
-    memory, above = memory_of(copy), memory_of(source)
+    memory, above = get_memory(copy), get_memory(source)
     if memory is above:  # the redistribution was none
         return
     places = {
         rank: (int(piece.storage_offset()), tuple(piece.shape), piece.stride())
-        for rank, piece in simulation.pieces_of(local_of(copy)).items()
+        for rank, piece in simulation.get_pieces(get_local(copy)).items()
     }
-    own = dtensor(local_of(source), spec_of(source))  # another object, outside of the graph
-    setattr(memory, _ORIGIN, _Origin(own, weakref.ref(base_of(source)), spec_of(copy), places))
+    own = make_dtensor(get_local(source), get_spec(source))  # another object, outside of the graph
+    setattr(memory, _ORIGIN, _Origin(own, weakref.ref(get_base(source)), get_spec(copy), places))
     vars(above).setdefault(_COPIES, weakref.WeakSet()).add(memory)
     copied.add(memory)
     if above in outdated:
@@ -98,10 +98,10 @@ def _iterate_origins(memory: torch.UntypedStorage) -> Generator[torch.UntypedSto
     """Yield a memory, the memory that it is a copy of, and so on."""
     yield memory
     while (origin := _get_origin(memory)) is not None:
-        yield (memory := memory_of(origin.source))
+        yield (memory := get_memory(origin.source))
 
 
-@plainly
+@skip_function_modes
 @torch.no_grad()
 def write_back(op: OpOverload, changed: list[DTensor]) -> None:
     """Write an operator's changes of copies back to their origins, and mark other copies as outdated.
@@ -115,34 +115,36 @@ def write_back(op: OpOverload, changed: list[DTensor]) -> None:
             or one while a graph is recorded.
     """
     name = format_function(op)
-    tensors = {id(memory_of(each)): each for each in changed}.values()  # one for each memory
-    parts = [(each, origin) for each in tensors if (origin := _get_origin(memory_of(each))) is not None]
+    tensors = {id(get_memory(each)): each for each in changed}.values()  # one for each memory
+    parts = [(each, origin) for each in tensors if (origin := _get_origin(get_memory(each))) is not None]
     refuse_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
         _check_writable(name, part, origin, [each for each in tensors if each is not part])
     for each in tensors:
-        _mark_copies(list(_iterate_origins(memory_of(each))), is_seen=not is_unseen(each))
+        _mark_copies(list(_iterate_origins(get_memory(each))), is_seen=not has_hidden_changes(each))
     for part, origin in parts:
         warn_of_gathering(f"{name} of a slice", "along a sharded axis it is a copy, and is written back")
-        origin.source.copy_(placed_in(origin.whole(part), attainable_placements(origin.source)))
-        outdated.discard(memory_of(part))  # its tensor has what it has
+        origin.source.copy_(
+            move_to_placements(origin.rebuild_copy(part), find_reachable_placements(origin.source))
+        )
+        outdated.discard(get_memory(part))  # its tensor has what it has
 
 
 def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iterable[torch.Tensor]) -> None:
     """Raise an EngineError for a changed copy that cannot be written back."""
-    *_, root = _iterate_origins(memory_of(part))
+    *_, root = _iterate_origins(get_memory(part))
     if 0 in origin.source.stride():  # as after expand
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
         )
-    elif any(root is memory for each in others for memory in _iterate_origins(memory_of(each))):
+    elif any(root is memory for each in others for memory in _iterate_origins(get_memory(each))):
         why, fix = "another slice was changed by the same call", "change one after the other"
-    elif type(simulation.plain(local_of(part))) is not torch.Tensor:
+    elif type(simulation.get_first_piece(get_local(part))) is not torch.Tensor:
         why, fix = "a graph is recorded, which has no memory", "assign to it: x[...] = value"
     else:
         return
-    _mark(memory_of(part), is_seen=True)
+    _mark(get_memory(part), is_seen=True)
     raise EngineError(
         f"{name}: a slice along a sharded axis, changed in place",
         facts={"shape": tuple(part.shape), "tensor": tuple(origin.source.shape)},
@@ -153,8 +155,8 @@ def _check_writable(name: str, part: torch.Tensor, origin: _Origin, others: Iter
 
 def count_unseen(changed: list[torch.Tensor]) -> None:
     """Count changes of tensors and their origins that autograd does not see."""
-    for each in filter(is_unseen, changed):
-        for memory in _iterate_origins(memory_of(each)):
+    for each in filter(has_hidden_changes, changed):
+        for memory in _iterate_origins(get_memory(each)):
             count(memory)
 
 
@@ -189,7 +191,7 @@ QUESTIONS = frozenset(getattr(torch.Tensor, name) for name in (*_METHODS, "stora
 
 
 def _format_tensor(tensor: DTensor) -> str:
-    return _SHOW(tensor) + (" (outdated: take it again)" if memory_of(tensor) in outdated else "")
+    return _SHOW(tensor) + (" (outdated: take it again)" if get_memory(tensor) in outdated else "")
 
 
 def refuse_outdated(name: str, values: object) -> None:
@@ -199,7 +201,7 @@ def refuse_outdated(name: str, values: object) -> None:
         EngineError: There is such a slice among the values.
     """
     for each in tree_leaves(values) if outdated else ():
-        if isinstance(each, DTensor) and (memory := memory_of(each)) in outdated:
+        if isinstance(each, DTensor) and (memory := get_memory(each)) in outdated:
             raise EngineError(
                 f"{name}: a slice of a tensor that was changed after it was taken",
                 facts={"shape": tuple(each.shape), "tensor": tuple(getattr(memory, _ORIGIN).source.shape)},

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.changes import keep
+from layoutmap.engines.torch.changes import keep_patches
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
@@ -42,11 +42,11 @@ from layoutmap.engines.torch.dtensor_ops.dispatch import is_custom_operator
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
-    find_changed,
-    is_in_place,
     compute_custom_operator,
-    format_function,
     compute_gathered,
+    find_changed,
+    format_function,
+    is_in_place,
 )
 from layoutmap.engines.torch.dtensor_ops.guard import guard_mesh
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, drop_empty
@@ -68,10 +68,10 @@ from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import assign_item, keep_gradient
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_unwrap, unwrap_function
-from layoutmap.engines.torch.modes import outside_of_modes, plainly, without_function_modes
+from layoutmap.engines.torch.modes import disable_function_modes, leave_function_modes, skip_function_modes
 from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
-from layoutmap.engines.torch.placing import everywhere, reduced
-from layoutmap.engines.torch.storages import base_of
+from layoutmap.engines.torch.placing import reduce_partial, replicate_tensor
+from layoutmap.engines.torch.storages import get_base
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 with Needed("torch"):
@@ -96,9 +96,13 @@ _TABLES: tuple[Mapping[Any, Handler], ...] = (
     READS,
     {torch.Tensor.__setitem__: assign_item},
 )
-_HANDLERS = {function: plainly(handler) for table in _TABLES for function, handler in table.items()}
-_BY_SHARDS = {f: plainly(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()}
-_INTO_PLAIN = plainly(compute_gathered)
+_HANDLERS = {
+    function: skip_function_modes(handler) for table in _TABLES for function, handler in table.items()
+}
+_BY_SHARDS = {
+    f: skip_function_modes(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()
+}
+_INTO_PLAIN = skip_function_modes(compute_gathered)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
@@ -117,7 +121,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
     set_replicates_plain_tensors(True)  # DTensor refuses plain tensors beside DTensors else
     try:
         mode = _Computing(by_shards)
-        keep(mode)
+        keep_patches(mode)
         with mode:
             yield
     finally:
@@ -134,18 +138,22 @@ class _Computing(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in QUESTIONS) and type(args[0]) is DTensor:
-            with outside_of_modes():  # it computes nothing: no mode has to see it
+            with disable_function_modes():  # it computes nothing: no mode has to see it
                 return func(*args, **kwargs)
         if outdated:
             refuse_outdated(format_function(func), (args, kwargs))
         known = _classify_function(func, self._by_shards)
         if known.is_backward:
             # Not under other modes: they would take what DTensor computes on the way for something of the program's.
-            with without_function_modes(), self:
+            with leave_function_modes(), self:
                 return unwrap_function(func)(*args, **kwargs)
         found, is_mixed = _find_tensors((*args, *kwargs.values()) if kwargs else args)
         if found is None:
-            return _compute_per_device(func, args, kwargs) if has_local_tensor((args, kwargs)) else func(*args, **kwargs)
+            return (
+                _compute_per_device(func, args, kwargs)
+                if has_local_tensor((args, kwargs))
+                else func(*args, **kwargs)
+            )
         changed = find_changed(func, args, kwargs) if known.changes or "out" in kwargs else []
         if known.indexes:
             args = (args[0], _convert_index(args[1]), *args[2:])
@@ -196,7 +204,9 @@ class _Known:
 def _classify_function(func: Function, by_shards: bool) -> _Known:
     handler = _BY_SHARDS.get(func) if by_shards else None
     return _Known(
-        handler=handler or _HANDLERS.get(func) or (plainly(compute_custom_operator) if is_custom_operator(func) else None),
+        handler=handler
+        or _HANDLERS.get(func)
+        or (skip_function_modes(compute_custom_operator) if is_custom_operator(func) else None),
         changes=isinstance(func, OPERATORS) or is_in_place(func),
         indexes=func in _INDEXING,
         joins=func in JOINS,
@@ -210,7 +220,7 @@ def _compute_per_device(function: Function, args: Args, kwargs: Kwargs) -> objec
     args, kwargs = tree_map(
         lambda each: each.to_local() if isinstance(each, DTensor) else each, (tuple(args), kwargs)
     )
-    with outside_of_modes():
+    with disable_function_modes():
         return mark_results(function, args, kwargs, function(*args, **kwargs))
 
 
@@ -234,17 +244,19 @@ _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _PROPERTY = types.MethodWrapperType  # of `Tensor.shape.__get__` and its like
 
 
-def _compute_unhandled(joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any) -> object:
+def _compute_unhandled(
+    joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any
+) -> object:
     """Compute a function without a handler, outside of all modes. `guard` decides how."""
-    with outside_of_modes():
+    with disable_function_modes():
         if joins:
             args, kwargs = drop_empty(args, kwargs)
         result = function(*args, **kwargs)
         for each in changed:
-            if base_of(each) is not each:
+            if get_base(each) is not each:
                 keep_gradient(each)
-        if not changed and type(result) is DTensor and result.ndim == 0 and base_of(result) is result:
-            return reduced(result)  # it is a loss, or becomes one, and may be read where no mode looks
+        if not changed and type(result) is DTensor and result.ndim == 0 and get_base(result) is result:
+            return reduce_partial(result)  # it is a loss, or becomes one, and may be read where no mode looks
         return result
 
 
@@ -279,7 +291,7 @@ def _find_tensors(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
     return found, is_mixed
 
 
-@plainly
+@skip_function_modes
 def _replicate_arguments(args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> tuple[Args, Kwargs]:
     return tuple(_replicate_value(each, mesh) for each in args), {
         name: _replicate_value(each, mesh) for name, each in kwargs.items()
@@ -291,7 +303,7 @@ def _replicate_value(value: Any, mesh: DeviceMesh) -> object:
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor) or (value.ndim == 0 and not value.requires_grad):
             return value
-        return everywhere(value, mesh)
+        return replicate_tensor(value, mesh)
     if type(value) in (list, tuple):
         return type(value)(_replicate_value(each, mesh) for each in value)
     return value

@@ -9,18 +9,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import make_shard_handler, join_shards, find_kept_axes, take_local_shard, find_mesh
+from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_kept_axes,
+    find_mesh,
+    join_shards,
+    make_shard_handler,
+    take_local_shard,
+)
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
-    everywhere,
     from_shards,
     full_tensor,
-    placed_in,
-    reduced,
-    shard_of,
-    sum_of_devices,
+    move_to_placements,
+    reduce_partial,
+    replicate_tensor,
+    sum_over_devices,
+    take_shard,
 )
-from layoutmap.engines.torch.specs import local_of
+from layoutmap.engines.torch.specs import get_local
 
 
 def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -43,9 +49,9 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     summed = [dim for dim in kept if dim not in channels]
     axes = [axis for axis in range(x.ndim) if axis != 1]
     y = y.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels: sums of bfloat16 lose digits
-    mean = sum_of_devices(y.sum(axes, keepdim=True), mesh, summed) / count
+    mean = sum_over_devices(y.sum(axes, keepdim=True), mesh, summed) / count
     y = y - mean
-    variance = sum_of_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
+    variance = sum_over_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
     for name, value in (
         ("running_mean", mean),
         ("running_var", variance * (count / (count - 1))),
@@ -66,9 +72,9 @@ def _track(running: torch.Tensor | None, value: Any, momentum: float) -> None:
     if running is None:
         return
     mesh, placements = value.device_mesh, value.placements
-    earlier = running if isinstance(running, DTensor) else everywhere(running, mesh)
-    shard = shard_of(placed_in(reduced(earlier), placements), placements)
-    new = momentum * local_of(value).to(running.dtype) + (1 - momentum) * shard
+    earlier = running if isinstance(running, DTensor) else replicate_tensor(running, mesh)
+    shard = take_shard(move_to_placements(reduce_partial(earlier), placements), placements)
+    new = momentum * get_local(value).to(running.dtype) + (1 - momentum) * shard
     new = from_shards(new, mesh, placements)
     running.copy_(new if isinstance(running, DTensor) else full_tensor(new))
 
@@ -81,12 +87,12 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
         running = [given.pop(name, None) for name in names[1:3]]
         with torch.no_grad():
             if running[0] is not None:
-                y = x if isinstance(x, DTensor) else everywhere(x, find_mesh(running))
+                y = x if isinstance(x, DTensor) else replicate_tensor(x, find_mesh(running))
                 axes, count = list(range(2, y.ndim)), y[0, 0].numel()
-                mean = reduced(y.mean(axes, keepdim=True))
-                variance = reduced(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
+                mean = reduce_partial(y.mean(axes, keepdim=True))
+                variance = reduce_partial(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
                 for each, value in zip(running, (mean.flatten(1), variance), strict=True):
-                    _track(each, reduced(value.mean(0)), given.get("momentum", 0.1))
+                    _track(each, reduce_partial(value.mean(0)), given.get("momentum", 0.1))
     return _EACH(function, (x,), given)
 
 
@@ -99,4 +105,8 @@ def _group_norm(function: Function, args: Args, kwargs: Kwargs) -> object:  # py
 
 
 _EACH = make_shard_handler(lambda rank: range(1))
-NORMS = {F.batch_norm: _compute_batch_norm, F.group_norm: _group_norm, F.instance_norm: _compute_instance_norm}
+NORMS = {
+    F.batch_norm: _compute_batch_norm,
+    F.group_norm: _group_norm,
+    F.instance_norm: _compute_instance_norm,
+}

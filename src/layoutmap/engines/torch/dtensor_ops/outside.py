@@ -35,17 +35,23 @@ from layoutmap.engines.tested import Needed, check_names
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import change
 from layoutmap.engines.torch.dtensor_ops import conversions
-from layoutmap.engines.torch.dtensor_ops.gathered import gather_and_wait, compute_product
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_product, gather_and_wait
 from layoutmap.engines.torch.dtensor_ops.guard import asked, guard_mesh, is_guarded
 from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard
 from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
-from layoutmap.engines.torch.placing import full_tensor, is_everywhere, like, placed_in, summed_placements
-from layoutmap.engines.torch.specs import dtensor, local_of, make_of_view, set_pieces, spec_of
+from layoutmap.engines.torch.placing import (
+    full_tensor,
+    is_replicated,
+    move_to_placements,
+    place_like,
+    reduce_placements,
+)
+from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, mark_view_spec, set_pieces
 from layoutmap.engines.torch.trees import tree_leaves
-from layoutmap.engines.torch.unseen import count, hide, memory_of
+from layoutmap.engines.torch.unseen import count, get_memory, hide_changes
 
 with Needed("torch"):
     from torch.distributed.tensor import _api
@@ -66,7 +72,7 @@ def prepare_mesh(device_mesh: DeviceMesh) -> None:  # why: decisions/0151
         change(*_CHANGES)
 
 
-@plainly
+@skip_function_modes
 @torch.no_grad()
 def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor) -> None:
     """Replace `tensor.data = value`: set a DTensor's values, and keep its layout."""
@@ -79,29 +85,31 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
                 fix="give the module another parameter: module.weight = torch.nn.Parameter(value)",
             )
         if isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh:
-            value = placed_in(value, summed_placements(tensor.placements))
+            value = move_to_placements(value, reduce_placements(tensor.placements))
         else:
-            value = like(full_tensor(value), tensor)
+            value = place_like(full_tensor(value), tensor)
         if tensor.is_leaf:  # autograd has saved the tensor itself
-            count(memory_of(tensor))
-        set_pieces(tensor, local_of(value), spec_of(value))
+            count(get_memory(tensor))
+        set_pieces(tensor, get_local(value), get_spec(value))
     own(tensor, value)
 
 
-@plainly
+@skip_function_modes
 @torch.no_grad()
-def _swap_tensors(own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:  # why: decisions/0151
+def _swap_tensors(
+    own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor
+) -> None:  # why: decisions/0151
     """Replace `torch.utils.swap_tensors(t1, t2)`: swap values, types, and layouts of two DTensors."""
     both = [each for each in (t1, t2) if isinstance(each, DTensor) and is_guarded(each.device_mesh)]
     if len(both) < 2:
         own(t1, t2)
         return
-    contents = [(local_of(each), spec_of(each)) for each in both]
+    contents = [(get_local(each), get_spec(each)) for each in both]
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     for each, (local, spec) in zip(both, reversed(contents), strict=True):
         if each.is_leaf:
-            count(memory_of(each))  # autograd may have saved the tensor itself
-        set_shell(each, dtensor(local, spec))
+            count(get_memory(each))  # autograd may have saved the tensor itself
+        set_shell(each, make_dtensor(local, spec))
         set_pieces(each, local, spec)
 
 
@@ -110,7 +118,7 @@ def _assign_item(own: Callable[..., None], tensor: DTensor, index: object, value
     if not is_guarded(tensor.device_mesh):
         own(tensor, index, value)
         return
-    with simulation.on_mesh(tensor.device_mesh), enable_dtensor_ops(tensor.device_mesh):
+    with simulation.simulate_mesh(tensor.device_mesh), enable_dtensor_ops(tensor.device_mesh):
         own(tensor, index, value)
 
 
@@ -122,7 +130,7 @@ def _copy_tensor(own: Function, tensor: DTensor, memo: dict[int, object]) -> obj
     return made
 
 
-@plainly
+@skip_function_modes
 def _call_on_gathered(own: Function, tensor: DTensor, *args: object, **options: object) -> object:
     """Call a method that torch has only for unsharded tensors, on the gathered tensor."""
     if not is_guarded(tensor.device_mesh):
@@ -134,7 +142,7 @@ def _call_on_gathered(own: Function, tensor: DTensor, *args: object, **options: 
 def _format_scalar(own: Callable[..., str], tensor: DTensor, format_spec: str) -> str:
     """Replace `f"{tensor:.3f}"`: format a scalar DTensor, which torch supports only for unsharded tensors."""
     is_number = tensor.ndim == 0 and is_guarded(tensor.device_mesh)
-    if is_number and (format_spec or is_everywhere(tensor)):
+    if is_number and (format_spec or is_replicated(tensor)):
         return format(tensor.item(), format_spec)
     return own(tensor, format_spec)
 
@@ -158,12 +166,14 @@ def _refuse_address(own: Function, tensor: DTensor, *args: object, **kwargs: obj
     )
 
 
-@plainly
-def _compute_muon_update(own: Callable[..., torch.Tensor], gradient: torch.Tensor, *options: object) -> object:
+@skip_function_modes
+def _compute_muon_update(
+    own: Callable[..., torch.Tensor], gradient: torch.Tensor, *options: object
+) -> object:
     """Return Muon's update from the gathered gradient, computed by each process."""
     if not isinstance(gradient, DTensor) or not is_guarded(gradient.device_mesh):
         return own(gradient, *options)
-    return like(own(full_tensor(gradient), *options), gradient)
+    return place_like(own(full_tensor(gradient), *options), gradient)
 
 
 def _rebuild_tensor(own: Function, pieces: object, known: Args, *form: object) -> object:
@@ -173,14 +183,14 @@ def _rebuild_tensor(own: Function, pieces: object, known: Args, *form: object) -
     except ValueError:
         placements, meta, order, requires_grad = known
         tensor = own(pieces, (placements, meta, None, requires_grad), *form)
-        make_of_view(spec_of(tensor), order)
+        mark_view_spec(get_spec(tensor), order)
         return tensor
 
 
 _SAID = "_layoutmap_said"  # of a mode that counts: it was warned of
 
 
-@plainly
+@skip_function_modes
 def _count_flops(
     own: Function,
     mode: object,
@@ -289,12 +299,14 @@ _CHANGES = (
         DTensor,
         "data",
         lambda own: property(
-            lambda tensor: hide(own.__get__(tensor)), functools.partial(_assign_data, own.__set__)
+            lambda tensor: hide_changes(own.__get__(tensor)), functools.partial(_assign_data, own.__set__)
         ),
     ),
     _patch_method("swap_tensors", _swap_tensors, torch.utils),
     _patch_method("__setitem__", _assign_item),
-    Attribute(DTensor, "__tensor_unflatten__", lambda own: staticmethod(functools.partial(_rebuild_tensor, own))),
+    Attribute(
+        DTensor, "__tensor_unflatten__", lambda own: staticmethod(functools.partial(_rebuild_tensor, own))
+    ),
     _patch_method("__deepcopy__", _copy_tensor),
     _patch_method("data_ptr", _refuse_address),
     _patch_method("__dlpack__", _refuse_address),

@@ -22,10 +22,16 @@ from torch.nn import functional as F
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import Gather, check_alike
-from layoutmap.engines.torch.dtensor_ops.gathered import is_in_place, compute_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered, is_in_place
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import attainable_placements, full_tensor, like, placed_in, reduced
+from layoutmap.engines.torch.placing import (
+    find_reachable_placements,
+    full_tensor,
+    move_to_placements,
+    place_like,
+    reduce_partial,
+)
 from layoutmap.engines.torch.trees import tree_map
 
 
@@ -72,7 +78,7 @@ def _compute_dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
     if not train or p == 0:
         return x  # as torch: nothing is drawn
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
-    mask = like(plain(_allocate_like(x).fill_(1), p, True), x)
+    mask = place_like(plain(_allocate_like(x).fill_(1), p, True), x)
     return x.mul_(mask) if is_in_place(function) else x * mask
 
 
@@ -91,7 +97,7 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     axes = 2 if of_channels else x.ndim
     shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]  # one number for a channel
     placements = [
-        each if getattr(each, "dim", axes) < axes else Replicate() for each in attainable_placements(x)
+        each if getattr(each, "dim", axes) < axes else Replicate() for each in find_reachable_placements(x)
     ]
     draw = functools.partial(draw_sharded_mask, shape, x.dtype, x.device, p, x.device_mesh, placements)
     if "alpha" not in function.__name__ or p == 1:
@@ -101,7 +107,7 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     mask, scale = draw(), 1 / math.sqrt((_SELU * _SELU * p + 1) * (1 - p))
     shift = mask.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
     mask.mul_(scale)
-    return x.mul_(mask).add_(shift) if in_place else reduced(x) * mask + shift
+    return x.mul_(mask).add_(shift) if in_place else reduce_partial(x) * mask + shift
 
 
 _SELU = 1.7580993408473766
@@ -121,13 +127,13 @@ def _fill_tensor(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Fill a DTensor with the random numbers that an unsharded tensor would get."""
     x, *rest = args
     values = function(_allocate_like(x), *map(full_tensor, rest), **tree_map(full_tensor, kwargs))
-    return x.copy_(like(values, x))
+    return x.copy_(place_like(values, x))
 
 
 def _draw_like(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Return a random DTensor in the shape and placements of another."""
     x, *rest = args
-    return like(function(_allocate_like(x), *rest, **kwargs), x)
+    return place_like(function(_allocate_like(x), *rest, **kwargs), x)
 
 
 def draw_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -136,7 +142,7 @@ def draw_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
     result = compute_gathered(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
-    return placed_in(result, attainable_placements(first))
+    return move_to_placements(result, find_reachable_placements(first))
 
 
 _METHODS = (

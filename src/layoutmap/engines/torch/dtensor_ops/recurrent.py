@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard, find_mesh
+from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_kept_axes,
+    find_mesh,
+    join_shards,
+    take_local_shard,
+)
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 

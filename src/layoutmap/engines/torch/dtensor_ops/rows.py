@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.shards import make_shard_handler
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import attainable_placements, placed_in
+from layoutmap.engines.torch.placing import find_reachable_placements, move_to_placements
 
 
 def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -40,7 +40,7 @@ def _handle_inplace(function: Function, args: Args, kwargs: Kwargs) -> object:
         return _ALL(function, (), given)
     x = given["input"]
     result = _ALL(function, (), {**given, "input": x.clone()})  # the backward pass needs what was there
-    return x.copy_(placed_in(result, attainable_placements(x)))
+    return x.copy_(move_to_placements(result, find_reachable_placements(x)))
 
 
 _PARAMETERS: dict[object, tuple[str, ...]] = {
@@ -55,7 +55,13 @@ ROWS: dict[object, Function] = {
     **dict.fromkeys(_PARAMETERS, _handle_inplace),
     **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
     F.prelu: _FIRST,  # its weight is along the second axis
-    **dict.fromkeys((F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_row_handler(1)),
-    **dict.fromkeys((F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d), _make_row_handler(2)),
-    **dict.fromkeys((F.avg_pool3d, F.max_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d), _make_row_handler(3)),
+    **dict.fromkeys(
+        (F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_row_handler(1)
+    ),
+    **dict.fromkeys(
+        (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d), _make_row_handler(2)
+    ),
+    **dict.fromkeys(
+        (F.avg_pool3d, F.max_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d), _make_row_handler(3)
+    ),
 }

@@ -14,8 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import everywhere, from_shards, placed_in, reduced, replicated, shard_of
-from layoutmap.engines.torch.specs import axis_of
+from layoutmap.engines.torch.placing import (
+    from_shards,
+    make_replicated,
+    move_to_placements,
+    reduce_partial,
+    replicate_tensor,
+    take_shard,
+)
+from layoutmap.engines.torch.specs import get_axis
 from layoutmap.engines.torch.trees import is_sequence
 
 
@@ -45,7 +52,9 @@ def find_kept_axes(
     num_shards: dict[int, int] = {}
     placements = [each.placements for each in tensors if isinstance(each, DTensor)]
     for dim in range(mesh.ndim):
-        axes = [axis_of(of[dim]) for of in placements if type(of[dim]) is Shard and axis_of(of[dim]) in free]
+        axes = [
+            get_axis(of[dim]) for of in placements if type(of[dim]) is Shard and get_axis(of[dim]) in free
+        ]
         if not axes or dim in taken:
             continue
         axis = axes[0]
@@ -57,7 +66,7 @@ def find_kept_axes(
 
 def make_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Placement, ...]:
     """Return the placements that shard an axis over each mesh dim, by the number of the dim."""
-    placements = replicated(mesh)
+    placements = make_replicated(mesh)
     for dim, axis in axes.items():
         if axis is not None:
             placements[dim] = Shard(axis)
@@ -78,14 +87,14 @@ def take_local_shard(
     """
     placements = make_placements(mesh, axes)
     if not isinstance(tensor, DTensor):
-        tensor = everywhere(tensor, mesh)
+        tensor = replicate_tensor(tensor, mesh)
     if tensor.placements != placements:
-        tensor = placed_in(reduced(tensor), placements)
+        tensor = move_to_placements(reduce_partial(tensor), placements)
     gradient = list(placements)
     for dim in apart:
         if placements[dim].is_replicate():
             gradient[dim] = Partial()
-    return shard_of(tensor, gradient)
+    return take_shard(tensor, gradient)
 
 
 def join_shards(

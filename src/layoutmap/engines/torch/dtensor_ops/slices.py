@@ -14,19 +14,27 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import attainable_placements, everywhere, on_mesh, placed_in, reduced
-from layoutmap.engines.torch.specs import axis_of
-from layoutmap.engines.torch.storages import base_of
+from layoutmap.engines.torch.placing import (
+    find_reachable_placements,
+    move_to_placements,
+    reduce_partial,
+    replicate_gradient,
+    replicate_tensor,
+)
+from layoutmap.engines.torch.specs import get_axis
+from layoutmap.engines.torch.storages import get_base
 
 
 def keep_gradient(changed: torch.Tensor) -> None:
     """Have the gradient of a DTensor of which a view was changed come in the layout in which that was a view."""
-    base = base_of(changed)
+    base = get_base(changed)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
-        mesh, placements = base.device_mesh, attainable_placements(base)
+        mesh, placements = base.device_mesh, find_reachable_placements(base)
 
         def place(gradient: torch.Tensor) -> DTensor:
-            return placed_in(reduced(on_mesh(gradient, mesh)), placements)  # torch may have made plain zeros
+            return move_to_placements(
+                reduce_partial(replicate_gradient(gradient, mesh)), placements
+            )  # torch may have made plain zeros
 
         base.register_hook(place)  # pyright: ignore[reportUnknownMemberType]
 
@@ -37,7 +45,7 @@ def assign_item(function: Function, args: Args, kwargs: Kwargs) -> object:
     if isinstance(target, DTensor) and _is_sharding_kept(target, index):
         on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         with suppress(NotImplementedError):
-            function(target, index, everywhere(value, target.device_mesh) if on_mesh else value)
+            function(target, index, replicate_tensor(value, target.device_mesh) if on_mesh else value)
             keep_gradient(target)
             return None
     return compute_gathered(function, args, kwargs)
@@ -59,4 +67,4 @@ def _is_sharding_kept(target: DTensor, index: object) -> bool:
             if part != slice(None):
                 touched.add(axis)
             axis += 1
-    return all(p.is_replicate() or (p.is_shard() and axis_of(p) not in touched) for p in target.placements)
+    return all(p.is_replicate() or (p.is_shard() and get_axis(p) not in touched) for p in target.placements)

@@ -12,14 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.lookups import is_axis_sharded
-from layoutmap.engines.torch.dtensor_ops.shards import join_shards, find_kept_axes, take_local_shard
+from layoutmap.engines.torch.dtensor_ops.shards import find_kept_axes, join_shards, take_local_shard
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import largest_of_devices, sum_of_devices
+from layoutmap.engines.torch.placing import compute_device_maximum, sum_over_devices
 
 
-def compute_log_softmax(
-    x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]
-) -> torch.Tensor:
+def compute_log_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
     """Return log_softmax along a sharded axis, in float32 or a wider dtype.
 
     Args:
@@ -29,18 +27,18 @@ def compute_log_softmax(
         along: The mesh dims over which the axis is sharded.
     """
     x = _subtract_maximum(x, axis, mesh, along)
-    return x - sum_of_devices(x.exp().sum(axis, keepdim=True), mesh, along).log()
+    return x - sum_over_devices(x.exp().sum(axis, keepdim=True), mesh, along).log()
 
 
 def _compute_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
     x = _subtract_maximum(x, axis, mesh, along).exp()
-    return x / sum_of_devices(x.sum(axis, keepdim=True), mesh, along)
+    return x / sum_over_devices(x.sum(axis, keepdim=True), mesh, along)
 
 
 def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, along: Collection[int]) -> torch.Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels
     # It cancels, so needs no gradient.
-    return x - largest_of_devices(x.detach().amax(axis, keepdim=True), mesh, along)
+    return x - compute_device_maximum(x.detach().amax(axis, keepdim=True), mesh, along)
 
 
 def _make_handler(of_shards: Callable[..., torch.Tensor], place: int) -> Function:

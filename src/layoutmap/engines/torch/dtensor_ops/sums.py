@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.torch.operators import Args, Function
-from layoutmap.engines.torch.placing import reduced, with_gradient
+from layoutmap.engines.torch.placing import hook_gradient, reduce_partial
 from layoutmap.engines.torch.trees import tree_map
 
 _PRODUCTS = (  # pyright: ignore[reportUnknownVariableType]
@@ -39,11 +39,11 @@ class SummingUp(TorchFunctionMode):
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
         given, named = tree_map(reduce_gradient, (args, kwargs))
-        return reduced(func(*given, **named))
+        return reduce_partial(func(*given, **named))
 
 
 def reduce_gradient(value: object) -> object:
     """Return the same value with a gradient that is reduced in the backward pass."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
-    return with_gradient(value, reduced)
+    return hook_gradient(value, reduce_partial)

@@ -8,8 +8,8 @@ gradients      gradients summed up over the mesh once, at the end of a backward 
 from layoutmap.engines.torch.gather.fsdp import Cast as Cast
 from layoutmap.engines.torch.gather.fsdp import Gather as Gather
 from layoutmap.engines.torch.gather.fsdp import can_gather as can_gather
-from layoutmap.engines.torch.gather.fsdp import describe_early_change as changed_too_early
-from layoutmap.engines.torch.gather.fsdp_saved import save_references as regathered
+from layoutmap.engines.torch.gather.fsdp import describe_early_change as describe_early_change
+from layoutmap.engines.torch.gather.fsdp_saved import save_references as save_references
 from layoutmap.engines.torch.gather.fully_shard import Unit as Unit
-from layoutmap.engines.torch.gather.fully_sharded import find_fully_sharded_dims as fully_sharded_dims
+from layoutmap.engines.torch.gather.fully_sharded import find_fully_sharded_dims as find_fully_sharded_dims
 from layoutmap.engines.torch.gather.gradients import Gradients as Gradients

@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
-from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.placing import redistributed
+from layoutmap.engines.torch.modes import skip_function_modes
+from layoutmap.engines.torch.placing import redistribute_tensor
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
-    axis_of,
-    dtensor,
-    local_of,
-    meta_of,
-    placed_as,
-    placed_over,
-    spec_of,
+    get_axis,
+    get_local,
+    get_meta,
+    get_spec,
+    make_dtensor,
+    replace_placement,
+    replace_placements,
 )
 
 
@@ -42,7 +42,7 @@ def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
             continue
         if type(each) is not Shard:
             return False
-        if number > mesh_dim and axis_of(each) == axis_of(placement):
+        if number > mesh_dim and get_axis(each) == get_axis(placement):
             shards_before *= mesh.size(number)
     return shards_before == getattr(placement, "split_factor", 1)
 
@@ -67,18 +67,18 @@ class Gather:
         self.tensors, self.mesh_dim, self.reduce_dtype = tensors, mesh_dim, reduce_dtype
         self.places = [_Placements(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
-        flat = torch.cat([local_of(tensor).detach().reshape(-1) for tensor in tensors])
+        flat = torch.cat([get_local(tensor).detach().reshape(-1) for tensor in tensors])
         if flat.device.type != mesh.device_type:  # they are off-loaded
             flat = flat.to(mesh.device_type)
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
         dist.all_gather_single(self._rows.view(-1), flat, mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
 
-    def gathered(self) -> list[DTensor]:
+    def gather_tensors(self) -> list[DTensor]:
         """Return the gathered tensors. Gradients are reduce-scattered over the mesh dim. Call this once."""
         return list(_GatherOver.apply(self, *self.tensors))
 
-    def rows(self) -> torch.Tensor:
+    def pop_rows(self) -> torch.Tensor:
         """Return the gathered elements, one row per device, and drop them here."""
         rows, self._rows = self._rows, torch.empty(0)
         return rows
@@ -89,11 +89,11 @@ class _GatherOver(AutogradFunction):
     def forward(ctx: Ctx, gather: Gather, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # of a DTensor that is not used, torch makes plain zeros
         ctx.gather = gather
-        columns = torch.split(gather.rows(), [place.local_size for place in gather.places], dim=1)
+        columns = torch.split(gather.pop_rows(), [place.local_size for place in gather.places], dim=1)
         return tuple(place.assemble_tensor(part) for place, part in zip(gather.places, columns, strict=True))
 
     @staticmethod
-    @plainly
+    @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         return None, *_ScatterOver.apply(ctx.gather, *upstream)
 
@@ -120,11 +120,13 @@ class _ScatterOver(AutogradFunction):
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
             dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # for the whole block  # pyright: ignore[reportUnknownMemberType]
             parts = torch.split(mine, [place.local_size for place, _ in some])
-            results |= {id(place): place.sharded(part) for (place, _), part in zip(some, parts, strict=True)}
+            results |= {
+                id(place): place.make_sharded(part) for (place, _), part in zip(some, parts, strict=True)
+            }
         return tuple(results.get(id(place)) for place in places)
 
     @staticmethod
-    @plainly
+    @skip_function_modes
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
         groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # in one order in all processes
         for number, each in enumerate(upstream):
@@ -132,8 +134,8 @@ class _ScatterOver(AutogradFunction):
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)
         results: list[DTensor | None] = [None] * len(upstream)
         for (dtype, _), numbers in groups.items():
-            some = [redistributed(upstream[n], ctx.gather.places[n].spec.placements) for n in numbers]
-            gathered = Gather(some, ctx.gather.mesh_dim, dtype).gathered()
+            some = [redistribute_tensor(upstream[n], ctx.gather.places[n].spec.placements) for n in numbers]
+            gathered = Gather(some, ctx.gather.mesh_dim, dtype).gather_tensors()
             for number, each in zip(numbers, gathered, strict=True):
                 results[number] = each
         return None, *results
@@ -149,44 +151,44 @@ class Cast(AutogradFunction):
         return _cast_local(tensor, dtype)
 
     @staticmethod
-    @plainly
+    @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         """See above."""
         return Cast.apply(upstream[0], ctx.dtype), None
 
 
 def _cast_local(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
-    spec = spec_of(tensor)
-    return dtensor(local_of(tensor).to(dtype), placed_as(spec, spec.placements, dtype))
+    spec = get_spec(tensor)
+    return make_dtensor(get_local(tensor).to(dtype), replace_placements(spec, spec.placements, dtype))
 
 
 class _Placements:
     """How one tensor is placed, sharded over the mesh dim and gathered over it."""
 
     def __init__(self, tensor: torch.Tensor, mesh_dim: int) -> None:
-        self.spec, self.mesh_dim = spec_of(tensor), mesh_dim
-        self.axis = axis_of(self.spec.placements[mesh_dim])
+        self.spec, self.mesh_dim = get_spec(tensor), mesh_dim
+        self.axis = get_axis(self.spec.placements[mesh_dim])
         self.number = self.spec.mesh.size(mesh_dim)
-        self.local_shape = tuple(local_of(tensor).shape)
-        self.local_size, self.device = local_of(tensor).numel(), local_of(tensor).device
+        self.local_shape = tuple(get_local(tensor).shape)
+        self.local_size, self.device = get_local(tensor).numel(), get_local(tensor).device
 
     def assemble_tensor(self, pieces: torch.Tensor) -> DTensor:
         """Return the gathered tensor, from one row of elements per device along the mesh dim."""
         apart = pieces.reshape(self.number, *self.local_shape)
         joined = [n * self.number if i == self.axis else n for i, n in enumerate(self.local_shape)]
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
-        return dtensor(local, placed_over(self.spec, self.mesh_dim, Replicate(), local.dtype))
+        return make_dtensor(local, replace_placement(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
     def split_gradient(self, gradient: DTensor) -> torch.Tensor:
         """Return the elements of a gathered gradient, one row per device along the mesh dim."""
         before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
-        apart = local_of(gradient).reshape([*before, self.number, *after])
+        apart = get_local(gradient).reshape([*before, self.number, *after])
         return apart.movedim(self.axis, 0).reshape(self.number, -1)
 
-    def sharded(self, numbers: torch.Tensor) -> DTensor:
+    def make_sharded(self, numbers: torch.Tensor) -> DTensor:
         """Return the gradient in the tensor's own placements, from this device's elements."""
-        numbers = numbers.to(self.device, meta_of(self.spec).dtype)
-        return dtensor(numbers.reshape(self.local_shape), self.spec)
+        numbers = numbers.to(self.device, get_meta(self.spec).dtype)
+        return make_dtensor(numbers.reshape(self.local_shape), self.spec)
 
 
 def make_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
@@ -195,13 +197,13 @@ def make_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTe
     One that has been summed up, as that of a batch which does not divide, is shared out evenly.
     """
     is_sum = gradient.placements[mesh_dim].is_partial("sum")
-    wanted = placed_over(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
+    wanted = replace_placement(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
     if gradient.placements != wanted.placements:
-        gradient = redistributed(gradient, wanted.placements)
+        gradient = redistribute_tensor(gradient, wanted.placements)
     if is_sum:
         return gradient
-    part = local_of(gradient) / wanted.mesh.size(mesh_dim)
-    return dtensor(part, placed_over(spec, mesh_dim, Partial(), part.dtype))
+    part = get_local(gradient) / wanted.mesh.size(mesh_dim)
+    return make_dtensor(part, replace_placement(spec, mesh_dim, Partial(), part.dtype))
 
 
 def describe_early_change(name: str, shape: tuple[int, ...]) -> str:

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import saver
-from layoutmap.engines.torch.modes import plainly
-from layoutmap.engines.torch.specs import DTensorSpec, dtensor, local_of, spec_of
-from layoutmap.engines.torch.storages import storage_key
+from layoutmap.engines.torch.backward import get_saving_hooks
+from layoutmap.engines.torch.modes import skip_function_modes
+from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, make_dtensor
+from layoutmap.engines.torch.storages import get_storage_key
 
 
 # why: decisions/0017
@@ -44,15 +44,19 @@ def save_references(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTe
     weights.close()
 
 
-@plainly
-def _watch_tensors(tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> _Weights | None:
+@skip_function_modes
+def _watch_tensors(
+    tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]
+) -> _Weights | None:
     """Return the record of gathered tensors, or None if autograd saves nothing or other hooks decide."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    if not nodes or not torch.is_grad_enabled() or saver() is not None:  # other hooks decide what is kept
+    if (
+        not nodes or not torch.is_grad_enabled() or get_saving_hooks() is not None
+    ):  # other hooks decide what is kept
         return None
     weights = _Weights(tensors, again)
     for node in nodes:
-        node.register_hook(weights.let_go)
+        node.register_hook(weights.drop_regathered)
     return weights
 
 
@@ -67,7 +71,9 @@ class _WeightView:
 
 class _Weights:
     def __init__(self, tensors: Sequence[torch.Tensor], again: Callable[[], Sequence[DTensor]]) -> None:
-        self._numbers = {storage_key(_get_first_piece(tensor)): number for number, tensor in enumerate(tensors)}
+        self._numbers = {
+            get_storage_key(_get_first_piece(tensor)): number for number, tensor in enumerate(tensors)
+        }
         self._dtypes = [tensor.dtype for tensor in tensors]
         self._again = again
         self._made: Sequence[DTensor] | None = None
@@ -76,7 +82,7 @@ class _Weights:
         """Forget the storages of the weights, because other tensors may reuse them from now on."""
         self._numbers.clear()
 
-    def let_go(self, *_: object) -> None:
+    def drop_regathered(self, *_: object) -> None:
         """Drop the regathered weights after their use, unless the backward pass itself is differentiated."""
         if not torch.is_grad_enabled():
             self._made = None
@@ -85,29 +91,29 @@ class _Weights:
         if not self._numbers or not (isinstance(tensor, DTensor) or can_be_local_weight(tensor)):
             return cut_from_graph(tensor)
         piece = _get_first_piece(tensor) if isinstance(tensor, DTensor) else tensor
-        number = self._numbers.get(storage_key(piece))
+        number = self._numbers.get(get_storage_key(piece))
         if number is None or tensor.dtype != self._dtypes[number] or piece.is_conj() or piece.is_neg():
             return cut_from_graph(tensor)
         geometry = piece.shape, piece.stride(), int(piece.storage_offset())
-        return _WeightView(number, spec_of(tensor) if isinstance(tensor, DTensor) else None, geometry)
+        return _WeightView(number, get_spec(tensor) if isinstance(tensor, DTensor) else None, geometry)
 
     def unpack(self, packed: torch.Tensor | _WeightView) -> torch.Tensor:
-        return plainly(self._view)(packed) if isinstance(packed, _WeightView) else packed
+        return skip_function_modes(self._view)(packed) if isinstance(packed, _WeightView) else packed
 
     def _view(self, view: _WeightView) -> torch.Tensor:
         with torch.no_grad():
             if self._made is None:
                 self._made = self._again()
             base = self._made[view.number]
-            pieces = simulation.pieces_of(local_of(base))
+            pieces = simulation.get_pieces(get_local(base))
             if view.spec is None:
-                return local_of(base).as_strided(*view.of_piece)
+                return get_local(base).as_strided(*view.of_piece)
             viewed = {rank: piece.as_strided(*view.of_piece) for rank, piece in pieces.items()}
-            with simulation.on_mesh(base.device_mesh):
-                return dtensor(simulation.join(viewed, base.dtype), view.spec)
+            with simulation.simulate_mesh(base.device_mesh):
+                return make_dtensor(simulation.join_pieces(viewed, base.dtype), view.spec)
 
 
-@plainly
+@skip_function_modes
 def cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor for autograd to keep: without its node, which would keep itself alive by its own result.
 
@@ -116,7 +122,7 @@ def cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) is DTensor and not (tensor.is_conj() or tensor.is_neg()):
-        return dtensor(local_of(tensor), spec_of(tensor))  # `detach` goes through DTensor's dispatcher
+        return make_dtensor(get_local(tensor), get_spec(tensor))  # `detach` goes through DTensor's dispatcher
     return tensor.detach()
 
 
@@ -126,4 +132,4 @@ def can_be_local_weight(tensor: torch.Tensor) -> bool:
 
 
 def _get_first_piece(tensor: torch.Tensor) -> torch.Tensor:
-    return simulation.plain(local_of(tensor))
+    return simulation.get_first_piece(get_local(tensor))

@@ -21,14 +21,27 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import Needed
-from layoutmap.engines.torch.backward import AutogradFunction, Ctx, backward_pass, is_checkpoint, saver
-from layoutmap.engines.torch.gather.fsdp import make_partial_sum, describe_early_change
-from layoutmap.engines.torch.gather.fsdp_saved import cut_from_graph, can_be_local_weight
+from layoutmap.engines.torch.backward import (
+    AutogradFunction,
+    Ctx,
+    get_backward_pass,
+    get_saving_hooks,
+    is_checkpoint,
+)
+from layoutmap.engines.torch.gather.fsdp import describe_early_change, make_partial_sum
+from layoutmap.engines.torch.gather.fsdp_saved import can_be_local_weight, cut_from_graph
 from layoutmap.engines.torch.gather.fully_sharded import FullySharded
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import has_foreign_hooks
-from layoutmap.engines.torch.specs import DTensorSpec, axis_of, dtensor, local_of, placed_over, spec_of
-from layoutmap.engines.torch.storages import storage_key, version_of
+from layoutmap.engines.torch.specs import (
+    DTensorSpec,
+    get_axis,
+    get_local,
+    get_spec,
+    make_dtensor,
+    replace_placement,
+)
+from layoutmap.engines.torch.storages import get_storage_key, get_version
 
 with Needed("torch"):
     from torch._C import _will_engine_execute_node as will_be_reached  # pyright: ignore[reportPrivateUsage]
@@ -72,7 +85,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
-        self._sharded = [(each, local_of(each)) for _, each in parameters]
+        self._sharded = [(each, get_local(each)) for _, each in parameters]
         self._mesh_dim = mesh_dim
         self._is_kept = is_kept
         self.order = _CallOrder()
@@ -96,7 +109,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         axes: dict[int, Shard] = {}
         for number, each in enumerate(parameters):
             placeholder = _make_placeholder(each, mesh, self._mesh_dim)
-            axes[id(placeholder)] = Shard(axis_of(each.placements[self._mesh_dim]))
+            axes[id(placeholder)] = Shard(get_axis(each.placements[self._mesh_dim]))
             self.register_parameter(f"weight {number}", placeholder)
         given: dict[str, Any] = {**options, "reshard_after_forward": not self._is_kept}
         made = fully_shard(
@@ -113,11 +126,11 @@ class Unit(torch.nn.Module):  # why: decisions/0017
 
     def is_up_to_date(self, held: Sequence[torch.Tensor | None]) -> bool:
         """Return whether modules still use these parameters, and no other hooks see gradients or saved tensors."""
-        around = saver()
+        around = get_saving_hooks()
         if not (around is None or isinstance(around, _Call) or is_checkpoint(around)):
             return False
         return all(
-            each is parameter and local_of(each) is local and not has_foreign_hooks(parameter)
+            each is parameter and get_local(each) is local and not has_foreign_hooks(parameter)
             for each, (parameter, local) in zip(held, self._sharded, strict=True)
         )
 
@@ -132,10 +145,10 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             The gathered parameters.
         """
         self._enter(inputs)
-        around = saver()
+        around = get_saving_hooks()
         try:
             if torch.is_grad_enabled() and not is_checkpoint(around):
-                call = _Call(self, [version_of(each) for each, _ in self._sharded], self._storages, around)
+                call = _Call(self, [get_version(each) for each, _ in self._sharded], self._storages, around)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
                     yield self._link_to_sharded()
             else:
@@ -143,9 +156,9 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         finally:
             self._leave()
 
-    @plainly
+    @skip_function_modes
     def _enter(self, inputs: Sequence[torch.Tensor]) -> None:
-        if backward_pass() >= 0:  # a checkpoint computes once more
+        if get_backward_pass() >= 0:  # a checkpoint computes once more
             if not self.state.is_in_backward:
                 self.state.gather_for_backward()
         else:
@@ -157,20 +170,22 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         self.state.gather_for_forward()
         if not self._storages:
             # They stay: torch resizes them.
-            self._storages = frozenset(storage_key(local_of(each)) for each in self.state.gathered)
+            self._storages = frozenset(
+                get_storage_key(get_local(each)) for each in self.state.gathered_parameters
+            )
         if torch.is_grad_enabled():
-            for number, each in enumerate(self.state.gathered):
+            for number, each in enumerate(self.state.gathered_parameters):
                 if each.requires_grad and number not in self._watched:
                     self._watched.add(number)
-                    each.register_hook(plainly(partial(self._prepare_gradient, number)))  # pyright: ignore[reportUnknownMemberType]
+                    each.register_hook(skip_function_modes(partial(self._prepare_gradient, number)))  # pyright: ignore[reportUnknownMemberType]
             for each in inputs if self._sharded else ():
                 if each.grad_fn is not None:
                     each.register_hook(self._finish_backward)  # pyright: ignore[reportUnknownMemberType]
 
-    @plainly
+    @skip_function_modes
     def _link_to_sharded(self) -> list[DTensor]:
         """Return the gathered parameters, linked to the sharded ones in the graph so that misuse is refused."""
-        gathered = self.state.gathered
+        gathered = self.state.gathered_parameters
         trained = [number for number, each in enumerate(gathered) if each.requires_grad]
         if trained and torch.is_grad_enabled():
             first = gathered[trained[0]]
@@ -190,12 +205,12 @@ class Unit(torch.nn.Module):  # why: decisions/0017
         if self in self.order.following:
             self.order.ahead.add(self.order.following[self])
 
-    @plainly
+    @skip_function_modes
     def _leave(self) -> None:
         self.state.finish_forward()
         if self._is_kept and not torch.is_grad_enabled():
             self.state.free()
-        if backward_pass() < 0 and not self.state.is_called:
+        if get_backward_pass() < 0 and not self.state.is_called:
             for unit in self.order.ahead:  # that was not called this time
                 unit.state.free()  # it was gathered ahead for nothing
             self.order.ahead.clear()
@@ -203,7 +218,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             if not torch.is_grad_enabled():
                 self.state.forget_order()
 
-    @plainly
+    @skip_function_modes
     def begin_backward(self) -> None:
         """Gather the parameters in a backward pass, if they are not."""
         if self.state.is_in_backward:
@@ -218,17 +233,17 @@ class Unit(torch.nn.Module):  # why: decisions/0017
     def check_versions(self, versions: Sequence[int]) -> None:
         """Raise if a parameter was changed in place since the forward pass used it."""
         for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
-            if version_of(each) != version:
+            if get_version(each) != version:
                 raise RuntimeError(describe_early_change(name, tuple(each.shape)))
 
     def _prepare_gradient(self, number: int, gradient: DTensor) -> object:
         """Return the gradient of a gathered parameter as a partial sum, which `fully_shard` reduces."""
         self.begin_backward()
-        spec = spec_of(self.state.gathered[number])
+        spec = get_spec(self.state.gathered_parameters[number])
         # Autograd keeps a tensor that nobody else has and whose strides are the parameter's. Else it copies, into a
         # DTensor that is replicated: what the processes have would be summed up there, and by `fully_shard` once more.
-        part = local_of(make_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
-        return dtensor(part, placed_over(spec, self._mesh_dim, Partial(), part.dtype))
+        part = get_local(make_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
+        return make_dtensor(part, replace_placement(spec, self._mesh_dim, Partial(), part.dtype))
 
     def _lay_out_gradients(self) -> None:
         """Lay out gradients of sharded parameters that were used without being gathered: others are added to them."""
@@ -237,7 +252,7 @@ class Unit(torch.nn.Module):  # why: decisions/0017
             if isinstance(gradient, DTensor) and gradient.placements != sharded.placements:
                 sharded.grad = gradient.redistribute(sharded.device_mesh, sharded.placements)
 
-    @plainly
+    @skip_function_modes
     def _finish_backward(self, _: object) -> None:
         """End the unit's backward pass when the gradient of its input exists."""
         if self.state.is_in_backward:
@@ -274,8 +289,8 @@ class _Call:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
         call = None
         if isinstance(tensor, DTensor) or can_be_local_weight(tensor):
-            local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-            call = self.calls.get(storage_key(local))
+            local = get_local(tensor) if isinstance(tensor, DTensor) else tensor
+            call = self.calls.get(get_storage_key(local))
         return cut_from_graph(tensor) if call is None else _Kept(tensor, call)
 
     def unpack(self, packed: torch.Tensor | _Kept) -> torch.Tensor:
@@ -285,8 +300,8 @@ class _Call:
         return packed.tensor
 
     def begin_backward(self) -> None:
-        if self._seen != backward_pass():
-            self._seen = backward_pass()
+        if self._seen != get_backward_pass():
+            self._seen = get_backward_pass()
             self._unit.check_versions(self._versions)
         self._unit.begin_backward()
 
@@ -319,9 +334,9 @@ _SECOND_DERIVATIVE = format_message(
 
 def _move_to_cpu(parameter: torch.Tensor, *, is_pinned: bool) -> None:
     """Move a parameter's shard to CPU memory. The parameter stays the same object."""
-    local = local_of(parameter).cpu()
+    local = get_local(parameter).cpu()
     local = local.pin_memory() if is_pinned else local
-    made = torch.nn.Parameter(dtensor(local, spec_of(parameter)), requires_grad=parameter.requires_grad)
+    made = torch.nn.Parameter(make_dtensor(local, get_spec(parameter)), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     made.grad = parameter.grad
     torch.utils.swap_tensors(parameter, made)  # pyright: ignore[reportUnknownMemberType]
@@ -329,9 +344,9 @@ def _move_to_cpu(parameter: torch.Tensor, *, is_pinned: bool) -> None:
 
 def _make_placeholder(parameter: DTensor, mesh: DeviceMesh, mesh_dim: int) -> torch.nn.Parameter:
     """Return a parameter without values, with the gathered parameter's shape and placements."""
-    axis, size = axis_of(parameter.placements[mesh_dim]), mesh.size(mesh_dim)
-    shape = [n * size if i == axis else n for i, n in enumerate(local_of(parameter).shape)]
+    axis, size = get_axis(parameter.placements[mesh_dim]), mesh.size(mesh_dim)
+    shape = [n * size if i == axis else n for i, n in enumerate(get_local(parameter).shape)]
     placements = [Replicate() if i == mesh_dim else each for i, each in enumerate(parameter.placements)]
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=spec_of(parameter).tensor_meta)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=get_spec(parameter).tensor_meta)
     local = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    return torch.nn.Parameter(dtensor(local, spec), requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(make_dtensor(local, spec), requires_grad=parameter.requires_grad)

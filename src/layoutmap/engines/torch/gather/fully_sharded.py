@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.tested import unsupported
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.tested import make_unsupported_error
+from layoutmap.engines.torch.modes import skip_function_modes
 
 _OF_STATE = (
     *("_lazy_init", "_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"),
@@ -58,8 +58,8 @@ class FullySharded:
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
-            raise unsupported("torch", f"fully_shard: {', '.join(missing)}")
-        self._state._root_post_backward_final_callback = plainly(
+            raise make_unsupported_error("torch", f"fully_shard: {', '.join(missing)}")
+        self._state._root_post_backward_final_callback = skip_function_modes(
             self._state._root_post_backward_final_callback
         )
 
@@ -79,7 +79,7 @@ class FullySharded:
         self._state._lazy_init()
 
     @property
-    def gathered(self) -> list[DTensor]:
+    def gathered_parameters(self) -> list[DTensor]:
         """Return the gathered parameters, or an empty list before the first call."""
         return [each.unsharded_param for each in self._group.fsdp_params] if self._group else []
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import at_end_of_backward, backward_pass
-from layoutmap.engines.torch.modes import plainly
+from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass
+from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import add_first_hooks, has_foreign_hooks
-from layoutmap.engines.torch.placing import redistributed, summed_over
-from layoutmap.engines.torch.specs import dtensor, local_of, placed_over, spec_of
+from layoutmap.engines.torch.placing import redistribute_tensor, reduce_over_devices
+from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, replace_placement
 
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
@@ -60,38 +60,38 @@ class Gradients:  # why: decisions/0017
     def _watch(self, parameter: DTensor) -> tuple[RemovableHandle, RemovableHandle]:
         parameter_of = self._refer_to(parameter)
 
-        @plainly
+        @skip_function_modes
         def redistribute_or_defer(gradient: torch.Tensor) -> torch.Tensor | None:
             parameter = parameter_of()
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 return None
             if has_foreign_hooks(parameter):
-                if (waiting := self._passes.get(backward_pass())) is not None:
+                if (waiting := self._passes.get(get_backward_pass())) is not None:
                     waiting.finish()  # a hook may read the gradients of other parameters
                 is_placed = gradient.placements == parameter.placements
-                return gradient if is_placed else redistributed(gradient, parameter.placements)
+                return gradient if is_placed else redistribute_tensor(gradient, parameter.placements)
             if parameter.grad is not None and _is_partial(gradient):
                 # Kept apart from the gradient that exists: DTensor would all-reduce this one in order to add it.
                 self._get_current_pass().set_aside(parameter)
             return None
 
-        @plainly
+        @skip_function_modes
         def defer_reduction(parameter: DTensor) -> None:
             if has_foreign_hooks(parameter):  # a hook before this one may have returned a partial sum
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-                    parameter.grad = redistributed(gradient, parameter.placements)
+                    parameter.grad = redistribute_tensor(gradient, parameter.placements)
             elif _has_other_placements(parameter):
                 self._get_current_pass().wait_for(parameter)
 
         return add_first_hooks(parameter, redistribute_or_defer, defer_reduction)
 
     def _get_current_pass(self) -> _BackwardPass:
-        number = backward_pass()
+        number = get_backward_pass()
         current = self._passes.get(number)
         if current is None:
             current = self._passes[number] = _BackwardPass()
-            at_end_of_backward(current.finish)
+            call_after_backward(current.finish)
         return current
 
 
@@ -112,7 +112,7 @@ class _BackwardPass:
         """Have a gradient that has come reduced with the others."""
         self._waiting[id(parameter)] = parameter
 
-    @plainly
+    @skip_function_modes
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce the new gradients, and add those that were set aside."""
@@ -120,7 +120,7 @@ class _BackwardPass:
         for parameter in waiting:
             _redistribute_gradient(parameter)
         for mesh in {parameter.device_mesh for parameter in waiting}:
-            with simulation.on_mesh(mesh):
+            with simulation.simulate_mesh(mesh):
                 for dim in range(mesh.ndim):
                     _reduce_over_dim([each for each in waiting if each.device_mesh == mesh], dim)
         self._waiting.clear()
@@ -129,7 +129,7 @@ class _BackwardPass:
             # `torch.autograd.grad` returns the gradient that came, and adds none.
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
-    @plainly
+    @skip_function_modes
     def __del__(self) -> None:
         for parameter in self._waiting.values():  # the pass has failed, and no other process may be here
             parameter.grad = None
@@ -156,7 +156,7 @@ def _redistribute_gradient(parameter: DTensor) -> None:
         for have, want in zip(gradient.placements, parameter.placements, strict=True)
     ]
     if tuple(closer) != tuple(gradient.placements):
-        parameter.grad = redistributed(gradient, closer)
+        parameter.grad = redistribute_tensor(gradient, closer)
 
 
 def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
@@ -176,7 +176,7 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
     some: list[DTensor] = []
     size = 0
     for parameter in parameters:
-        more = local_of(parameter.grad).nbytes
+        more = get_local(parameter.grad).nbytes
         if some and size + more > _MAX_BYTES:
             yield some
             some, size = [], 0
@@ -186,13 +186,13 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
 
 
 def _sum_up_at_once(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
-    pieces = [local_of(parameter.grad) for parameter in parameters]
+    pieces = [get_local(parameter.grad) for parameter in parameters]
     joined = torch.cat([each.reshape(-1) for each in pieces])  # one large takes less time
-    joined = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)
+    joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)
     sizes = [each.numel() for each in pieces]
     for parameter, piece, part in zip(parameters, pieces, torch.split(joined, sizes), strict=True):
-        spec = spec_of(parameter.grad)
+        spec = get_spec(parameter.grad)
         # A DTensor that begins inside of a storage cannot be copied.
-        parameter.grad = dtensor(
-            part.clone().view(piece.shape), placed_over(spec, dim, Replicate(), part.dtype)
+        parameter.grad = make_dtensor(
+            part.clone().view(piece.shape), replace_placement(spec, dim, Replicate(), part.dtype)
         )
