@@ -22,7 +22,7 @@ def _describe_traffic(cost: Cost, collectives: list[Collective]) -> tuple[tuple[
     return (
         (
             "in a step",
-            f"{format_bytes(sent)} of the {format_bytes(cost.step.sent_bytes)} sent ({share}), {format_duration(seconds)}",
+            f"{format_bytes(sent)} of {format_bytes(cost.step.sent_bytes)} sent ({share}), {format_duration(seconds)}",
         ),
     )
 

@@ -396,7 +396,7 @@ class Session(KerasSession):
             self.refuse_in_a_plan(self.find_path(variable))
         elif math.prod(variable.shape) > _MOST_ZEROS:
             raise PlanError(
-                f"{self.find_path(variable)}: its value is read while the model is planned, and it is too large for that",
+                f"{self.find_path(variable)}: its value is read while the model is planned, and is too large",
                 facts={"shape": tuple(variable.shape), "read by": describe_reader()},
                 why="plan() answers such a read with zeros, but makes no arrays of more than "
                 f"{_MOST_ZEROS:,} elements",

@@ -16,7 +16,8 @@ def compare_with_best_expert(outcome: Outcome) -> str:
     Example:
         >>> from layoutmap.rules.rule_set import RuleSet
         >>> from layoutmap.cost.search.loop import Figures
-        >>> tried = [Candidate(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in (("found", 0.8), ("dp", 1.0))]
+        >>> seconds = {"found": 0.8, "dp": 1.0}
+        >>> tried = [Candidate(name, RuleSet("data=8"), Figures(t, 10), 99) for name, t in seconds.items()]
         >>> compare_with_best_expert(Outcome(tried[0], (tried[1],), 2, True))
         '20 % faster than the best built-in map that fits, dp on data=8'
     """

@@ -84,7 +84,7 @@ def get_layout(array: torch.Tensor) -> Layout | None:
 
 
 def describe_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
-    """The layout of a tensor that any program has made, or how it is held otherwise; see `Engine.describe_placement`."""
+    """Return the layout of a tensor from any program, or its placement without one."""
     if not isinstance(array, DTensor):
         return _describe_unsharded(array)
     placements = ", ".join(map(str, array.placements))

@@ -1,6 +1,6 @@
-"""Torch's own simulation of ranks: a `LocalTensor` has the tensors of several, and is computed with for each in turn.
+"""Compute with torch's `LocalTensor`, which has the tensors of several simulated ranks.
 
-`SimulationMode` is for one thread, and `make_simulation_patches` makes the patches for all of them; `simulation` uses both.
+`SimulationMode` serves one thread. `make_simulation_patches` makes the patches for all threads.
 """
 
 # pyright: reportPrivateUsage=false

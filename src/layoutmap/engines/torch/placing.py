@@ -311,9 +311,8 @@ def _redistribute_local(tensor: DTensor, placements: tuple[Placement, ...]) -> D
     if len(changed) == 1 and type(moves[0][0]) is Partial and moves[0][1].is_replicate():
         dim = changed[0]
         is_sum = spec.mesh.size(dim) > 1
-        local = (
-            reduce_over_devices(local, spec.mesh, dim, moves[0][0].reduce_op) if is_sum else local.detach()
-        )  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        reduce_op = moves[0][0].reduce_op  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        local = reduce_over_devices(local, spec.mesh, dim, reduce_op) if is_sum else local.detach()  # pyright: ignore[reportUnknownArgumentType]
     elif not simulation.is_simulated() and _is_even_split(spec, placements, moves):
         coordinates = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):

@@ -79,10 +79,10 @@ class Speeds:
             if "kind" not in figure:
                 continue
             mesh = Mesh(None, figure["mesh"])
-            group = Machine(_make_unit_device(self.node_size), mesh.size).group(mesh, [figure["dim"]])
+            group = Machine(_make_unit_device(self.node_size), mesh.size).find_group(mesh, [figure["dim"]])
             # At one byte per second, the seconds of a collective equal its bytes on the slowest network.
             device = _make_unit_device(self.node_size, fast=1.0 if group.nodes == 1 else math.inf)
-            num_bytes = Machine(device, mesh.size).seconds(figure["kind"], figure["bytes"], group)
+            num_bytes = Machine(device, mesh.size).estimate_seconds(figure["kind"], figure["bytes"], group)
             bandwidth = num_bytes / figure["seconds"]
             key = figure["kind"], group.size, mesh.strides[mesh.dim_names.index(figure["dim"])]
             if key not in collectives or bandwidth > collectives[key][2]:

@@ -105,7 +105,7 @@ class Shifted(Reader):
 
     def read_owned(self, run: Run) -> torch.Tensor:
         """Return the elements of a run in memory that the caller may change."""
-        return self._reader.own(run.move_by(self._offset))
+        return self._reader.read_owned(run.move_by(self._offset))
 
 
 class Picked(Reader):
@@ -119,8 +119,8 @@ class Picked(Reader):
     def _compute(self, run: Run) -> torch.Tensor:
         if run.rows > 1:
             raise ApartError
-        places = self._geometry.places(run.start, run.stop)
-        low, high = self._geometry.place(run.start), self._geometry.place(run.stop - 1) + 1
+        places = self._geometry.list_places(run.start, run.stop)
+        low, high = self._geometry.find_place(run.start), self._geometry.find_place(run.stop - 1) + 1
         return self._reader.read(Run(low, high - low))[places - low]
 
 
@@ -272,7 +272,7 @@ class Patched(Reader):
         self._patches = patches
 
     def _compute(self, run: Run) -> torch.Tensor:
-        values = self._reader.own(run)
+        values = self._reader.read_owned(run)
         for patch in self._patches:
             patch(values, run)
         return values

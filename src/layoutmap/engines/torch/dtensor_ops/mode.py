@@ -173,7 +173,7 @@ class _Computing(TorchFunctionMode):
             args, kwargs = _replicate_arguments(args, kwargs, found.device_mesh)
         if handler is not None:
             return handler(func, args, kwargs)
-        if known.can_be_unwrapped:
+        if known.is_unwrapped:
             with self:
                 return unwrap_function(func)(*args, **kwargs)
         return _compute_unhandled(known.joins, changed, func, args, kwargs)
@@ -197,7 +197,7 @@ class _Known:
     indexes: bool
     joins: bool
     is_backward: bool
-    can_unwrap: bool
+    is_unwrapped: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,7 +211,7 @@ def _classify_function(func: Function, by_shards: bool) -> _Known:
         indexes=func in _INDEXING,
         joins=func in JOINS,
         is_backward=func in _BACKWARD,
-        can_be_unwrapped=func not in _THIN and can_unwrap(func),
+        is_unwrapped=func not in _THIN and can_unwrap(func),
     )
 
 
