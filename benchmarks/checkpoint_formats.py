@@ -46,16 +46,16 @@ def write_safetensors(folder: str, arrays: Arrays) -> None:
     from layoutmap.checkpoint.manifest import Manifest
     from layoutmap.checkpoint.source import SavedVariable
     from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-    from layoutmap.checkpoint.storage import LocalStorage, new_token
-    from layoutmap.checkpoint.writer import ToWrite
+    from layoutmap.checkpoint.storage import LocalStorage, make_token
+    from layoutmap.checkpoint.writer import WriteTask
 
-    token, total = new_token(), sum(each.nbytes for each in arrays.values())
+    token, total = make_token(), sum(each.nbytes for each in arrays.values())
     storage = LocalStorage(folder)
     variables = [SavedVariable(name, each.shape, each.dtype.name) for name, each in arrays.items()]
-    todo: list[ToWrite] = []
+    todo: list[WriteTask] = []
     for each in variables:
         parts = [(index, arrays[each.path][index]) for index in split_matrix(each.shape, 2, 4)]
-        todo.append(ToWrite(each, [index for index, _ in parts], lambda parts=parts: iter(parts)))
+        todo.append(WriteTask(each, [index for index, _ in parts], lambda parts=parts: iter(parts)))
     manifest = Manifest(0, {"id": token}, None, {}, (), variables, {})
     with StepWriter(
         storage, begin_step(storage, 0, token, total), manifest, todo, total_bytes=total

@@ -18,7 +18,7 @@ from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import Engine, find_engine, get_engine
-from layoutmap.scope.devices import default_engine_name
+from layoutmap.scope.devices import choose_engine_name
 
 __all__ = ["call_with_layout", "copy_to_mesh", "fetch_layout", "pack", "relayout", "run_on", "unpack"]
 
@@ -303,7 +303,7 @@ def _choose_engine(tensor: Any, engine: str | None) -> Engine:
     """Return the engine of an array, or the requested one for other values."""
     if engine is not None:
         return get_engine(engine)
-    return find_engine(tensor) if _is_engine_array(tensor) else get_engine(default_engine_name())
+    return find_engine(tensor) if _is_engine_array(tensor) else get_engine(choose_engine_name())
 
 
 def _to_numpy(tensor: Any) -> NumpyArray:

@@ -98,7 +98,7 @@ class Session:
         arrays = [each.array for each in variables(model).values()]
         return not self._is_traced or all(isinstance(each, jax.core.Tracer) for each in arrays)
 
-    def unbuilt(self):
+    def list_unbuilt_layers(self):
         return ()
 
     def complete(self, model, inputs):
@@ -120,13 +120,13 @@ class EquinoxAdapter(Building):
     def check(self):
         pass
 
-    def owns(self, model):
+    def owns_model(self, model):
         return isinstance(model, eqx.Module)
 
     def begin(self, context):
         return Session(context)
 
-    def undisturbed(self):
+    def keep_random_states(self):
         return random_states.keep_states()
 
     def set_seed(self, seed):

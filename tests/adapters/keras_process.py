@@ -13,7 +13,7 @@ import numpy as np
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutMapError
-from layoutmap.scope.devices import devices
+from layoutmap.scope.devices import list_device_names
 
 L = keras.layers
 RULES = {r"up\.kernel": (None, "model"), r"down\.kernel": ("model", "batch"), r"norm\..*": ("model",)}
@@ -206,7 +206,7 @@ def main():
     warnings.simplefilter("ignore", lm.LayoutMapWarning)
     warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword")
     jax.distributed.initialize(address, 2, number)
-    names = devices("jax")
+    names = list_device_names("jax")
     told = {"unseeded": without_a_seed()}
     cut, scope = seeded(laid_out, "batch=4,model=2")
     told |= {

@@ -14,7 +14,7 @@ class Least(protocol.Building):
 
     name = "least"
     engine_name = "jax"
-    check = owns = begin = undisturbed = set_seed = complete = variables = read = write = None
+    check = owns_model = begin = keep_random_states = set_seed = complete = variables = read = write = None
 
 
 def test_nine_methods_are_enough_to_build():
@@ -26,7 +26,7 @@ def test_nine_methods_are_enough_to_build():
 
     assert 9 == len(written)
     assert {"refused", "own_options"} == methods - written
-    assert None is Least().own_options({}, ScopeOptions(), across=False)
+    assert None is Least().read_own_options({}, ScopeOptions(), across=False)
     with Least().refused("keras"):
         assert isinstance(Least(), protocol.Building)
 

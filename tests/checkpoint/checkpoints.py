@@ -11,8 +11,8 @@ import numpy as np
 from layoutmap.checkpoint.manifest import NAME, Manifest, manifest_to_bytes
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.storage import LocalStorage, new_token
-from layoutmap.checkpoint.writer import ToWrite, write_part
+from layoutmap.checkpoint.storage import LocalStorage, make_token
+from layoutmap.checkpoint.writer import WriteTask, write_part
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Kind
@@ -29,7 +29,7 @@ def saved(
     metadata: Any = None,
 ) -> StepSource:
     """Save arrays as one process would, in these layouts, and open what was saved."""
-    storage, token = LocalStorage(directory), new_token()
+    storage, token = LocalStorage(directory), make_token()
     variables = [
         SavedVariable(
             path,
@@ -41,12 +41,12 @@ def saved(
         )
         for path, array in values.items()
     ]
-    todo: list[ToWrite] = []
+    todo: list[WriteTask] = []
     for each in variables:
         layout = layouts[each.path]
         indices = {str(i): i for i in (layout.shard_slices(each.shape, d) for d in range(layout.mesh.size))}
         shards = [(index, values[each.path][index]) for index in reversed(indices.values())]
-        todo.append(ToWrite(each, list(indices.values()), lambda shards=shards: iter(shards)))
+        todo.append(WriteTask(each, list(indices.values()), lambda shards=shards: iter(shards)))
     folder = storage.begin(step, token)
     part = write_part(storage, folder, 0, todo, sum(array.nbytes for array in values.values()))
     meshes = [layout.mesh for layout in layouts.values()]

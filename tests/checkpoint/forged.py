@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layoutmap.checkpoint.manifest import NAME, checksum_of
+from layoutmap.checkpoint.manifest import NAME, compute_xxh3
 
 Place = tuple[str | int, ...]
 
@@ -77,7 +77,7 @@ def write_manifest(step: Path, found: Any) -> None:
     """Write a manifest with the right checksum."""
     text = json.dumps(found).replace(json.dumps(DEEP), "[" * 200_000 + "]" * 200_000)
     body = text[1:].encode()
-    (step / NAME).write_bytes(f'{{"checksum": "xxh3_64:{checksum_of(body)}",\n'.encode() + body)
+    (step / NAME).write_bytes(f'{{"checksum": "xxh3_64:{compute_xxh3(body)}",\n'.encode() + body)
 
 
 def put(found: Any, place: Place, value: Any) -> None:

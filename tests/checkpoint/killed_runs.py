@@ -31,7 +31,7 @@ def check_directory(directory: Path) -> None:
         values = {float(value) for path in found.variables for value in {*found.read(path).ravel().tolist()}}
         assert {float(found.metadata)} == values
         before = [
-            StepSource(storage, other.step).metadata for other in there.values() if each.comes_from(other)
+            StepSource(storage, other.step).metadata for other in there.values() if each.is_descendant(other)
         ]
         assert sorted({*before}) == before
         assert all(value < found.metadata for value in before)

@@ -10,11 +10,11 @@ import numpy as np
 
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.reader import StepSource
-from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-from layoutmap.checkpoint.storage import new_token
-from layoutmap.checkpoint.writer import ToWrite
+from layoutmap.checkpoint.storage import make_token
+from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.blocks import Index, NumpyArray
 
 Values = Mapping[str, NumpyArray]
@@ -49,26 +49,26 @@ def writers(
         patience_seconds: How long they wait for one another.
         before: Called with the number of a process and a path before a variable is read.
     """
-    token = new_token()
+    token = make_token()
     variables = [SavedVariable(path, array.shape, array.dtype.name) for path, array in values.items()]
     total_bytes = sum(array.nbytes for array in values.values())
-    first = storage_of(directory)
+    first = open_storage(directory)
     folder = begin_step(first, step, token, total_bytes)
 
     def read(number: int, path: str, index: Index) -> Iterator[tuple[Index, NumpyArray]]:
         before(number, path)
         yield index, values[path][index]
 
-    def todo_of(number: int) -> Iterator[ToWrite]:
+    def todo_of(number: int) -> Iterator[WriteTask]:
         for variable in variables:
             rows, rest = variable.shape[0] // count, [slice(0, n) for n in variable.shape[1:]]
             index = (slice(number * rows, (number + 1) * rows), *rest)
-            yield ToWrite(variable, [index], lambda v=variable, i=index: read(number, v.path, i))
+            yield WriteTask(variable, [index], lambda v=variable, i=index: read(number, v.path, i))
 
     try:
         return [
             StepWriter(
-                storage_of(directory) if number else first,
+                open_storage(directory) if number else first,
                 folder,
                 Manifest(step, {"id": token}, None, {}, (), variables, {}),
                 list(todo_of(number)),
@@ -93,7 +93,7 @@ def save(directory: str | os.PathLike[str], step: int, values: Values) -> None:
 
 def is_good(directory: str | os.PathLike[str], step: int, values: Values) -> bool:
     """Whether a step has these values, all checked."""
-    found = StepSource(storage_of(directory), step)
+    found = StepSource(open_storage(directory), step)
     found.check_files()
     assert [] == list(found.problems())
     return all(np.array_equal(found.read(path), array) for path, array in values.items())

@@ -12,8 +12,8 @@ from core.test_blocks import cuts, indices
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.chunk_table import Chunk, checked_chunks, chunk_to_json
-from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
+from layoutmap.checkpoint.chunk_table import Chunk, build_chunk_tables, chunk_to_json
+from layoutmap.checkpoint.chunks import choose_chunk_bytes, choose_chunk_shape, split_shard
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.blocks import (
     Index,
@@ -34,12 +34,12 @@ MIB = 1 << 20
 def chunks_saved(shape: tuple[int, ...], itemsize: int, layout: Layout) -> list[Index]:
     """The chunks of a variable that is saved in a layout."""
     num_bytes = math.prod(shape) * itemsize
-    most = chunk_bytes(num_bytes, num_bytes)
+    most = choose_chunk_bytes(num_bytes, num_bytes)
     shards = {str(i): i for i in (layout.shard_slices(shape, d) for d in range(layout.mesh.size))}
     return [
         chunk
         for index in shards.values()
-        for chunk in chunks_of(index, chunk_shape(compute_block_shape(index), itemsize, most, shape))
+        for chunk in split_shard(index, choose_chunk_shape(compute_block_shape(index), itemsize, most, shape))
     ]
 
 
@@ -104,7 +104,7 @@ def checked(chunks: list[Index], shape: tuple[int, ...]) -> None:
     """Check the chunks of a variable as a manifest does, between two others."""
     found = {"a": [make_full_index(shape)], "w": chunks, "z": [make_full_index(shape)]}
     rows = [[chunk_to_json(Chunk(0, 0, each, "0" * 16)) for each in own] for own in found.values()]
-    checked_chunks([SavedVariable(path, shape, "uint8") for path in found], rows, [math.prod(shape)])
+    build_chunk_tables([SavedVariable(path, shape, "uint8") for path in found], rows, [math.prod(shape)])
 
 
 @given(st.data(), st.lists(st.integers(0, 6), max_size=4).map(tuple))

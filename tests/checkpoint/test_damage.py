@@ -18,7 +18,7 @@ from checkpoint.checkpoints import random_values, saved
 from checkpoint.forged import Place, manifest_in, put, write_manifest
 from checkpoint.saves import is_good, names_in, save, values_of, writers
 
-from layoutmap.checkpoint.manifest import NAME, checksum_of
+from layoutmap.checkpoint.manifest import NAME, compute_xxh3
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core import folders
@@ -381,9 +381,9 @@ def test_bytes_that_two_chunks_have_are_read_as_each_says(tmp_path: Path) -> Non
         folder,
         ("variables", 0, "chunks"),
         [
-            [*first, [[0, 2], [0, 4]], checksum_of(same)],
-            [*first, [[2, 4], [0, 2]], checksum_of(same[:16])],
-            [*first, [[2, 4], [2, 4]], checksum_of(same[:16])],
+            [*first, [[0, 2], [0, 4]], compute_xxh3(same)],
+            [*first, [[2, 4], [0, 2]], compute_xxh3(same[:16])],
+            [*first, [[2, 4], [2, 4]], compute_xxh3(same[:16])],
         ],
     )
     step = StepSource(LocalStorage(tmp_path))

@@ -10,7 +10,14 @@ from checkpoint.saves import save, values_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.lineage import History, SavedStep, facts_of, following, last_step, saved_step
+from layoutmap.checkpoint.lineage import (
+    History,
+    SavedStep,
+    extend_lineage,
+    find_last_step,
+    make_lineage_facts,
+    parse_lineage,
+)
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.storage import LocalStorage
 
@@ -46,14 +53,14 @@ def test_a_step_comes_from_those_that_were_saved_on_its_way(moves: list[tuple[st
                 del there[some]
             continue
         others = [each for each, _ in there.values()]
-        saved = following(step, f"save {number}", position and position[0], others)
+        saved = extend_lineage(step, f"save {number}", position and position[0], others)
         position = there[step] = saved, number
         ways[number] = way
 
     for each, number in there.values():
         expected = {other.step for other, by in there.values() if by in ways[number]}
-        assert expected == {other.step for other, _ in there.values() if each.comes_from(other)}
-        assert each == saved_step(each.step, facts_of(each))
+        assert expected == {other.step for other, _ in there.values() if each.is_descendant(other)}
+        assert each == parse_lineage(each.step, make_lineage_facts(each))
     assert len({each.order for each, _ in there.values()}) == len(there)
 
 
@@ -63,13 +70,13 @@ def test_the_last_step_is_that_of_the_last_save(tmp_path: Path) -> None:
         save(tmp_path, step, values_of(0))
     found = manifest_in(tmp_path / "step-20")
     write_manifest(tmp_path / "step-20", found | {"order": 5, "lines": {"a": 20}})
-    lasts = [last_step(LocalStorage(tmp_path))]
+    lasts = [find_last_step(LocalStorage(tmp_path))]
     for step in (10, 30):
         (tmp_path / f"step-{step}" / NAME).write_text("{")
-        lasts.append(last_step(LocalStorage(tmp_path)))
+        lasts.append(find_last_step(LocalStorage(tmp_path)))
 
     assert [20, 20, 30] == lasts
-    assert None is last_step(LocalStorage(tmp_path / "nothing"))
+    assert None is find_last_step(LocalStorage(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize("lines", [{}, {"a": "x"}, [], None, 5])

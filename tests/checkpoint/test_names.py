@@ -15,8 +15,8 @@ from layoutmap.checkpoint import foreign
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
-from layoutmap.checkpoint.name_tables import Names, Template, read_names, shipped_names
-from layoutmap.checkpoint.renamed_source import Renamed, under_their_names
+from layoutmap.checkpoint.name_tables import NameTable, Template, list_name_tables, read_names
+from layoutmap.checkpoint.renamed_source import RenamedSource, rename_source
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.cli.main import main
 from layoutmap.core.blocks import Index
@@ -50,7 +50,7 @@ class Arrays:
 SIZES = {"heads": 2, "size": 6, "width": 5, "in": 7, "out": 3}
 
 
-def theirs(names: Names) -> dict[str, np.ndarray]:
+def theirs(names: NameTable) -> dict[str, np.ndarray]:
     """Random tensors of two layers, each that the table names."""
     random = np.random.default_rng(0)
     found: dict[str, np.ndarray] = {}
@@ -63,7 +63,7 @@ def theirs(names: Names) -> dict[str, np.ndarray]:
     return found
 
 
-def ours(names: Names) -> dict[str, tuple[int, ...]]:
+def ours(names: NameTable) -> dict[str, tuple[int, ...]]:
     """The shapes of a model that has them."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in names.entries:
@@ -76,16 +76,16 @@ def ours(names: Names) -> dict[str, tuple[int, ...]]:
 
 CASES = [
     (name, skip)
-    for name in shipped_names()
+    for name in list_name_tables()
     for skip in (("qkv_", ".q_e kv_e") if name in ("gemma_nnx", "gemma2_nnx") else ("",))
 ]
 """Tables; the lines of Gemma's in flax.nnx are for one of two kinds of attention."""
 
 
-def without(names: Names, skip: str) -> Names:
+def without(names: NameTable, skip: str) -> NameTable:
     """A table without the lines that have one of these texts in their path."""
     kept = [e for e in names.entries if not any(f".{t.lstrip('.')}" in e.ours.text for t in skip.split())]
-    return Names(names.where, tuple(kept))
+    return NameTable(names.where, tuple(kept))
 
 
 @pytest.mark.parametrize(("name", "skip"), CASES)
@@ -93,11 +93,11 @@ def test_a_table_reads_both_ways(name: str, skip: str) -> None:
     """Of every table: tensors read as a model, and written under their names again, are what they were, all of them."""
     table = without(read_names(name), skip)
     there = Arrays(theirs(table))
-    model = Renamed(there, read_names(name))
+    model = RenamedSource(there, read_names(name))
     for path, shape in ours(table).items():
         model.fit([path], shape)
     values = {path: model.read(path) for path in ours(table)}
-    back = under_their_names(Arrays(values), read_names(name))
+    back = rename_source(Arrays(values), read_names(name))
 
     assert ours(table) == {path: variable.shape for path, variable in model.variables.items()}
     assert {n: a.tobytes() for n, a in there.arrays.items()} == {
@@ -110,7 +110,7 @@ def test_a_block_costs_its_own_elements(name: str, skip: str) -> None:
     """Each half of each axis of each variable is read with as many elements as it has, and has its values."""
     table = without(read_names(name), skip)
     there = Arrays(theirs(table))
-    model = Renamed(there, table)
+    model = RenamedSource(there, table)
     for path, shape in ours(table).items():
         model.fit([path], shape)
     wrong: list[str] = []
@@ -134,7 +134,7 @@ def test_bytes_of_files_that_are_read(tmp_path: Path) -> None:
         tmp_path / "m.safetensors",
     )
     source = Safetensors(tmp_path)
-    model = Renamed(
+    model = RenamedSource(
         source, read_names({"q": {"from": "q.weight", "axes": "(heads size) width -> width heads size"}})
     )
     model.fit(["q"], (64, 8, 256))
@@ -160,17 +160,17 @@ def test_an_optional_part_is_found_with_and_without_it() -> None:
     table = read_names({"e": "(model.)?embed.weight"})
     found: list[list[int]] = []
     for name in ("embed.weight", "model.embed.weight"):
-        model = Renamed(Arrays({name: np.arange(3)}), table)
+        model = RenamedSource(Arrays({name: np.arange(3)}), table)
         model.fit(["e"], (3,))
         found.append(model.read("e").tolist())
 
     assert [[0, 1, 2]] * 2 == found
-    assert ["model.embed.weight"] == list(under_their_names(Arrays({"e": np.arange(3)}), table).variables)
+    assert ["model.embed.weight"] == list(rename_source(Arrays({"e": np.arange(3)}), table).variables)
 
 
 def test_two_stars_stand_for_any_text() -> None:
     """One line takes a prefix away from all names."""
-    model = Renamed(Arrays({"model.a.b": np.arange(3)}), read_names({"**": "model.**"}))
+    model = RenamedSource(Arrays({"model.a.b": np.arange(3)}), read_names({"**": "model.**"}))
     model.fit(["a.b"], (3,))
 
     assert ([0, 1, 2], ["a.b"]) == (model.read("a.b").tolist(), list(model.variables))
@@ -186,17 +186,17 @@ def test_fused_tensors_are_divided_and_joined() -> None:
         }
     )
     fused = np.arange(24).reshape(6, 4)
-    model = Renamed(Arrays({"gate_up": fused}), table)
+    model = RenamedSource(Arrays({"gate_up": fused}), table)
     for path in ("gate", "up"):
         model.fit([path], (4, 3))
     values = {path: model.read(path) for path in ("gate", "up")}
 
     assert [fused[:3].T.tolist(), fused[3:].T.tolist()] == [values["gate"].tolist(), values["up"].tolist()]
-    assert fused.tolist() == under_their_names(Arrays(values), table).read("gate_up").tolist()
+    assert fused.tolist() == rename_source(Arrays(values), table).read("gate_up").tolist()
     with pytest.raises(
         CheckpointError, match=r"(?s)gate_up: it cannot be joined.*2 parts, and each is there once"
     ):
-        under_their_names(Arrays({"gate": values["gate"]}), table)
+        rename_source(Arrays({"gate": values["gate"]}), table)
 
 
 def test_what_does_not_fit_a_table_is_refused_by_name() -> None:
@@ -204,17 +204,17 @@ def test_what_does_not_fit_a_table_is_refused_by_name() -> None:
     table = read_names(
         {"a": {"from": ["x", "y"], "axes": "n -> both n"}, "q": {"from": "z", "axes": "o i -> i o"}}
     )
-    same = Renamed(Arrays({"x": np.zeros(3), "y": np.zeros(3)}), table)
+    same = RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3)}), table)
     for path in ("a", "one.a"):
         same.fit([path], (2, 3))
     with pytest.raises(CheckpointError, match=r"a and one\.a are one tensor"):
         same.check_once(["a", "one.a"])
     with pytest.raises(CheckpointError, match="its parts have several element types"):
-        Renamed(Arrays({"x": np.zeros(3), "y": np.zeros(3, "int8")}), table).fit(["a"], (2, 3))
+        RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3, "int8")}), table).fit(["a"], (2, 3))
     with pytest.raises(CheckpointError, match=r"(?s)no line for 1 variables.*b +not in the table"):
-        under_their_names(Arrays({"b": np.zeros(3)}), table)
+        rename_source(Arrays({"b": np.zeros(3)}), table)
     with pytest.raises(CheckpointError, match="q: its shape does not fit the table"):
-        under_their_names(Arrays({"q": np.zeros(3)}), table)
+        rename_source(Arrays({"q": np.zeros(3)}), table)
 
 
 WRONG: dict[str, tuple[str, str]] = {

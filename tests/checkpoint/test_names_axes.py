@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.axes import Side, check_sides, fill, parse, solve
+from layoutmap.checkpoint.axes import Side, check_sides, fill_block, parse_axes, solve_sizes
 from layoutmap.core.blocks import compute_block_shape, make_full_index
 
 SIZES = {"a": 2, "b": 3, "c": 4}
@@ -47,7 +47,7 @@ def test_any_block_is_found_and_nothing_else_is_read(data: st.DataObject, both: 
         read.append(other[block].size)
         return other[block]
 
-    filled = fill(result, index, here, there, SIZES, reading)
+    filled = fill_block(result, index, here, there, SIZES, reading)
 
     assert (expected[index].tolist(), result.size, result.size) == (result.tolist(), filled, sum(read))
 
@@ -63,29 +63,29 @@ def test_any_block_is_found_and_nothing_else_is_read(data: st.DataObject, both: 
 )
 def test_one_of_equal_parts_is_filled_and_the_others_are_not(here: str, there: str, own: object) -> None:
     """What is written `1/2` is the second half of its axis, or every second place: it alone is filled and read."""
-    left, right = parse(f"{here} -> {there}")
+    left, right = parse_axes(f"{here} -> {there}")
     shape = {"(": (6, 2), "2": (3, 2, 3)}[here[0]]
     other = np.arange(6).reshape((2, 3) if there == "a b" else (6,))
     result = np.full(shape, -1)
     expected = result.copy()
     expected[own] = other.T if there == "a b" else other.reshape(2, 3)
 
-    filled = fill(result, make_full_index(shape), left, right, SIZES, lambda block: other[block])
+    filled = fill_block(result, make_full_index(shape), left, right, SIZES, lambda block: other[block])
     back = np.full(other.shape, -1)
-    fill(back, make_full_index(other.shape), right, left, SIZES, lambda block: result[block])
+    fill_block(back, make_full_index(other.shape), right, left, SIZES, lambda block: result[block])
 
     assert (expected.tolist(), 6, other.tolist()) == (result.tolist(), filled, back.tolist())
 
 
 def test_sizes_follow_from_shapes_or_are_said_not_to() -> None:
     """The sizes of names follow from the shapes of both sides; shapes that do not fit have none."""
-    left, right = parse("(heads size) width -> width heads size")
+    left, right = parse_axes("(heads size) width -> width heads size")
 
-    assert {"heads": 4, "size": 8, "width": 16} == solve([(left, (32, 16)), (right, (16, 4, 8))])
+    assert {"heads": 4, "size": 8, "width": 16} == solve_sizes([(left, (32, 16)), (right, (16, 4, 8))])
     assert [None] * 3 == [
-        solve([(left, (32, 16)), (right, (16, 4, 9))]),
-        solve([(left, (32, 16))]),
-        solve([(left, (32,)), (right, (16, 4, 8))]),
+        solve_sizes([(left, (32, 16)), (right, (16, 4, 9))]),
+        solve_sizes([(left, (32, 16))]),
+        solve_sizes([(left, (32,)), (right, (16, 4, 8))]),
     ]
 
 
@@ -103,4 +103,4 @@ def test_sizes_follow_from_shapes_or_are_said_not_to() -> None:
 def test_an_expression_that_cannot_be_read_says_why(text: str, why: str) -> None:
     """What is wrong with an expression is in the message."""
     with pytest.raises(ValueError, match=why.replace("(", r"\(")):
-        check_sides(*parse(text))
+        check_sides(*parse_axes(text))

@@ -13,7 +13,7 @@ from checkpoint.saves import is_good, save, values_of, writers
 
 from layoutmap.checkpoint import remote
 from layoutmap.checkpoint.reader import StepSource
-from layoutmap.checkpoint.remote import RemoteStorage, storage_of
+from layoutmap.checkpoint.remote import RemoteStorage, open_storage
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError
 
@@ -29,16 +29,18 @@ def names_in(url: str) -> list[str]:
 
 def test_urls_are_in_object_stores_and_paths_on_this_machine(tmp_path: Path) -> None:
     """A URL is one of an object store, unless it is of a file."""
-    found = [type(storage_of(each)) for each in ("memory://x", str(tmp_path), tmp_path, f"file://{tmp_path}")]
+    found = [
+        type(open_storage(each)) for each in ("memory://x", str(tmp_path), tmp_path, f"file://{tmp_path}")
+    ]
 
     assert [RemoteStorage, LocalStorage, LocalStorage, LocalStorage] == found
-    assert str(tmp_path) == storage_of(f"file://{tmp_path}").where
+    assert str(tmp_path) == open_storage(f"file://{tmp_path}").where
 
 
 def test_a_store_that_nothing_reaches_is_an_error() -> None:
     """A URL that fsspec does not know is an error that says what to install."""
     with pytest.raises(CheckpointError, match="this cannot be reached") as found:
-        storage_of("nowhere://x")
+        open_storage("nowhere://x")
     assert "pip install" in str(found.value)
 
 
@@ -124,7 +126,7 @@ def test_steps_move_between_a_disk_and_a_store(url: str, tmp_path: Path) -> None
         files.get_file(path, str(target))
 
     for place in (url, tmp_path):
-        assert [1, 2] == storage_of(place).steps()
+        assert [1, 2] == open_storage(place).steps()
         assert [True, True] == [is_good(place, seed, values_of(seed)) for seed in (1, 2)]
 
 
@@ -132,7 +134,7 @@ def test_only_what_is_wanted_is_fetched(url: str) -> None:
     """A quarter of a weight is fetched as the bytes of that quarter."""
     values = {"w": np.random.default_rng(0).random((2048, 1024), np.float32)}
     save(url, 0, values)
-    step = StepSource(storage_of(url))
+    step = StepSource(open_storage(url))
     found = step.read("w", (slice(0, 1024), slice(512, 1024)))
 
     assert np.array_equal(values["w"][:1024, 512:], found)
@@ -161,7 +163,7 @@ def test_a_killed_save_is_a_step_or_none(s3: str, moment: str, steps: list[int])
     ended = subprocess.run([sys.executable, "-c", KILLED, place, moment], cwd=root, check=False)
 
     assert -9 == ended.returncode
-    assert steps == storage_of(place).steps()
+    assert steps == open_storage(place).steps()
     assert [True] * len(steps) == [is_good(place, n, values_of(2 if n == 2 else 0)) for n in steps]
 
 

@@ -42,8 +42,8 @@ def test_the_last_and_the_best_are_kept_and_nothing_else(
         }
         best = sorted(values, key=lambda n: values[n], reverse=policy.best_mode == "max")[: policy.keep_best]
         assert {step} | last <= set(there)
-        assert len(best) == len([n for n in policy.ranking(before) if n in there][: policy.keep_best])
-        assert [values[n] for n in best] == [values[n] for n in policy.ranking(before)[: policy.keep_best]]
+        assert len(best) == len([n for n in policy.rank_steps(before) if n in there][: policy.keep_best])
+        assert [values[n] for n in best] == [values[n] for n in policy.rank_steps(before)[: policy.keep_best]]
         assert len(there) <= len({step} | last) + len(best)
 
 

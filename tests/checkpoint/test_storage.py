@@ -10,7 +10,7 @@ from checkpoint.test_step_writer import run_all
 
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
-from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.step_writer import StepWriter
 from layoutmap.core.errors import CheckpointError
 
@@ -19,14 +19,14 @@ PROCESSES = ("core",)
 
 def data_of(directory: str, step: int = 3) -> tuple[str, str]:
     """The folder and the name of the file of data of a step."""
-    storage = storage_of(directory)
+    storage = open_storage(directory)
     (file,) = StepSource(storage, step).manifest.files
     return storage.folder(step), file.name
 
 
 def change(directory: str, folder: str, name: str, edit: Any) -> None:
     """Write a file again as `edit` returns it; `None`: delete it."""
-    storage = storage_of(directory)
+    storage = open_storage(directory)
     data = memoryview(bytearray(storage.size(folder, name) or 0))
     storage.read_into(folder, name, 0, data)
     storage.remove(folder, name)
@@ -42,7 +42,7 @@ def flipped(data: bytearray) -> bytearray:
 
 def test_steps_are_saved_read_and_deleted(directory: str) -> None:
     """A step is there with its values when it was saved, beside others, and is not once it was deleted."""
-    storage = storage_of(directory)
+    storage = open_storage(directory)
     for step in (3, 20):
         save(directory, step, values_of(step))
     with pytest.raises(CheckpointError, match="step 3 exists already"):
@@ -59,9 +59,9 @@ def test_steps_are_saved_read_and_deleted(directory: str) -> None:
 
 def test_there_is_no_step_in_a_folder_that_is_not_there(directory: str) -> None:
     """A folder that nobody has written has no steps, and a load from it says so."""
-    assert [] == storage_of(f"{directory}/nothing").steps()
+    assert [] == open_storage(f"{directory}/nothing").steps()
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        StepSource(storage_of(f"{directory}/nothing"))
+        StepSource(open_storage(f"{directory}/nothing"))
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -83,7 +83,7 @@ def test_a_process_that_fails_fails_all(directory: str) -> None:
     said = run_all(writers(directory, 3, values_of(1), 3, before=fail))
 
     assert [True] * 3 == ["buy another one" in text for text in said]
-    assert [] == storage_of(directory).steps()
+    assert [] == open_storage(directory).steps()
     save(directory, 3, values_of(0))
     assert is_good(directory, 3, values_of(0))
 
@@ -100,7 +100,7 @@ def test_a_save_that_dies_before_its_manifest_leaves_no_step(
         writer.write()
     monkeypatch.undo()
 
-    assert [2] == storage_of(directory).steps()
+    assert [2] == open_storage(directory).steps()
     del writer  # its lock goes with its process
     save(directory, 3, values_of(1))
     assert is_good(directory, 3, values_of(1))
@@ -122,8 +122,8 @@ def test_a_file_that_is_missing_or_truncated_is_named(directory: str, kind: str)
     change(directory, folder, name, edit)
 
     with pytest.raises(CheckpointError, match=text) as found:
-        StepSource(storage_of(directory)).check_files()
-    assert str(found.value).startswith(f"{storage_of(directory).where}/{folder}/{name}: ")
+        StepSource(open_storage(directory)).check_files()
+    assert str(found.value).startswith(f"{open_storage(directory).where}/{folder}/{name}: ")
 
 
 def test_a_truncated_file_is_found_while_it_is_read(directory: str) -> None:
@@ -132,7 +132,7 @@ def test_a_truncated_file_is_found_while_it_is_read(directory: str) -> None:
     change(directory, *data_of(directory), lambda data: data[:400])
 
     with pytest.raises(CheckpointError, match="its values are not those that were saved") as found:
-        StepSource(storage_of(directory)).read("d2.kernel")
+        StepSource(open_storage(directory)).read("d2.kernel")
     assert "missing bytes  8192" in str(found.value)
 
 
@@ -140,7 +140,7 @@ def test_a_flipped_bit_is_found(directory: str) -> None:
     """One flipped bit in a file of data is found, and the variable named."""
     save(directory, 3, values_of(0))
     change(directory, *data_of(directory), flipped)
-    step = StepSource(storage_of(directory))
+    step = StepSource(open_storage(directory))
 
     assert ["d2.kernel: its values are not those that were saved"] == [
         str(problem).splitlines()[0] for problem in step.problems()
@@ -150,10 +150,10 @@ def test_a_flipped_bit_is_found(directory: str) -> None:
 def test_a_flipped_bit_in_the_manifest_is_found(directory: str) -> None:
     """One flipped bit in the manifest is found when the step is opened."""
     save(directory, 3, values_of(0))
-    change(directory, storage_of(directory).folder(3), NAME, flipped)
+    change(directory, open_storage(directory).folder(3), NAME, flipped)
 
     with pytest.raises(CheckpointError, match="the manifest was damaged or changed"):
-        StepSource(storage_of(directory))
+        StepSource(open_storage(directory))
 
 
 def test_of_two_saves_of_a_step_one_is_kept(directory: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import layoutmap as lm
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.specs import variable_specs
+from layoutmap.checkpoint.specs import make_variable_specs
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
@@ -97,7 +97,7 @@ def _contents(name):
         SavedVariable(f"{name}.2", (8,), "int8"),
     )
     mesh = lm.Mesh(None, "model=4")
-    placed = (Assignment(v, lm.Layout.replicated(mesh, len(v.shape))) for v in variable_specs(variables))
+    placed = (Assignment(v, lm.Layout.replicated(mesh, len(v.shape))) for v in make_variable_specs(variables))
     return Contents(name, {"metadata": name}, variables, PlanTable(mesh, tuple(placed)))
 
 

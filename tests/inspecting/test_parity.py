@@ -10,7 +10,7 @@ import pytest
 import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.engines import get_engine
-from layoutmap.inspecting.parity import ParityReport, ParityRow, compared
+from layoutmap.inspecting.parity import ParityReport, ParityRow, compare_models
 
 PROCESSES = ("jax",)
 L = keras.layers
@@ -233,9 +233,9 @@ def test_elements_are_left_out_whatever_layers_are_called():
         return model
 
     adapter, batch = get_adapter("keras"), numbers()
-    found = compared(adapter, made(), made(), batch, steps=1).only_rounding
+    found = compare_models(adapter, made(), made(), batch, steps=1).only_rounding
     everywhere = {path: np.ones(mask.shape, bool) for path, mask in found.items()}
-    report = compared(adapter, made(), made(), batch, steps=1, left_out=everywhere)
+    report = compare_models(adapter, made(), made(), batch, steps=1, left_out=everywhere)
     counts = [row.left_out for row in report.rows if row.stage == "step 1" and row.name.endswith("kernel")]
 
     assert [64] == counts

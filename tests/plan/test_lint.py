@@ -417,7 +417,7 @@ def test_a_finding_of_a_step_says_what_it_costs():
     assert (
         "blocks.0.up.kernel: it is gathered over model in each step\n"
         "  layout     (data, model)     rule 1  .*up\\.kernel\n"
-        "  in a step  448.0 MiB of the 448.0 MiB sent (100 %), 1.04 ms\n"
+        "  in a step  448.0 MiB of 448.0 MiB sent (100 %), 1.04 ms\n"
         f"  why        {why}\n"
         f"  fix        {fix}layout_map.activations[r\"...\"] = ('data', ..., 'model')"
     ) == str(finding)

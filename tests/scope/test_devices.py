@@ -10,7 +10,7 @@ import pytest
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import check_simulated
-from layoutmap.scope.devices import create_mesh, default_engine_name, devices, simulate_devices
+from layoutmap.scope.devices import choose_engine_name, create_mesh, list_device_names, simulate_devices
 
 PROCESSES = ("jax",)
 pytestmark = pytest.mark.every_case
@@ -110,15 +110,15 @@ or make the mesh smaller""" == str(refused.value)
 
 def test_devices_are_listed():
     """The devices of an engine are listed by name, of one type or of the default one."""
-    assert ALL == devices("jax") == devices(engine="jax", device_type="cpu")
+    assert ALL == list_device_names("jax") == list_device_names(engine="jax", device_type="cpu")
 
 
 def test_the_framework_in_use_is_the_default(imported):
     """Without an engine it is the framework that is imported, or the one that Keras runs on."""
     imported("jax")
-    assert "jax" == default_engine_name()
+    assert "jax" == choose_engine_name()
     imported("jax", backend="jax")
-    assert "jax" == default_engine_name()
+    assert "jax" == choose_engine_name()
 
 
 def test_without_a_framework_in_use_one_must_be_named(imported, monkeypatch):
@@ -136,14 +136,14 @@ def test_without_a_framework_in_use_it_is_the_one_that_will_be(imported, monkeyp
     """That of KERAS_BACKEND, or else the only one that is installed; but what is imported comes first."""
     imported()
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    assert "torch" == default_engine_name()
+    assert "torch" == choose_engine_name()
     monkeypatch.delenv("KERAS_BACKEND")
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name == "jax" else None)
-    assert "jax" == default_engine_name()
+    assert "jax" == choose_engine_name()
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     imported("tensorflow")
-    assert "tensorflow" == default_engine_name()
+    assert "tensorflow" == choose_engine_name()
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_a_backend_without_an_engine_is_named(imported):
     """Where Keras runs on a backend that has no engine, the error names it."""
     imported("jax", backend="openvino")
     with pytest.raises(EngineError, match="openvino"):
-        default_engine_name()
+        choose_engine_name()

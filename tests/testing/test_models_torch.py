@@ -87,11 +87,11 @@ def test_a_plain_model_is_on_a_device_of_the_meshs_type():
     """Torch makes it on the CPU; beside a mesh of GPUs it is moved to one, which torch refuses where there is none."""
     model = torch.nn.Linear(4, 4)
     assert {"cpu"} == {
-        each.device.type for each in get_adapter("torch").on_one_device(model, "CPU").parameters()
+        each.device.type for each in get_adapter("torch").move_to_one_device(model, "CPU").parameters()
     }
     if torch.cuda.is_available():
-        moved = get_adapter("torch").on_one_device(model, "GPU")
+        moved = get_adapter("torch").move_to_one_device(model, "GPU")
         assert {"cuda"} == {each.device.type for each in moved.parameters()}
     else:
         with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda"):
-            get_adapter("torch").on_one_device(model, "GPU")
+            get_adapter("torch").move_to_one_device(model, "GPU")

@@ -170,7 +170,7 @@ def find_adapter(model: Any) -> Building | None:
     if not names and "jax" in sys.modules:
         names = ["jax"]
     adapters = map(get_adapter, names)
-    return next((adapter for adapter in adapters if adapter.owns(model)), None)
+    return next((adapter for adapter in adapters if adapter.owns_model(model)), None)
 
 
 def get_model_adapter(model: Any) -> Building:

@@ -146,7 +146,7 @@ class Session(Protocol):
         """Return whether a model was built in this session."""
         ...
 
-    def unbuilt(self) -> Sequence[str]:
+    def list_unbuilt_layers(self) -> Sequence[str]:
         """Return the names of layers that create weights in their first call."""
         ...
 
@@ -180,7 +180,7 @@ class Building(Protocol):  # why: decisions/0171
         """
         ...
 
-    def owns(self, model: Any) -> bool:
+    def owns_model(self, model: Any) -> bool:
         """Return whether a model belongs to this library."""
         ...
 
@@ -188,7 +188,7 @@ class Building(Protocol):  # why: decisions/0171
         """Return a session for one scope."""
         ...
 
-    def undisturbed(self) -> AbstractContextManager[None]:
+    def keep_random_states(self) -> AbstractContextManager[None]:
         """Restore the library's random states when the block ends."""
         ...
 
@@ -220,7 +220,7 @@ class Building(Protocol):  # why: decisions/0171
         """
         return nullcontext()
 
-    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
+    def read_own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> Any:
         """Return the scope options that only this library has, as one value for `ScopeOptions.own`.
 
         Args:
@@ -238,7 +238,7 @@ class Building(Protocol):  # why: decisions/0171
 class Training(Building, Protocol):
     """Adapter that can train and compare models, for `check_parity` and plans with an optimizer."""
 
-    def with_optimizer(self, model: Any, optimizer: Any) -> Any:
+    def set_optimizer(self, model: Any, optimizer: Any) -> Any:
         """Set the optimizer of a model, if models of the library contain one, and return the model.
 
         Raises:
@@ -246,7 +246,7 @@ class Training(Building, Protocol):
         """
         ...
 
-    def on_one_device(self, model: Any, device_type: str) -> Any:
+    def move_to_one_device(self, model: Any, device_type: str) -> Any:
         """Move an unsharded model's variables to one device of a type, such as `"GPU"`, and return the model."""
         return model
 
@@ -270,7 +270,9 @@ class Training(Building, Protocol):
 class Keeping(Building, Protocol):
     """Adapter that can save, load, and export models."""
 
-    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> Sequence[Stored]:
+    def list_stored_variables(
+        self, model: Any, optimizer: Any = None, saved: Saved | None = None
+    ) -> Sequence[Stored]:
         """Return the weights, states, random states, and optimizer slots that a checkpoint contains.
 
         Args:
@@ -284,7 +286,9 @@ class Keeping(Building, Protocol):
         """
         ...
 
-    def restored(self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]) -> tuple[Any, Any]:
+    def restore_variables(
+        self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]
+    ) -> tuple[Any, Any]:
         """Assign new values, and return the model and its optimizer, or copies if they are immutable.
 
         Args:
@@ -315,7 +319,7 @@ class Keeping(Building, Protocol):
 class Inspecting(Building, Protocol):
     """Adapter that can describe existing models, for `inspect`."""
 
-    def described(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
+    def describe_variables(self, model: Any, optimizer: Any = None) -> Sequence[Stored]:
         """Return the variables and arrays of an existing model as a plan would list them.
 
         Args:
@@ -324,7 +328,7 @@ class Inspecting(Building, Protocol):
         """
         ...
 
-    def context_of(self, model: Any) -> ScopeContext | None:
+    def find_context(self, model: Any) -> ScopeContext | None:
         """Return the scope that sharded a model, or None without a scope or if the library cannot know it."""
         ...
 

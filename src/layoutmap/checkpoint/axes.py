@@ -1,4 +1,4 @@
-"""How the axes of one array are those of another: `(heads size) width -> width heads size`.
+"""Permute, split, and merge the axes of arrays by expressions such as `(heads size) width -> width heads size`.
 
 Each side names the axes of an array in their order. Several names in parentheses are one axis, the first of them the
 slowest. `1/3` stands for a fixed place: the second of three equal parts, counted from 0. With nothing but that, values
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
+from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
 
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Nth:
-    """A fixed place on an axis: one of several equal parts, numbered from 0."""
+    """One of `count` equal parts of an axis, numbered from 0."""
 
     number: int
     count: int
@@ -36,8 +36,8 @@ Side = tuple[tuple[Atom, ...], ...]
 """The axes of an array, each of one or several atoms, the slowest first."""
 
 
-def parse(text: str) -> tuple[Side, Side]:
-    """The two sides of an expression.
+def parse_axes(text: str) -> tuple[Side, Side]:
+    """Return the two sides of an expression such as `(heads size) width -> width heads size`.
 
     Raises:
         ValueError: It cannot be read; says why.
@@ -49,7 +49,7 @@ def parse(text: str) -> tuple[Side, Side]:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise ValueError("it has no ->, as in: out in -> in out")
-    return _side(left), _side(right)
+    return _parse_side(left), _parse_side(right)
 
 
 def check_sides(here: Side, there: Side) -> None:
@@ -66,8 +66,8 @@ def check_sides(here: Side, there: Side) -> None:
         raise ValueError(f"{one!r} is on one side only")
 
 
-def solve(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] | None:
-    """The size of each name, from the shapes of arrays; `None` if shapes do not fit, or leave a size open.
+def solve_sizes(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] | None:
+    """Return the size of each axis name from array shapes, or `None` if they do not determine all sizes.
 
     Example:
         >>> here, there = parse("(heads size) width -> width heads size")
@@ -82,24 +82,24 @@ def solve(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] | None:
     for _ in range(len(axes)):
         for axis, size in axes:
             unknown = [atom for atom in axis if isinstance(atom, str) and atom not in sizes]
-            known = math.prod(size_of(atom, sizes) for atom in axis if atom not in unknown)
+            known = math.prod(get_atom_size(atom, sizes) for atom in axis if atom not in unknown)
             if len(unknown) == 1 and known and size % known == 0:
                 sizes[unknown[0]] = size // known
     complete = {atom for axis, _ in axes for atom in axis if isinstance(atom, str)} == {*sizes}
-    return sizes if complete and all(_size(axis, sizes) == size for axis, size in axes) else None
+    return sizes if complete and all(_compute_axis_size(axis, sizes) == size for axis, size in axes) else None
 
 
-def shape_of(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array whose names have these sizes."""
-    return tuple(_size(axis, sizes) for axis in side)
+def compute_shape(side: Side, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of an array from the sizes of its axis names."""
+    return tuple(_compute_axis_size(axis, sizes) for axis in side)
 
 
-def size_of(atom: Atom, sizes: Mapping[str, int]) -> int:
-    """The size of a name, or how many parts there are."""
+def get_atom_size(atom: Atom, sizes: Mapping[str, int]) -> int:
+    """Return the size of an axis name, or the number of parts of an `Nth`."""
     return atom.count if isinstance(atom, Nth) else sizes[atom]
 
 
-def fill(
+def fill_block(
     result: NumpyArray,
     index: Index,
     here: Side,
@@ -107,7 +107,7 @@ def fill(
     sizes: Mapping[str, int],
     read: Callable[[Index], NumpyArray],
 ) -> int:
-    """Read into a block of one array what another array has for it.
+    """Fill a block of one array from another array with permuted, split, or merged axes.
 
     Args:
         result: The block.
@@ -124,8 +124,10 @@ def fill(
     inside = [atom for axis in here for atom in axis]
     names = [atom for atom in inside if isinstance(atom, str)]
     filled = 0
-    for step in chunks_of(index, chunk_shape(compute_block_shape(index), result.itemsize, _STEP_BYTES)):
-        for place, box in _boxes(step, here, sizes):
+    for step in split_shard(
+        index, choose_chunk_shape(compute_block_shape(index), result.itemsize, _STEP_BYTES)
+    ):
+        for place, box in _split_block(step, here, sizes):
             at = [
                 slice(None) if isinstance(atom, str) else atom.number - start
                 for atom, (start, _) in zip(inside, box, strict=True)
@@ -135,7 +137,7 @@ def fill(
             view = result[(*make_relative_index(place, index), ...)].reshape(
                 [b - a for a, b in box], copy=False
             )[(*at, ...)]
-            for block, found in _runs(there, spans, sizes):
+            for block, found in _list_blocks(there, spans, sizes):
                 values = read(block).reshape([found[name][1] - found[name][0] for name in order])
                 target = (slice(found[n][0] - spans[n][0], found[n][1] - spans[n][0]) for n in names)
                 view[(*target, ...)] = values.transpose([order.index(name) for name in names])
@@ -143,10 +145,10 @@ def fill(
     return filled
 
 
-def _boxes(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator[tuple[Index, list[Span]]]:
-    """A block divided into parts that are a box in all atoms: where each is, and its span of each atom."""
-    dims = [[size_of(atom, sizes) for atom in axis] for axis in side]
-    ranges = [list(_flat_boxes(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)]
+def _split_block(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator[tuple[Index, list[Span]]]:
+    """Yield parts of a block that are a box in all axis names: the index and the span of each name."""
+    dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in side]
+    ranges = [list(_split_range(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)]
     for chosen in itertools.product(*ranges):
         spans = [span for axis in chosen for span in axis]
         atoms = [atom for axis in side for atom in axis]
@@ -154,13 +156,15 @@ def _boxes(index: Index, side: Side, sizes: Mapping[str, int]) -> Iterator[tuple
             isinstance(atom, str) or start <= atom.number < stop
             for atom, (start, stop) in zip(atoms, spans, strict=True)
         ):
-            starts = [_flat([a for a, _ in axis], each) for axis, each in zip(chosen, dims, strict=True)]
+            starts = [
+                _flatten_position([a for a, _ in axis], each) for axis, each in zip(chosen, dims, strict=True)
+            ]
             lengths = [math.prod(b - a for a, b in axis) for axis in chosen]
             yield tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True)), spans
 
 
-def _flat_boxes(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
-    """A range of an axis that is several, as boxes of these, each of which is a range."""
+def _split_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
+    """Yield a range of a merged axis as boxes: one range for each of the merged names."""
     if start >= stop:
         return
     if not dims:
@@ -171,53 +175,55 @@ def _flat_boxes(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Spa
     if start % inner == 0 and stop % inner == 0:
         yield [(start // inner, stop // inner), *((0, dim) for dim in dims[1:])]
     elif first == last:
-        for rest in _flat_boxes(start - first * inner, stop - first * inner, dims[1:]):
+        for rest in _split_range(start - first * inner, stop - first * inner, dims[1:]):
             yield [(first, first + 1), *rest]
     else:
         ends = -(-start // inner) * inner, stop // inner * inner
         for begin, end in ((start, ends[0]), ends, (ends[1], stop)):
-            yield from _flat_boxes(begin, end, dims)
+            yield from _split_range(begin, end, dims)
 
 
-def _runs(
+def _list_blocks(
     side: Side, spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, dict[str, Span]]]:
-    """A box of all names as blocks of an array: the index of each, and its span of each name."""
-    axes = [list(_axis_runs(axis, spans, sizes)) for axis in side]
+    """Yield the blocks of an array that cover a box of axis names: the index and the span of each name."""
+    axes = [list(_list_ranges(axis, spans, sizes)) for axis in side]
     for chosen in itertools.product(*axes):
         found = {name: span for _, own in chosen for name, span in own.items()}
         yield tuple(part for part, _ in chosen), found
 
 
-def _axis_runs(
+def _list_ranges(
     axis: Sequence[Atom], spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
-    """The ranges of one axis that a box has, each of them unbroken, and their spans of each name."""
-    dims = [size_of(atom, sizes) for atom in axis]
+    """Yield the contiguous ranges of one axis that cover a box, and the span of each name."""
+    dims = [get_atom_size(atom, sizes) for atom in axis]
     wanted = [(a.number, a.number + 1) if isinstance(a, Nth) else spans[a] for a in axis]
     split = len(axis) - 1  # all after it is complete; before it, each place is a range of its own
     while split > 0 and wanted[split] == (0, dims[split]):
         split -= 1
     for place in itertools.product(*(range(*span) for span in wanted[:split])):
         own = [(i, i + 1) for i in place] + wanted[split:]
-        start = _flat([a for a, _ in own], dims)
+        start = _flatten_position([a for a, _ in own], dims)
         length = math.prod(b - a for a, b in own)
         named = {a: span for a, span in zip(axis, own, strict=True) if isinstance(a, str)}
         yield slice(start, start + length), named
 
 
-def _flat(place: Sequence[int], dims: Sequence[int]) -> int:
+def _flatten_position(place: Sequence[int], dims: Sequence[int]) -> int:
+    """Return the position on a merged axis."""
     start = 0
     for each, dim in zip(place, dims, strict=True):
         start = start * dim + each
     return start
 
 
-def _size(axis: Sequence[Atom], sizes: Mapping[str, int]) -> int:
-    return math.prod(size_of(atom, sizes) for atom in axis)
+def _compute_axis_size(axis: Sequence[Atom], sizes: Mapping[str, int]) -> int:
+    return math.prod(get_atom_size(atom, sizes) for atom in axis)
 
 
-def _side(text: str) -> Side:
+def _parse_side(text: str) -> Side:
+    """Return the axes on one side of an expression."""
     found: list[tuple[Atom, ...]] = []
     group: list[Atom] | None = None
     for token in _TOKEN.findall(text):

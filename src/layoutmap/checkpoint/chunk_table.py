@@ -1,4 +1,4 @@
-"""The chunks of a variable as columns of numbers: a manifest may have half a million, and few of them are wanted."""
+"""Store the chunks of a variable as columns, so that a lookup in half a million chunks is fast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from layoutmap.core.variables import get_itemsize
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a variable in a file.
+    """A block of a variable that is stored in a file.
 
     Args:
         file: The number of the file.
@@ -42,7 +42,7 @@ class Chunk:
 
 
 class Columns(NamedTuple):
-    """Chunks of variables of one rank, a row each: their files, first bytes there, places in variables, checksums."""
+    """Chunks of all variables of one rank, one row each: file, first byte, index, and checksum."""
 
     files: NumpyArray
     starts: NumpyArray
@@ -51,8 +51,8 @@ class Columns(NamedTuple):
     checksums: Sequence[str]
 
 
-class Shared(NamedTuple):
-    """The part of a chunk that is in a block, too.
+class ChunkOverlap(NamedTuple):
+    """The part of a chunk that a requested block contains.
 
     Attributes:
         file: The number of the chunk's file.
@@ -74,7 +74,7 @@ class Shared(NamedTuple):
 
 
 class ChunkTable(Sequence[Chunk]):
-    """The chunks of a variable.
+    """The chunks of a variable, stored as columns.
 
     Args:
         columns: Chunks, with those of others.
@@ -84,8 +84,8 @@ class ChunkTable(Sequence[Chunk]):
     def __init__(self, columns: Columns, rows: range):
         self._columns, self._rows = columns, rows
 
-    def overlapping(self, index: Index, itemsize: int) -> Iterator[Shared]:
-        """Yield what chunks have of a block, in the order in which it is in the files."""
+    def find_overlaps(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
+        """Yield the overlaps of chunks with a block, in the order of the bytes in the files."""
         rows = slice(self._rows.start, self._rows.stop)
         columns, (first,), (last,) = self._columns, *stack_slice_ends([index], len(index))
         begins, ends = columns.begins[rows], columns.ends[rows]
@@ -103,7 +103,7 @@ class ChunkTable(Sequence[Chunk]):
         ):
             part = None if is_whole else tuple(map(slice, inner, outer))
             place = tuple(map(slice, low, high))
-            yield Shared(file, start, stop, tuple(shape), columns.checksums[int(row)], place, part)
+            yield ChunkOverlap(file, start, stop, tuple(shape), columns.checksums[int(row)], place, part)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -115,10 +115,10 @@ class ChunkTable(Sequence[Chunk]):
         return Chunk(int(files[at]), int(starts[at]), index, checksums[at])
 
 
-def checked_chunks(
+def build_chunk_tables(
     variables: Sequence[SavedVariable], rows_of: Sequence[Sequence[Any]], file_sizes: Sequence[int]
 ) -> dict[str, ChunkTable]:
-    """The chunks of variables by path: each is in its variable and in its file, and each element in exactly one.
+    """Return the chunks of each variable by path, after a check that they cover each element exactly once.
 
     Args:
         variables: The variables. Those of one rank are checked together: to call numpy for each takes far longer.
@@ -131,13 +131,13 @@ def checked_chunks(
     by_rank: dict[int, list[tuple[SavedVariable, Sequence[Any]]]] = {}
     tables: dict[str, ChunkTable] = {}
     for variable, rows in zip(variables, rows_of, strict=True):
-        if math.prod(max(size, 1) for size in variable.shape) * _bytes_of(variable) >= 2**63:
+        if math.prod(max(size, 1) for size in variable.shape) * _round_itemsize(variable) >= 2**63:
             raise ValueError(f"{variable.path}: shape {variable.shape}")
         by_rank.setdefault(len(variable.shape), []).append((variable, rows))
     for rank, pairs in by_rank.items():
         group = [variable for variable, _ in pairs]
         rows = [row for _, own in pairs for row in own]
-        columns = _columns_of(rows, rank)
+        columns = _make_columns(rows, rank)
         files, starts, begins, ends, _ = columns
         counts = [len(own) for _, own in pairs]
         owners = np.repeat(np.arange(len(group)), counts)
@@ -145,7 +145,9 @@ def checked_chunks(
         right = ((begins >= 0) & (begins <= ends) & (ends <= shapes[owners])).all(axis=1)
         right &= (files >= 0) & (files < len(file_sizes))
         if right.all():
-            num_bytes = np.prod(ends - begins, axis=1) * np.array([*map(_bytes_of, group)], np.int64)[owners]
+            num_bytes = (
+                np.prod(ends - begins, axis=1) * np.array([*map(_round_itemsize, group)], np.int64)[owners]
+            )
             right = (starts >= 0) & (starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
         if not right.all():
             row = int(np.argmin(right))
@@ -162,12 +164,13 @@ def checked_chunks(
     return tables
 
 
-def _bytes_of(variable: SavedVariable) -> int:
+def _round_itemsize(variable: SavedVariable) -> int:
+    """Return the bytes of an element, rounded up."""
     return math.ceil(get_itemsize(variable.dtype))
 
 
-def _columns_of(rows: Sequence[Any], rank: int) -> Columns:
-    """The columns of rows as `chunk_to_json` returns them.
+def _make_columns(rows: Sequence[Any], rank: int) -> Columns:
+    """Return the columns of rows in the form of `chunk_to_json`.
 
     Raises:
         ValueError: They are not rows of chunks.
@@ -177,13 +180,13 @@ def _columns_of(rows: Sequence[Any], rank: int) -> Columns:
         raise ValueError("a checksum of a chunk is not text")
     if not {*map(len, indices)} <= {rank}:
         raise ValueError("a place of a chunk has not as many axes as its variable")
-    number, ends = len(rows), _integers(indices, (len(rows), rank, 2))
-    files, starts = _integers(files, (number,)), _integers(starts, (number,))
+    number, ends = len(rows), _convert_integers(indices, (len(rows), rank, 2))
+    files, starts = _convert_integers(files, (number,)), _convert_integers(starts, (number,))
     return Columns(files, starts, ends[..., 0], ends[..., 1], checksums)
 
 
-def _integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
-    """Whole numbers of JSON as an array of a shape."""
+def _convert_integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
+    """Return whole numbers from JSON as an array of a shape."""
     found = np.array(values)
     # It may be text, fractions, numbers beyond it, or lists of lists.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
@@ -192,11 +195,11 @@ def _integers(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
 
 
 def chunk_to_json(chunk: Chunk) -> list[Any]:
-    """A chunk as JSON has it."""
+    """Convert a chunk to JSON values."""
     return [chunk.file, chunk.start, [[part.start, part.stop] for part in chunk.index], chunk.checksum]
 
 
 def chunk_from_json(found: Sequence[Any]) -> Chunk:
-    """Read what `chunk_to_json` wrote."""
+    """Read the result of `chunk_to_json`."""
     file, start, index, checksum = found
     return Chunk(file, start, tuple(slice(begin, end) for begin, end in index), checksum)

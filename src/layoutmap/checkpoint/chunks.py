@@ -1,4 +1,4 @@
-"""How a shard is divided into chunks: blocks that are written, checked and read as one.
+"""Divide shards into chunks: blocks that are written, checked, and read at once.
 
 A reader on another mesh needs blocks of a shard along any of its axes. What it reads beyond them is what its chunks
 stick out, so each axis of a variable is divided about as often as the others, and in halves: where a mesh of twice as
@@ -20,8 +20,8 @@ _OF_A_VARIABLE = 512  # 8 along each of three axes
 _ODD = 16  # as often as this an even axis is divided before an odd one, which meshes seldom divide
 
 
-def chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
-    """The size that the chunks of a variable should have.
+def choose_chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
+    """Return the size in bytes that the chunks of a variable should have.
 
     Args:
         variable_bytes: Size of the variable.
@@ -31,10 +31,10 @@ def chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
     return max(least, min(MOST_BYTES, variable_bytes // _OF_A_VARIABLE))
 
 
-def chunk_shape(
+def choose_chunk_shape(
     shape: Sequence[int], itemsize: int, most_bytes: int, variable_shape: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of the chunks of a shard; those at its ends may be smaller.
+    """Return the shape of a shard's chunks. Those at its ends may be smaller.
 
     Args:
         shape: The shard's shape.
@@ -43,9 +43,9 @@ def chunk_shape(
         variable_shape: The shape of its variable; `None`: the shard is all of it.
 
     Example:
-        >>> chunk_shape((4096, 1024), 4, 1 << 18)
+        >>> choose_chunk_shape((4096, 1024), 4, 1 << 18)
         (512, 128)
-        >>> chunk_shape((512, 1024), 4, 1 << 18, (4096, 1024))
+        >>> choose_chunk_shape((512, 1024), 4, 1 << 18, (4096, 1024))
         (512, 128)
     """
     of = shape if variable_shape is None else variable_shape
@@ -59,15 +59,15 @@ def chunk_shape(
     return tuple(found)
 
 
-def chunks_of(index: Index, shape: Sequence[int]) -> Iterator[Index]:
-    """The indices of the chunks of a shard, in row-major order.
+def split_shard(index: Index, shape: Sequence[int]) -> Iterator[Index]:
+    """Yield the indices of a shard's chunks in row-major order.
 
     Args:
         index: Where the shard is in its variable.
         shape: The shape of a chunk.
 
     Example:
-        >>> [chunk for (chunk,) in chunks_of((slice(4, 10),), (4,))]
+        >>> [chunk for (chunk,) in split_shard((slice(4, 10),), (4,))]
         [slice(4, 8, None), slice(8, 10, None)]
     """
     if 0 in compute_block_shape(index):

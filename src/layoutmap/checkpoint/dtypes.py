@@ -1,4 +1,4 @@
-"""Element types by name, as numpy holds them, and as the headers of safetensors files call them."""
+"""Look up element types by name: as numpy dtypes, and as codes in safetensors headers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SAFETENSORS = {
 _OF_SIZE = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 
 
-def numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
-    """The type of numpy's with a name.
+def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
+    """Return the numpy dtype of a name, from ml_dtypes if numpy has none.
 
     Args:
         name: The name, as in `"bfloat16"`.
@@ -63,11 +63,11 @@ def numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
     return np.dtype(extended)
 
 
-def header_dtype(name: str, itemsize: int) -> tuple[str, int]:
-    """The name of an element type in a file's header, and how many of that type an element is.
+def get_header_dtype(name: str, itemsize: int) -> tuple[str, int]:
+    """Return the code of an element type in a safetensors header, and the number of such values per element.
 
     Example:
-        >>> header_dtype("bfloat16", 2), header_dtype("int4", 1), header_dtype("complex128", 16)
+        >>> get_header_dtype("bfloat16", 2), get_header_dtype("int4", 1), get_header_dtype("complex128", 16)
         (('BF16', 1), ('U8', 1), ('U64', 2))
     """
     if name in SAFETENSORS:

@@ -1,4 +1,4 @@
-"""Write the weights of a source into a new folder, in a format of another library: all of it, or nothing."""
+"""Write the weights of a source into a new folder in another library's format, completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from layoutmap.checkpoint.foreign import load_writer
 from layoutmap.checkpoint.name_tables import read_names
-from layoutmap.checkpoint.renamed_source import under_their_names
+from layoutmap.checkpoint.renamed_source import rename_source
 from layoutmap.checkpoint.source import Source
-from layoutmap.checkpoint.storage import LocalStorage, new_token
+from layoutmap.checkpoint.storage import LocalStorage, make_token
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import open_hidden_folder, sync_folder
 from layoutmap.core.variables import Kind
@@ -59,16 +59,17 @@ def export_source(
         )
     write = load_writer(format)
     if names is not None:
-        source = under_their_names(source, read_names(names))
+        source = rename_source(source, read_names(names))
     variables = [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
     _check_target(target, sum(each.global_bytes for each in variables))
-    with _folder(target) as (storage, folder):
+    with _open_target(target) as (storage, folder):
         write(storage, folder, source, variables, max_shard_bytes, progress or str)
     return str(target)
 
 
 def _check_target(target: Path, needed: int) -> None:
+    """Raise if the target exists with content, or its file system lacks the space."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
             f"{target}: it exists already",
@@ -86,10 +87,10 @@ def _check_target(target: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def _folder(target: Path) -> Generator[tuple[LocalStorage, str]]:
-    """A hidden folder beside the target, which becomes the target when all is in it."""
+def _open_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
+    """Open a hidden folder beside the target, and rename it to the target when all files are written."""
     try:
-        with open_hidden_folder(target, new_token()) as hidden:
+        with open_hidden_folder(target, make_token()) as hidden:
             yield LocalStorage(target.parent), hidden.name
             sync_folder(hidden)
             os.rename(hidden, target)

@@ -1,4 +1,4 @@
-"""Checks that each file of a checkpoint passes before it is used."""
+"""Check each file of a checkpoint before it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIX = "restore it from a copy, or save it again"
 
 
 @contextlib.contextmanager
-def foreign_errors_refused(where: str) -> Generator[None]:  # why: decisions/0085
+def translate_parser_errors(where: str) -> Generator[None]:  # why: decisions/0085
     """Raise a `CheckpointError` in place of any error that a damaged file causes in a parser.
 
     Args:
@@ -35,7 +35,7 @@ def foreign_errors_refused(where: str) -> Generator[None]:  # why: decisions/008
 
 
 def check_regular(path: str, found: os.stat_result) -> None:
-    """Raise unless a path is a regular file that has its bytes.
+    """Raise unless a path is a regular file with all its bytes on the disk.
 
     Raises:
         CheckpointError: It is a directory, a pipe or a device, or nearly all of a large file is a hole.
@@ -54,7 +54,7 @@ def check_regular(path: str, found: os.stat_result) -> None:
 
 
 def check_small(path: str, num_bytes: int, most: int = MOST_SMALL_BYTES) -> None:
-    """Raise if a file that is read whole is larger than such files become."""
+    """Raise if a file that is read as one is larger than such files can be."""
     if num_bytes > most:
         raise CheckpointError(
             f"{path}: the file is too large",
@@ -65,7 +65,7 @@ def check_small(path: str, num_bytes: int, most: int = MOST_SMALL_BYTES) -> None
 
 
 def check_inside(where: str, name: str) -> None:
-    """Raise if a name of a file leads out of the folder of its checkpoint."""
+    """Raise if a file name leads out of the folder of its checkpoint."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or {*"\\\0"} & {*name}:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which step came from which. A run that goes back, and on from there, begins another line in its directory.
+"""Record the step that each step came from. A run that goes back begins another line in its directory.
 
 A manifest has, beside the step that it came from (`parent`), the lines that it is on: by name, up to which step. A line
 has the id of its first save as its name, and its steps rise. So it is known which steps a run comes from, whichever of
@@ -19,7 +19,7 @@ from typing import Any
 
 from layoutmap.checkpoint.gate import check_small
 from layoutmap.checkpoint.manifest import NAME
-from layoutmap.checkpoint.states import decode
+from layoutmap.checkpoint.states import decode_state
 from layoutmap.checkpoint.storage import Storage
 from layoutmap.core.errors import CheckpointError
 
@@ -48,11 +48,11 @@ class SavedStep:
 
     @property
     def line(self) -> str:
-        """The name of its own line."""
+        """Name of the line that the step is on."""
         return list(self.lines)[-1]
 
-    def comes_from(self, other: SavedStep) -> bool:
-        """Whether another step is one of those that it comes from.
+    def is_descendant(self, other: SavedStep) -> bool:
+        """Return whether another step is one of this step's ancestors.
 
         Example:
             >>> left, new = SavedStep(50, lines={"a": 50}), SavedStep(34, lines={"a": 30, "b": 34})
@@ -63,8 +63,10 @@ class SavedStep:
 
 
 # why: decisions/0136
-def following(step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]) -> SavedStep:
-    """The lineage to write into the manifest of a step that is saved now.
+def extend_lineage(
+    step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]
+) -> SavedStep:
+    """Return the lineage for the manifest of a step that is saved now.
 
     Args:
         step: Its number.
@@ -89,7 +91,7 @@ def following(step: int, token: str, position: SavedStep | None, there: Iterable
 
 
 class History:  # why: decisions/0136
-    """The steps of a directory, and which of them came from which.
+    """The steps of a directory, with the ancestors of each.
 
     Args:
         storage: The directory.
@@ -105,31 +107,31 @@ class History:  # why: decisions/0136
         self.damaged: list[int] = []
 
     def note(self, saved: SavedStep) -> None:
-        """Know what was saved just now."""
+        """Record a step that was just saved."""
         self._known[saved.step] = saved
         self._distrusted.discard(saved.step)
 
-    def distrust(self, step: int) -> None:
-        """Count a step as damaged, though the first lines of its manifest can be read."""
+    def mark_damaged(self, step: int) -> None:
+        """Record a step as damaged, even if the first lines of its manifest can be read."""
         self.forget(step)
         self._distrusted.add(step)
 
     def forget(self, step: int) -> None:
-        """Know a step no more, which is deleted or will be another one."""
+        """Forget a step that is deleted or will be replaced."""
         self._known.pop(step, None)
 
     def steps(self) -> dict[int, SavedStep]:
-        """List the steps that exist now, in rising order."""
+        """Return the lineages of the steps that exist now by number, in rising order."""
         there = self._storage.steps()
         for step in there:
             is_unknown = step not in self._known and step not in self._distrusted
-            if is_unknown and (read := _read(self._storage, step)) is not None:
+            if is_unknown and (read := _read_lineage(self._storage, step)) is not None:
                 self._known[step] = read
         self.damaged = [step for step in there if step not in self._known]
         return {step: self._known[step] for step in there if step in self._known}
 
     def last(self) -> SavedStep | None:
-        """The step that was saved last; `None`: there is none.
+        """Return the step that was saved last, or `None` without steps.
 
         One whose manifest cannot be read is the last if its number says so: who loads it hears of it.
         """
@@ -138,40 +140,40 @@ class History:  # why: decisions/0136
         return max([*damaged, *filter(None, (found,))], key=lambda each: each.step, default=None)
 
     def line(self, position: SavedStep | None) -> list[SavedStep]:
-        """The existing steps that one comes from, and itself, in rising order."""
+        """Return the existing ancestors of a step, and the step itself, in rising order."""
         there = self.steps().values()
-        return [e for e in there if position and (e.step == position.step or position.comes_from(e))]
+        return [e for e in there if position and (e.step == position.step or position.is_descendant(e))]
 
 
-def last_step(storage: Storage) -> int | None:
-    """The step of a directory that was saved last; `None`: there is none."""
+def find_last_step(storage: Storage) -> int | None:
+    """Return the number of the step that was saved last in a directory, or `None` without steps."""
     found = History(storage).last()
     return None if found is None else found.step
 
 
-def facts_of(saved: SavedStep) -> dict[str, Any]:
-    """Return its entries in a manifest."""
+def make_lineage_facts(saved: SavedStep) -> dict[str, Any]:
+    """Return the entries of a lineage in a manifest."""
     return {"parent": saved.parent, "lines": saved.lines, "order": saved.order}
 
 
-def saved_step(step: int, facts: Mapping[str, Any]) -> SavedStep:
-    """Return the lineage that the entries of a manifest state for its step."""
+def parse_lineage(step: int, facts: Mapping[str, Any]) -> SavedStep:
+    """Return the lineage of a step from the entries of its manifest."""
     return SavedStep(
         step,
         facts.get("parent"),
         facts.get("lines") or {"": step},
         facts.get("order", 0),
         facts.get("created") or "",
-        decode(facts.get("metrics", {})),
+        decode_state(facts.get("metrics", {})),
     )
 
 
-def _read(storage: Storage, step: int) -> SavedStep | None:
-    """Return the head of a step's manifest; `None`: it cannot be read."""
+def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
+    """Return the lineage from the head of a step's manifest, or `None` if it cannot be read."""
     try:
         size = storage.size(storage.folder(step), NAME) or 0
-        found = _facts(storage, step, min(size, _HEAD_BYTES)) or _facts(storage, step, size)
-        saved = saved_step(step, found)
+        found = _read_facts(storage, step, min(size, _HEAD_BYTES)) or _read_facts(storage, step, size)
+        saved = parse_lineage(step, found)
         is_right = all(type(number) is int for number in [*saved.lines.values(), saved.order])
         are_numbers = all(type(value) in (int, float) for value in saved.metrics.values())
         return saved if is_right and are_numbers else None
@@ -179,8 +181,8 @@ def _read(storage: Storage, step: int) -> SavedStep | None:
         return None  # it is gone meanwhile, or is damaged: that is said by who opens it
 
 
-def _facts(storage: Storage, step: int, num_bytes: int) -> Any:
-    """Return the part of a manifest before its metadata; `None`: the bytes end within it."""
+def _read_facts(storage: Storage, step: int, num_bytes: int) -> Any:
+    """Return the entries of a manifest before its metadata, or `None` if the bytes end within them."""
     check_small(f"{storage.where}/{storage.folder(step)}/{NAME}", num_bytes)
     data = bytearray(num_bytes)
     count = storage.read_into(storage.folder(step), NAME, 0, memoryview(data))

@@ -1,4 +1,4 @@
-"""The manifest of a step: its variables, the place of each chunk, and the checksums. Written last, as JSON.
+"""Read and write the manifest of a step: its variables, chunks, and checksums. It is the last file written.
 
     {"checksum": "xxh3_64:5a1c...",
      "format": "layoutmap checkpoint", "version": 1,
@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from layoutmap.checkpoint.chunk_table import Chunk, checked_chunks, chunk_from_json, chunk_to_json
+from layoutmap.checkpoint.chunk_table import Chunk, build_chunk_tables, chunk_from_json, chunk_to_json
 from layoutmap.checkpoint.manifest_form import read_form
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.errors import CheckpointError, shorten_repr
@@ -43,7 +43,7 @@ _FIRST_LENGTH = len(_FIRST.format("0" * 16))
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of data.
+    """A file of chunks, as the manifest lists it.
 
     Args:
         name: Its name, in the folder of the step.
@@ -96,23 +96,23 @@ class Manifest:  # why: decisions/0086
     chunks: Mapping[str, Sequence[Chunk]]
 
 
-def checksum_of(data: Any) -> str:
-    """The checksum of bytes, as text."""
+def compute_xxh3(data: Any) -> str:
+    """Return the XXH3 checksum of bytes as hexadecimal text."""
     import xxhash  # late: most programs that plan and build save nothing
 
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """The bytes of a manifest; equal manifests give equal bytes."""
+    """Convert a manifest to bytes. Equal manifests give equal bytes."""
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "step": manifest.step, **manifest.facts}
     head |= {"metadata": manifest.metadata, "states": manifest.states}
-    lines = [f'"{name}": {_line(value)}' for name, value in head.items()]
-    lines.append(f'"files": {_list([_line(file_to_json(file)) for file in manifest.files])}')
-    variables = [_variable(each, manifest.chunks[each.path]) for each in manifest.variables]
-    lines.append(f'"variables": {_list(variables)}')
+    lines = [f'"{name}": {_format_json(value)}' for name, value in head.items()]
+    lines.append(f'"files": {_format_list([_format_json(file_to_json(file)) for file in manifest.files])}')
+    variables = [_format_variable(each, manifest.chunks[each.path]) for each in manifest.variables]
+    lines.append(f'"variables": {_format_list(variables)}')
     text = (" " + ",\n ".join(lines) + "}\n").encode()
-    return _FIRST.format(checksum_of(text)).encode() + text
+    return _FIRST.format(compute_xxh3(text)).encode() + text
 
 
 def manifest_from_bytes(data: bytes, where: str) -> Manifest:
@@ -126,7 +126,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         CheckpointError: It is not as it was written, no manifest, or of a newer version.
     """
     body = data[_FIRST_LENGTH:]
-    if data[:_FIRST_LENGTH] != _FIRST.format(checksum_of(body)).encode():
+    if data[:_FIRST_LENGTH] != _FIRST.format(compute_xxh3(body)).encode():
         raise CheckpointError(
             f"{where}: the manifest was damaged or changed",
             facts={"bytes": len(data)},
@@ -135,9 +135,9 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         )
     try:
         with pause_garbage_collection():  # large manifests have a million lists
-            found: Any = json.loads(data, parse_constant=_no_number)
+            found: Any = json.loads(data, parse_constant=_refuse_constant)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
-            manifest = _manifest(found) if is_known else None
+            manifest = _convert_manifest(found) if is_known else None
     except (
         *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
         msgspec.ValidationError,
@@ -157,8 +157,8 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _manifest(found: Mapping[str, Any]) -> Manifest:
-    """The manifest of JSON: it names no byte outside of a file, and no value not or twice.
+def _convert_manifest(found: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of JSON values, after a check that its chunks are inside their files and complete.
 
     Raises:
         ValueError: It does; whoever wrote it can have given it the right checksum.
@@ -169,21 +169,23 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     variables = tuple(
         SavedVariable(v.path, v.shape, v.dtype, v.kind, v.aliases, v.layout) for v in form.variables
     )
-    tables = checked_chunks(variables, [v.chunks for v in form.variables], [file.num_bytes for file in files])
+    tables = build_chunk_tables(
+        variables, [v.chunks for v in form.variables], [file.num_bytes for file in files]
+    )
     facts = {name: value for name, value in found.items() if name not in known}
     return Manifest(form.step, facts, form.metadata, form.states, files, variables, tables)
 
 
 def part_to_bytes(part: ProcessPart) -> bytes:
-    """The bytes of a process's part, for the process that writes the manifest."""
+    """Convert the part of a process to bytes, for the process that writes the manifest."""
     chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
-    return _line(
+    return _format_json(
         {"files": list(map(file_to_json, part.files)), "chunks": chunks, "states": part.states}
     ).encode()
 
 
 def part_from_bytes(data: bytes) -> ProcessPart:
-    """Read what `part_to_bytes` wrote."""
+    """Read the result of `part_to_bytes`."""
     found = json.loads(data)
     return ProcessPart(
         tuple(map(file_from_json, found["files"])),
@@ -193,7 +195,7 @@ def part_from_bytes(data: bytes) -> ProcessPart:
 
 
 def file_to_json(file: DataFile) -> dict[str, Any]:
-    """A file as JSON has it."""
+    """Convert a file's entry to JSON values."""
     return {
         "name": file.name,
         "bytes": file.num_bytes,
@@ -203,11 +205,11 @@ def file_to_json(file: DataFile) -> dict[str, Any]:
 
 
 def file_from_json(found: Mapping[str, Any]) -> DataFile:
-    """Read what `file_to_json` wrote."""
+    """Read the result of `file_to_json`."""
     return DataFile(found["name"], found["bytes"], found["header_bytes"], found["header"])
 
 
-def _variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
+def _format_variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
     row: dict[str, Any] = {"path": variable.path, "shape": variable.shape, "dtype": variable.dtype}
     if variable.kind is not Kind.WEIGHT:
         row["kind"] = str(variable.kind)
@@ -215,16 +217,16 @@ def _variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
         row["aliases"] = variable.aliases
     if variable.layout is not None:
         row["layout"] = variable.layout
-    return f'{_line(row)[:-1]}, "chunks": {_line(list(map(chunk_to_json, chunks)))}}}'
+    return f'{_format_json(row)[:-1]}, "chunks": {_format_json(list(map(chunk_to_json, chunks)))}}}'
 
 
-def _no_number(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} where a number belongs")
 
 
-def _list(lines: Sequence[str]) -> str:
+def _format_list(lines: Sequence[str]) -> str:
     return "[" + ",".join(f"\n  {line}" for line in lines) + ("\n ]" if lines else "]")
 
 
-def _line(value: Any) -> str:
+def _format_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The form of a manifest, which is checked as a whole before anything in it is used.
+"""Declare the fields of a manifest. The whole form is checked before any field is used.
 
 A changed manifest can have the right checksum.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from layoutmap.checkpoint.source import Specs
-from layoutmap.checkpoint.states import decode
+from layoutmap.checkpoint.states import decode_state
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Kind
@@ -45,7 +45,7 @@ class _States(msgspec.Struct):
 
 
 class ManifestForm(msgspec.Struct):  # why: decisions/0190
-    """The fields of a manifest by type; others may be there."""
+    """The fields of a manifest with their types. Other fields are allowed."""
 
     step: _Number
     metadata: Any
@@ -66,7 +66,7 @@ class ManifestForm(msgspec.Struct):  # why: decisions/0190
 
 
 def read_form(found: Any) -> ManifestForm:
-    """Read a manifest's JSON.
+    """Check the JSON of a manifest against its form.
 
     Raises:
         msgspec.ValidationError: A value has another type.
@@ -76,10 +76,10 @@ def read_form(found: Any) -> ManifestForm:
     for file in form.files:
         if not _is_inside(file.name) or file.header_bytes > file.bytes:
             raise ValueError(f"file {file.name!r:.200}: {file.header_bytes} of {file.bytes} bytes")
-    decode(form.metadata)
-    msgspec.convert({name: decode(value) for name, value in form.states.items()}, _States)
+    decode_state(form.metadata)
+    msgspec.convert({name: decode_state(value) for name, value in form.states.items()}, _States)
     if form.metrics is not msgspec.UNSET:
-        msgspec.convert(decode(form.metrics), dict[str, bool | int | float])
+        msgspec.convert(decode_state(form.metrics), dict[str, bool | int | float])
     mesh = Mesh(None, list((form.mesh or {}).items()))
     paths: set[str] = set()
     layouts: set[Specs] = set()
@@ -96,7 +96,7 @@ def read_form(found: Any) -> ManifestForm:
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name is that of a file in the folder of the step, or in a folder of it."""
+    """Return whether a name is a file in the folder of the step or below it."""
     parts = name.split("/")
     return (
         not any(part in ("", ".", "..") for part in parts) and not {*"\\\0"} & {*name} and bool(name.encode())

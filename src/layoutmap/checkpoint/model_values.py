@@ -1,4 +1,4 @@
-"""The values of a checkpoint for the variables of one model: compared with it, then read block by block."""
+"""Read the variables of one model from a checkpoint, after a comparison of their shapes and types."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.name_tables import Names
-from layoutmap.checkpoint.renamed_source import Renamed
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
+from layoutmap.checkpoint.name_tables import NameTable
+from layoutmap.checkpoint.renamed_source import RenamedSource
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
@@ -20,7 +20,7 @@ Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]
 
 
-class Values:
+class ModelValues:
     """The values of a checkpoint for the variables of one model.
 
     Args:
@@ -38,12 +38,12 @@ class Values:
         self,
         source: Source,
         *,
-        names: Names | None = None,
+        names: NameTable | None = None,
         missing: Missing = "error",
         extra: Extra = "error",
         cast: bool = False,
     ):
-        self._renamed = None if names is None else Renamed(source, names)
+        self._renamed = None if names is None else RenamedSource(source, names)
         self.source = source if self._renamed is None else self._renamed
         self.missing = missing
         self._extra = extra
@@ -53,7 +53,7 @@ class Values:
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
     def find(self, variable: VariableSpec) -> SavedVariable | None:
-        """Return what the checkpoint has for a variable, under any of its paths; `None`: nothing."""
+        """Return the saved variable under any of a variable's paths, or `None` without one."""
         if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
             self._renamed.fit((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
@@ -64,7 +64,7 @@ class Values:
         return None
 
     def check(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
-        """Compare all variables of a model with the checkpoint; raises once, with all differences.
+        """Compare all variables of a model with the checkpoint, and raise once with all differences.
 
         Args:
             variables: The variables.
@@ -76,7 +76,11 @@ class Values:
         found = [(variable, self.find(variable)) for variable in variables]
         if self._renamed is not None:
             self._renamed.check_once(saved.path for _, saved in found if saved)
-        wrong = [text for variable, saved in found if saved and (text := self._difference(variable, saved))]
+        wrong = [
+            text
+            for variable, saved in found
+            if saved and (text := self._describe_difference(variable, saved))
+        ]
         known = {saved.path for _, saved in found if saved}
         unknown = [v for v, saved in found if saved is None and v.kind in kinds]
         rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
@@ -108,19 +112,19 @@ class Values:
             fix=", or ".join(fixes),
         )
 
-    def reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return what reads the shards of a variable; `None` if the checkpoint does not have it."""
-        saved = None if self._closed or _is_key(variable) else self.find(variable)
+    def make_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
+        """Return a function that reads the shards of a variable, or `None` if the checkpoint lacks it."""
+        saved = None if self._closed or _is_random_key(variable) else self.find(variable)
         # One that is read before all are known may have the path of another, and so its shape.
         if saved is None or saved.shape != variable.shape:
             return None
         self.taken.add(variable.path)
-        dtype = numpy_dtype(variable.dtype, variable.path)
+        dtype = get_numpy_dtype(variable.dtype, variable.path)
 
         def read(index: Index) -> NumpyArray:
             found = self.source.read(saved.path, index)
             values = found.astype(dtype, copy=False)
-            if is_count(variable, saved) and not np.array_equal(values, found):
+            if is_integer_state(variable, saved) and not np.array_equal(values, found):
                 raise CheckpointError(
                     f"{variable.path}: {'a random state' if variable.kind is Kind.RNG else 'a count'} does not fit",
                     facts={"saved": f"{found.tolist()}, {saved.dtype}", "element type here": variable.dtype},
@@ -133,7 +137,7 @@ class Values:
         return read
 
     def fill(self, variable: VariableSpec, shards: Sequence[tuple[Index, NumpyArray]]) -> bool:
-        """Write the values of a variable to where its shards are.
+        """Write the values of a variable into the memory of its shards.
 
         Args:
             variable: The variable.
@@ -150,27 +154,27 @@ class Values:
         return True
 
     def close(self) -> None:
-        """Have no more values: what a model makes later begins as it does by itself."""
+        """Stop to give values, so that variables made later keep their own initial values."""
         self._closed = True
 
-    def _difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
-        if _is_key(variable):
+    def _describe_difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
+        if _is_random_key(variable):
             return None
         if saved.shape != variable.shape:
             return variable.path, f"shape {variable.shape}, in the checkpoint {saved.shape}"
-        if saved.dtype != variable.dtype and not self._cast and not is_count(variable, saved):
+        if saved.dtype != variable.dtype and not self._cast and not is_integer_state(variable, saved):
             return variable.path, f"dtype {variable.dtype}, in the checkpoint {saved.dtype}"
         return None
 
 
-def is_count(variable: VariableSpec, saved: SavedVariable) -> bool:
-    """Whether it is a random state or a count, which libraries hold as integers of different types."""
+def is_integer_state(variable: VariableSpec, saved: SavedVariable) -> bool:
+    """Return whether a variable is a random state or a count. Its integer type differs between libraries."""
     if variable.kind is Kind.RNG:
         return True
     integers = all(each.dtype.lstrip("u").startswith("int") for each in (variable, saved))
     return integers and variable.kind not in (Kind.WEIGHT, Kind.STATE)
 
 
-def _is_key(variable: VariableSpec) -> bool:
-    """Whether it holds typed random keys of JAX; what is saved, and read into it afterwards, is their data."""
+def _is_random_key(variable: VariableSpec) -> bool:
+    """Return whether a variable has typed random keys of JAX, of which only the key data is saved."""
     return variable.dtype.startswith("key<")

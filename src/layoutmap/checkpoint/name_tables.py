@@ -1,4 +1,4 @@
-"""A table of names: what the variables of a model are called elsewhere, and how their axes are there.
+"""Read name tables, which map the paths and axes of variables to those in other libraries.
 
     # A model of mine, in keras and as others publish it.
     version: 1
@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-from layoutmap.checkpoint.axes import Nth, Side, check_sides, parse
+from layoutmap.checkpoint.axes import Nth, Side, check_sides, parse_axes
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.strict_yaml import read_yaml
@@ -40,7 +40,7 @@ _LEFT = "a path in the model"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A name with places for numbers.
+    """A name in which `*` stands for numbers.
 
     Args:
         text: The name, with `*`, `**` and `(...)?`.
@@ -49,17 +49,17 @@ class Template:
     text: str
 
     def find(self, name: str, *, at_end: bool = False) -> tuple[int, tuple[str, ...]] | None:
-        """Return how much of a name it is, and what the stars stand for; `None` if it is another name.
+        """Return the matched length of a name and the texts for the stars, or `None` if it does not match.
 
         Args:
             name: The name.
             at_end: Whether it may also be what comes after a dot.
         """
-        found = re.fullmatch((r"(?:.*?\.)??" if at_end else "") + f"(?P<own>{self._pattern()})", name)
+        found = re.fullmatch((r"(?:.*?\.)??" if at_end else "") + f"(?P<own>{self._make_pattern()})", name)
         return None if found is None else (len(found["own"]), found.groups()[1:])
 
     def write(self, stars: Sequence[str], *, optional: bool = True) -> str:
-        """Return the name in which the stars stand for these."""
+        """Return the name with these texts in place of the stars."""
         left = iter(stars)
         return "".join(
             next(left) if token.startswith("*") else token[1:-2] * optional if _is_optional(token) else token
@@ -68,10 +68,10 @@ class Template:
 
     @property
     def stars(self) -> list[str]:
-        """The stars, in order."""
+        """The stars of the name, in order."""
         return [token for token in _TOKEN.findall(self.text) if token.startswith("*")]
 
-    def _pattern(self) -> str:
+    def _make_pattern(self) -> str:
         meanings = {"*": r"(\d+)", "**": "(.*)"}
         return "".join(
             meanings.get(token, f"(?:{re.escape(token[1:-2])})?" if _is_optional(token) else re.escape(token))
@@ -85,7 +85,7 @@ def _is_optional(token: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of elsewhere that is a variable of the model, or one of equal parts of it.
+    """A tensor in the other library that is a variable of the model, or one of its equal parts.
 
     Args:
         theirs: Its name.
@@ -112,8 +112,8 @@ class Renaming:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:  # why: decisions/0084
-    """A table of names.
+class NameTable:  # why: decisions/0084
+    """A name table: lines that map paths of a model to names in another library.
 
     Args:
         where: The table, as messages name it.
@@ -124,7 +124,7 @@ class Names:  # why: decisions/0084
     entries: tuple[Renaming, ...]
 
     def find(self, path: str) -> tuple[Renaming, tuple[str, ...]] | None:
-        """Return the line for a path of the model, and what its stars stand for: the one that is most of the path."""
+        """Return the line with the longest match for a path of the model, and the texts for its stars."""
         found = [
             (size, -number, entry, stars)
             for number, entry in enumerate(self.entries)
@@ -134,12 +134,12 @@ class Names:  # why: decisions/0084
         return max(found, key=lambda each: each[:2])[2:] if found else None
 
 
-def shipped_names() -> list[str]:
-    """The tables that come with the library."""
-    return sorted(each.name[:-5] for each in _folder().iterdir() if each.name.endswith(".yaml"))
+def list_name_tables() -> list[str]:
+    """Return the names of the tables that the library ships."""
+    return sorted(each.name[:-5] for each in _find_folder().iterdir() if each.name.endswith(".yaml"))
 
 
-def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
+def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
     """Read a table.
 
     Args:
@@ -157,17 +157,17 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
         'llama'
     """
     if isinstance(names, Mapping):
-        return Names("names", tuple(_entries("names", "", dict(names))))
+        return NameTable("names", tuple(_read_entries("names", "", dict(names))))
     where = os.fspath(names)
     if isinstance(names, str) and not names.endswith((".yaml", ".yml")) and os.sep not in names:
-        if names not in shipped_names():
+        if names not in list_name_tables():
             raise RuleError(
                 f"names={names!r}: there is no such table",
-                facts={"near misses": ", ".join(find_nearest(names, shipped_names()))},
-                why=f"the library has {', '.join(shipped_names())}",
+                facts={"near misses": ", ".join(find_nearest(names, list_name_tables()))},
+                why=f"the library has {', '.join(list_name_tables())}",
                 fix="name one of them, a file as in names='mine.yaml', or pass a mapping",
             )
-        text = _folder().joinpath(f"{names}.yaml").read_text(encoding="utf-8")
+        text = _find_folder().joinpath(f"{names}.yaml").read_text(encoding="utf-8")
     else:
         try:
             text = Path(where).read_text(encoding="utf-8")
@@ -185,12 +185,12 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
             fix=f"begin with version: {VERSION}, then names:",
         )
     if unknown := next((key for key in found if key not in ("version", "names")), None):
-        raise _wrong(
+        raise _make_error(
             where, text, unknown, f"it has a key {unknown!r}", "the keys are version and names", "delete it"
         )
     entries = found.get("names")
     if not isinstance(entries, dict):
-        raise _wrong(
+        raise _make_error(
             where,
             text,
             "names",
@@ -198,23 +198,23 @@ def read_names(names: str | os.PathLike[str] | Mapping[str, Any]) -> Names:
             f"it is {shorten_repr(entries)}",
             f"map {_LEFT} to a name",
         )
-    return Names(where, tuple(_entries(where, text, cast("dict[str, Any]", entries))))
+    return NameTable(where, tuple(_read_entries(where, text, cast("dict[str, Any]", entries))))
 
 
-def _folder() -> Any:
+def _find_folder() -> Any:
     return files("layoutmap.checkpoint").joinpath("names")
 
 
-def _entries(where: str, text: str, found: dict[str, Any]) -> Iterator[Renaming]:
+def _read_entries(where: str, text: str, found: dict[str, Any]) -> Iterator[Renaming]:
     for path, value in found.items():
         try:
-            yield _entry(path, value)
+            yield _read_entry(path, value)
         except ValueError as error:
             fix = 'write a: b, or a: {from: b, axes: "out in -> in out"}'
-            raise _wrong(where, text, path, f"{path!r} cannot be read", str(error), fix) from None
+            raise _make_error(where, text, path, f"{path!r} cannot be read", str(error), fix) from None
 
 
-def _entry(path: Any, value: Any) -> Renaming:
+def _read_entry(path: Any, value: Any) -> Renaming:
     if not isinstance(path, str) or not path:
         raise ValueError(f"{_LEFT} is text, and it is {describe_type(path)}")
     ours = Template(path)
@@ -238,7 +238,7 @@ def _entry(path: Any, value: Any) -> Renaming:
         return Renaming(ours, (Piece(theirs[0]),))
     if not isinstance(axes, str):
         raise ValueError(f"axes is text, as in: out in -> in out; it is {shorten_repr(axes)}")
-    there, here = parse(axes)
+    there, here = parse_axes(axes)
     if not several:
         check_sides(here, there)
         return Renaming(ours, (Piece(theirs[0], there, here),))
@@ -255,7 +255,7 @@ def _entry(path: Any, value: Any) -> Renaming:
     return Renaming(ours, tuple(pieces))
 
 
-def _wrong(where: str, text: str, key: Any, what: str, why: str, fix: str) -> RuleError:
+def _make_error(where: str, text: str, key: Any, what: str, why: str, fix: str) -> RuleError:
     lines = text.splitlines()
     own = (n for n, line in enumerate(lines, 1) if line.strip().lstrip("\"'?").startswith(str(key)))
     return RuleError(f"{where}: {what}", facts={"line": next(own, "")}, why=why, fix=fix)

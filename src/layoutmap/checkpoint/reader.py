@@ -1,4 +1,4 @@
-"""A step of a checkpoint, opened: what is in it, and any block of any variable, checked while it is read."""
+"""Open a step of a checkpoint, and verify checksums while blocks of variables are read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.chunk_table import ChunkTable, Shared
-from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.chunk_table import ChunkOverlap, ChunkTable
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.gate import check_small
-from layoutmap.checkpoint.lineage import last_step
-from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, checksum_of, manifest_from_bytes
+from layoutmap.checkpoint.lineage import find_last_step
+from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, compute_xxh3, manifest_from_bytes
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.states import decode
+from layoutmap.checkpoint.states import decode_state
 from layoutmap.checkpoint.storage import Storage
 from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_slice_ends
 from layoutmap.core.errors import CheckpointError, join_names
@@ -49,7 +49,7 @@ class StepSource(Source):
 
     def __init__(self, storage: Storage, step: int | None = None):
         self._storage = storage
-        number = _found_step(storage, step)
+        number = _choose_step(storage, step)
         self._folder = storage.folder(number)
         where = f"{storage.where}/{self._folder}"
         size = storage.size(self._folder, NAME)
@@ -75,7 +75,7 @@ class StepSource(Source):
 
     @property
     def step(self) -> int:
-        """The number of the step."""
+        """Number of the step."""
         return self.manifest.step
 
     @property
@@ -85,18 +85,18 @@ class StepSource(Source):
 
     @property
     def metadata(self) -> Any:
-        """The metadata that the user has saved along."""
-        return decode(self.manifest.metadata)
+        """Metadata that the user saved with the step."""
+        return decode_state(self.manifest.metadata)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The numbers by which a `CheckpointManager` compares steps; empty if none were saved."""
-        return decode(self.manifest.facts.get("metrics", {}))
+        """Metrics by which a `CheckpointManager` compares steps. Empty if none were saved."""
+        return decode_state(self.manifest.facts.get("metrics", {}))
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """The states beside the variables, by name."""
-        return {name: decode(value) for name, value in self.manifest.states.items()}
+        """States saved besides the variables, by name."""
+        return {name: decode_state(value) for name, value in self.manifest.states.items()}
 
     @property
     def global_bytes(self) -> int:
@@ -104,16 +104,16 @@ class StepSource(Source):
         return sum(math.ceil(math.prod(v.shape) * get_itemsize(v.dtype)) for v in self.manifest.variables)
 
     def check_files(self) -> None:
-        """Raise if a file is missing or has another size than it was written with; reads none.
+        """Raise if a file is missing or its size has changed. Reads no file.
 
         Raises:
             CheckpointError: There is one.
         """
         for file in self.manifest.files:
             if (size := self._storage.size(self._folder, file.name)) != file.num_bytes:
-                raise self._other_size(file, size)
+                raise self._make_size_error(file, size)
 
-    def _other_size(self, file: DataFile, size: int | None) -> CheckpointError:
+    def _make_size_error(self, file: DataFile, size: int | None) -> CheckpointError:
         facts: dict[str, object] = {"bytes": size, "written": file.num_bytes}
         if size is None:
             number = self.manifest.files.index(file)
@@ -133,7 +133,9 @@ class StepSource(Source):
         checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
         if checked is not None:
             return checked
-        result = _empty(compute_block_shape(wanted), numpy_dtype(variable.dtype, variable.path))
+        result = _allocate_aligned(
+            compute_block_shape(wanted), get_numpy_dtype(variable.dtype, variable.path)
+        )
         self._read_into(variable, wanted, result)
         return result
 
@@ -142,21 +144,21 @@ class StepSource(Source):
         if checked is not None:
             target[...] = checked
             return
-        self._each_chunk(variable, wanted, target)
+        self._read_chunks(variable, wanted, target)
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        """Keeps the values for `read` while there is `room`, and else none."""
+        """Keep the checked values for the next `read` while `room` is left."""
         num_bytes = (
-            math.prod(compute_block_shape(wanted)) * numpy_dtype(variable.dtype, variable.path).itemsize
+            math.prod(compute_block_shape(wanted)) * get_numpy_dtype(variable.dtype, variable.path).itemsize
         )
         if num_bytes <= self.room:
             self._checked[variable.path, get_slice_ends(wanted)] = self._read(variable, wanted)
             self.room -= num_bytes
             return
-        self._each_chunk(variable, wanted, None)
+        self._read_chunks(variable, wanted, None)
 
     def problems(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
-        """Read all, and yield each file and each chunk that is not as it was written.
+        """Read all files, and yield an error for each damaged file and chunk.
 
         Args:
             progress: Called with the path of each variable when it has been read.
@@ -165,24 +167,24 @@ class StepSource(Source):
         for number, file in enumerate(self.manifest.files):
             size = self._storage.size(self._folder, file.name)
             if size != file.num_bytes:
-                yield self._other_size(file, size)
+                yield self._make_size_error(file, size)
             if size is None:
                 missing.add(number)
                 continue
             header = np.zeros(file.header_bytes, np.uint8)
             self._storage.read_into(self._folder, file.name, 0, header.data)
-            if checksum_of(header.data) != file.header:
-                yield _damaged(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
+            if compute_xxh3(header.data) != file.header:
+                yield _make_damage_error(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
         for path in self.variables:
             try:
                 self.check(path)
             except CheckpointError:
-                yield from self._damaged_chunks(path, missing)
+                yield from self._find_damaged_chunks(path, missing)
             if progress is not None:
                 progress(path)
 
-    def _damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
-        """Each of a variable for itself, but those of files that are missing."""
+    def _find_damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
+        """Yield an error for each damaged chunk of a variable, except in missing files."""
         for chunk in self.manifest.chunks[path]:
             if chunk.file not in missing:
                 try:
@@ -190,30 +192,30 @@ class StepSource(Source):
                 except CheckpointError as error:
                     yield error
 
-    def _each_chunk(self, variable: SavedVariable, wanted: Index, target: NumpyArray | None) -> None:
-        """Read and check the chunks that have something of a block, and write it into an array, if there is one.
+    def _read_chunks(self, variable: SavedVariable, wanted: Index, target: NumpyArray | None) -> None:
+        """Read and check the chunks that overlap a block, and copy them into an array if there is one.
 
         Neighbours in a file are read at once, and several such runs at the same time.
         """
-        dtype = numpy_dtype(variable.dtype, variable.path)
+        dtype = get_numpy_dtype(variable.dtype, variable.path)
         chunks = self.manifest.chunks[variable.path]
         assert isinstance(chunks, ChunkTable)
-        rest: list[Shared] = []
-        for found in chunks.overlapping(wanted, dtype.itemsize):
+        rest: list[ChunkOverlap] = []
+        for found in chunks.find_overlaps(wanted, dtype.itemsize):
             if self._kept and (kept := self._kept.get(found[:5])) is not None:
-                _put(found, kept, target)
+                _copy_overlap(found, kept, target)
             else:
                 rest.append(found)
-        runs = list(_runs(rest, self._storage.read_bytes))
+        runs = list(_group_adjacent(rest, self._storage.read_bytes))
         left = iter(runs)
 
-        def work() -> None:
+        def read_runs() -> None:
             while (run := next(left, None)) is not None:
                 self._read_run(variable.path, dtype, run, target)
 
-        helping = [self._pool.submit(work) for _ in range(min(_THREADS, len(runs)) - 1)]
+        helping = [self._pool.submit(read_runs) for _ in range(min(_THREADS, len(runs)) - 1)]
         try:
-            work()
+            read_runs()
         finally:
             deque(left, 0)  # of an error the rest is not read
             wait(helping)
@@ -221,9 +223,9 @@ class StepSource(Source):
             each.result()
 
     def _read_run(
-        self, path: str, dtype: np.dtype[Any], run: Sequence[Shared], target: NumpyArray | None
+        self, path: str, dtype: np.dtype[Any], run: Sequence[ChunkOverlap], target: NumpyArray | None
     ) -> None:
-        """Read and check neighbouring chunks, in memory that the next run of this thread uses again."""
+        """Read and check adjacent chunks, in memory that the thread reuses for its next run."""
         start, file = run[0].start, self.manifest.files[run[0].file]
         scratch: NumpyArray | None = getattr(self._local, "scratch", None)
         if scratch is None or scratch.size < run[-1].end - start:
@@ -235,34 +237,36 @@ class StepSource(Source):
             for found in run:
                 part = data[found.start - start : found.end - start]
                 missing = max(0, min(part.size, found.end - start - count))
-                if missing or (self.verifies and checksum_of(part) != found.checksum):
-                    raise _damaged(f"{self.where}/{file.name}", path, found.start, part.size, missing=missing)
+                if missing or (self.verifies and compute_xxh3(part) != found.checksum):
+                    raise _make_damage_error(
+                        f"{self.where}/{file.name}", path, found.start, part.size, missing=missing
+                    )
                 values = part.view(dtype).reshape(found.shape)
                 if found.part is not None:
                     self._kept[found[:5]] = values.copy()
                     while len(self._kept) > _KEPT:
                         self._kept.popitem(last=False)
-                _put(found, values, target)
+                _copy_overlap(found, values, target)
 
     def __repr__(self) -> str:
         return f"<Step {self.step} of {self.where}: {len(self.variables)} variables>"
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
+def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _put(found: Shared, values: NumpyArray, target: NumpyArray | None) -> None:
+def _copy_overlap(found: ChunkOverlap, values: NumpyArray, target: NumpyArray | None) -> None:
     if target is not None:
         target[found.place] = values if found.part is None else values[found.part]
 
 
-def _runs(found: Iterable[Shared], most_bytes: int) -> Iterator[list[Shared]]:
-    """Neighbours in a file together, up to a size."""
-    run: list[Shared] = []
+def _group_adjacent(found: Iterable[ChunkOverlap], most_bytes: int) -> Iterator[list[ChunkOverlap]]:
+    """Yield groups of chunks that are adjacent in a file, up to a size."""
+    run: list[ChunkOverlap] = []
     for each in found:
         if run and (
             (each.file, each.start) != (run[0].file, run[-1].end) or each.end - run[0].start > most_bytes
@@ -274,7 +278,7 @@ def _runs(found: Iterable[Shared], most_bytes: int) -> Iterator[list[Shared]]:
         yield run
 
 
-def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:
+def _make_damage_error(where: str, what: str, start: int, size: int, *, missing: int = 0) -> CheckpointError:
     return CheckpointError(
         f"{what}: its values are not those that were saved",
         facts={"file": where, "bytes": f"{start} to {start + size}", "missing bytes": missing or ""},
@@ -285,10 +289,10 @@ def _damaged(where: str, what: str, start: int, size: int, *, missing: int = 0) 
     )
 
 
-def _found_step(storage: Storage, step: int | None) -> int:
+def _choose_step(storage: Storage, step: int | None) -> int:
     steps = storage.steps()
     if steps and step is None:
-        return steps[0] if len(steps) == 1 else last_step(storage) or steps[-1]
+        return steps[0] if len(steps) == 1 else find_last_step(storage) or steps[-1]
     if step in steps:
         assert step is not None
         return step

@@ -1,4 +1,4 @@
-"""A step written once more, in other layouts: its chunks end where the shards of another mesh end.
+"""Write a step again in other layouts, with chunks that end at the shards of another mesh.
 
 Values go from file to file in blocks of bounded size, whatever the shards are: never is more than one block held.
 """
@@ -10,13 +10,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from layoutmap.checkpoint.chunks import chunk_shape, chunks_of
-from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-from layoutmap.checkpoint.storage import Storage, new_token
-from layoutmap.checkpoint.writer import Shards, ToWrite, bytes_to_write
+from layoutmap.checkpoint.storage import Storage, make_token
+from layoutmap.checkpoint.writer import Shards, WriteTask, count_bytes
 from layoutmap.core.blocks import Index, compute_block_shape, find_distinct_shards
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
@@ -33,7 +33,7 @@ def write_relayout(
     plan: str,
     progress: Callable[[str], object] | None = None,
 ) -> str:
-    """Write all that a source has as a step in other layouts, and return the step's folder.
+    """Write the content of a source as a step in other layouts, and return the step's folder.
 
     Args:
         source: A step of a checkpoint: its number, metadata and states are kept. Or files that others have written,
@@ -50,7 +50,7 @@ def write_relayout(
     manifest: Manifest | None = getattr(source, "manifest", None)
     if manifest is None:
         manifest = Manifest(0, {}, None, {}, (), (), {})
-    token = new_token()
+    token = make_token()
     facts: dict[str, Any] = {
         **manifest.facts,
         "id": token,
@@ -58,9 +58,9 @@ def write_relayout(
         "mesh": dict(zip(mesh.dim_names, mesh.shape, strict=True)),
         "plan": plan,
     }
-    variables = [replace(v, layout=_specs(layouts[v.path])) for v in source.variables.values()]
-    todo = [_to_write(source, each, layouts[each.path]) for each in variables]
-    total_bytes = bytes_to_write(todo)
+    variables = [replace(v, layout=_convert_specs(layouts[v.path])) for v in source.variables.values()]
+    todo = [_make_write_task(source, each, layouts[each.path]) for each in variables]
+    total_bytes = count_bytes(todo)
     folder = begin_step(storage, manifest.step, token, total_bytes)
     head = replace(manifest, facts=facts, variables=variables)
     with StepWriter(storage, folder, head, todo, total_bytes=total_bytes) as writer:
@@ -68,19 +68,19 @@ def write_relayout(
     return writer.where
 
 
-def _to_write(source: Source, variable: SavedVariable, layout: Layout) -> ToWrite:
-    itemsize = numpy_dtype(variable.dtype, variable.path).itemsize
+def _make_write_task(source: Source, variable: SavedVariable, layout: Layout) -> WriteTask:
+    itemsize = get_numpy_dtype(variable.dtype, variable.path).itemsize
     blocks: list[Index] = []
     for index, _ in find_distinct_shards(layout, variable.shape, range(layout.mesh.size)).values():
-        blocks += chunks_of(
-            index, chunk_shape(compute_block_shape(index), itemsize, MOST_BYTES, variable.shape)
+        blocks += split_shard(
+            index, choose_chunk_shape(compute_block_shape(index), itemsize, MOST_BYTES, variable.shape)
         )
 
     def read() -> Shards:
         return ((index, source.read(variable.path, index)) for index in blocks)
 
-    return ToWrite(variable, blocks, read)
+    return WriteTask(variable, blocks, read)
 
 
-def _specs(layout: Layout) -> tuple[str | tuple[str, ...] | None, ...]:
+def _convert_specs(layout: Layout) -> tuple[str | tuple[str, ...] | None, ...]:
     return tuple(None if spec == UNSHARDED else spec for spec in layout.sharding_specs)

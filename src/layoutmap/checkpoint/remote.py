@@ -1,4 +1,4 @@
-"""Storage of checkpoints in object stores, through fsspec, as in `s3://bucket/folder` or `gs://bucket/folder`.
+"""Store checkpoints in object stores through fsspec, such as `s3://bucket/folder` or `gs://bucket/folder`.
 
 An object store cannot rename a folder, so a step exists when its manifest does: `step-1000/manifest.json`, which is
 written last, and only if there is none. All else that a save writes is in a folder of its own within the step's, so
@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from layoutmap.checkpoint.manifest import NAME
-from layoutmap.checkpoint.storage import LocalStorage, Storage, step_of, there_already
+from layoutmap.checkpoint.storage import LocalStorage, Storage, make_exists_error, parse_step
 from layoutmap.core.errors import CheckpointError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -31,8 +31,8 @@ _HEAD_BYTES = 1024  # of a manifest: the token of its save is in them
 _MAKE_BUCKET = "make the bucket, or correct its name in the URL, and save again"
 
 
-def storage_of(directory: str | os.PathLike[str]) -> Storage:
-    """Return the storage of a directory: a URL is one in an object store, anything else one of this machine.
+def open_storage(directory: str | os.PathLike[str]) -> Storage:
+    """Return the storage of a directory: an object store for a URL, otherwise a local folder.
 
     Raises:
         CheckpointError: Nothing is installed that reaches the URL.
@@ -45,7 +45,7 @@ def storage_of(directory: str | os.PathLike[str]) -> Storage:
 
 
 class RemoteStorage:  # why: decisions/0086
-    """Steps in an object store.
+    """Storage of steps in an object store.
 
     Args:
         url: The folder, as in `"s3://bucket/runs/7"`. Endpoints and credentials are those of fsspec's configuration and
@@ -72,14 +72,14 @@ class RemoteStorage:  # why: decisions/0086
 
     def steps(self) -> list[int]:
         """Return the steps that exist, in rising order."""
-        with _naming(self._files, self._root, "it cannot be listed"):
+        with _translate_errors(self._files, self._root, "it cannot be listed"):
             try:
                 names = [
                     os.path.basename(path.rstrip("/")) for path in self._files.ls(self._root, detail=False)
                 ]
             except FileNotFoundError:
                 return []
-        numbers = sorted(number for name in names if (number := step_of(name)) is not None)
+        numbers = sorted(number for name in names if (number := parse_step(name)) is not None)
         return [number for number in numbers if self.size(self.folder(number), NAME) is not None]
 
     def folder(self, step: int) -> str:
@@ -87,17 +87,17 @@ class RemoteStorage:  # why: decisions/0086
         return f"step-{step}"
 
     def begin(self, step: int, token: str) -> str:
-        """Return the name of the folder in which a step is written: an object store has no empty ones."""
+        """Return the name of the folder in which a step is written, and create nothing."""
         if self.size(self.folder(step), NAME) is not None:
-            raise there_already(self.where, step)
+            raise make_exists_error(self.where, step)
         return f"{self.folder(step)}/{token}"
 
     def commit(self, step: int, token: str) -> None:
-        """Put the manifest, with which the step exists, unless there is another one; then tidy up."""
+        """Write the manifest unless another one exists, which makes the step exist. Then delete leftovers."""
         folder = self.folder(step)
-        path = self._path(folder, NAME)
-        with _naming(self._files, path, f"step {step} cannot be completed", _MAKE_BUCKET):
-            manifest = self._files.cat_file(self._path(f"{folder}/{token}", NAME))
+        path = self._join_path(folder, NAME)
+        with _translate_errors(self._files, path, f"step {step} cannot be completed", _MAKE_BUCKET):
+            manifest = self._files.cat_file(self._join_path(f"{folder}/{token}", NAME))
             try:
                 self._files.pipe_file(path, manifest, mode="create")
             except Exception:
@@ -105,44 +105,47 @@ class RemoteStorage:  # why: decisions/0086
                     raise
         head = memoryview(bytearray(_HEAD_BYTES))
         if token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
-            raise there_already(self.where, step)  # else an answer was lost, and it was this one's
+            raise make_exists_error(self.where, step)  # else an answer was lost, and it was this one's
         # Whatever else is in the folder belongs to saves that have failed, or will: the manifest exists.
         self.remove(f"{folder}/{token}", NAME)
         with suppress(Exception):
-            for other in self._files.ls(self._path(folder), detail=False):
+            for other in self._files.ls(self._join_path(folder), detail=False):
                 if os.path.basename(other.rstrip("/")) not in (NAME, token):
                     self._files.rm(other, recursive=True)
 
     def abandon(self, step: int, token: str) -> None:
-        """Delete what was written, as far as that is possible; not if it may have become the step."""
+        """Try to delete the unfinished step, unless it may have been committed."""
         folder = self.folder(step)
         with suppress(Exception):
             head = memoryview(bytearray(_HEAD_BYTES))
             is_step = self.size(folder, NAME) is not None
             if not is_step or token.encode() not in bytes(head[: self.read_into(folder, NAME, 0, head)]):
-                self._files.rm(self._path(f"{folder}/{token}"), recursive=True)
+                self._files.rm(self._join_path(f"{folder}/{token}"), recursive=True)
 
     def delete(self, step: int) -> None:
         """Delete the manifest, then the rest."""
-        path = self._path(self.folder(step), NAME)
-        with _naming(self._files, path, f"step {step} cannot be deleted"), suppress(FileNotFoundError):
+        path = self._join_path(self.folder(step), NAME)
+        with (
+            _translate_errors(self._files, path, f"step {step} cannot be deleted"),
+            suppress(FileNotFoundError),
+        ):
             self._files.rm_file(path)
         with suppress(Exception):
-            self._files.rm(self._path(self.folder(step)), recursive=True)
+            self._files.rm(self._join_path(self.folder(step)), recursive=True)
 
     def create(self, folder: str, name: str) -> _RemoteSink:
-        """Begin a new file, which exists when it is closed: it is sent in parts as it is written."""
-        return _RemoteSink(self._files, self._path(folder, name))
+        """Open a new file for writing, which exists once it is closed."""
+        return _RemoteSink(self._files, self._join_path(folder, name))
 
     def remove(self, folder: str, name: str) -> None:
-        """Delete a file, as far as that is possible."""
+        """Try to delete a file."""
         with suppress(Exception):
-            self._files.rm_file(self._path(folder, name))
+            self._files.rm_file(self._join_path(folder, name))
 
     def size(self, folder: str, name: str) -> int | None:
-        """Return the size of a file in bytes; `None`: there is none."""
-        path = self._path(folder, name)
-        with _naming(self._files, path, "the file cannot be read"):
+        """Return the size of a file in bytes, or `None` if it does not exist."""
+        path = self._join_path(folder, name)
+        with _translate_errors(self._files, path, "the file cannot be read"):
             try:
                 found = self._files.info(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -150,10 +153,10 @@ class RemoteStorage:  # why: decisions/0086
         return found["size"] if found["type"] == "file" else None
 
     def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
-        """Read bytes of a file from one on; returns how many there were."""
-        path = self._path(folder, name)
+        """Read from `start` into `buffer`, and return the byte count."""
+        path = self._join_path(folder, name)
         end = start + len(buffer)
-        with _naming(self._files, path, "the file cannot be read"):
+        with _translate_errors(self._files, path, "the file cannot be read"):
             try:
                 data = self._files.cat_file(path, start=start, end=end) if buffer else b""
             except FileNotFoundError:
@@ -166,10 +169,10 @@ class RemoteStorage:  # why: decisions/0086
         return len(data)
 
     def free_bytes(self) -> None:
-        """Return `None`: it is not known."""
+        """Return `None`, since an object store does not report its free space."""
         return
 
-    def _path(self, *names: str) -> str:
+    def _join_path(self, *names: str) -> str:
         return "/".join((self._root, *names))
 
 
@@ -182,19 +185,19 @@ class _RemoteSink:
         self._file: Any = None
 
     def __enter__(self) -> Self:
-        with self._naming():
+        with self._translate_errors():
             self._file = self._files.open(self._path, "wb", block_size=_PART_BYTES)
         return self
 
     def write(self, data: memoryview | bytes, /) -> None:
-        with self._naming():
+        with self._translate_errors():
             self._file.write(data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
         if kind is None:
-            with self._naming():
+            with self._translate_errors():
                 self._file.close()
             return
         with suppress(Exception):
@@ -203,15 +206,15 @@ class _RemoteSink:
         with suppress(Exception):
             self._files.rm_file(self._path)
 
-    def _naming(self) -> AbstractContextManager[None]:
-        return _naming(self._files, self._path, "the file cannot be written", _MAKE_BUCKET)
+    def _translate_errors(self) -> AbstractContextManager[None]:
+        return _translate_errors(self._files, self._path, "the file cannot be written", _MAKE_BUCKET)
 
 
 @contextmanager
-def _naming(
+def _translate_errors(
     files: Any, path: str, what: str, fix: str = "restore it from a copy, or load another step"
 ) -> Generator[None]:
-    """Errors say what failed. Each store has its own classes of them, so all are meant."""
+    """Raise a `CheckpointError` that names the path in place of any error of the store."""
     try:
         yield
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""When a step is due, and which steps are kept: decided from numbers alone."""
+"""Decide from numbers alone if a step is due and which steps are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Metrics = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """When to save, and which steps to keep.
+    """Rules for saving steps and for keeping saved ones.
 
     Args:
         keep_last: How many of the last steps are kept, 1 or more; `None`: all.
@@ -46,14 +46,14 @@ class Retention:
         _check_count("every_steps", self.every_steps, "every_steps=None saves whenever save is called")
         minutes = self.every_minutes
         if minutes is not None and not 0 < minutes < math.inf:
-            raise _wrong("every_minutes", minutes, "it is a time in minutes", "every_minutes=10")
+            raise _make_error("every_minutes", minutes, "it is a time in minutes", "every_minutes=10")
         if self.best_mode not in ("min", "max"):
-            raise _wrong(
+            raise _make_error(
                 "best_mode", self.best_mode, "the best is the smallest or the largest", 'best_mode="max"'
             )
 
     def is_due(self, step: int, seen: int | None, seconds: float) -> bool:
-        """Whether a step is to be saved.
+        """Return whether a step must be saved.
 
         Args:
             step: The step.
@@ -76,8 +76,8 @@ class Retention:
             return step > 0 and step % self.every_steps == 0
         return step // self.every_steps > seen // self.every_steps
 
-    def ranking(self, metrics: Metrics) -> list[int]:
-        """The steps from the best on; those without the metric, and those where it is not finite, are not among them.
+    def rank_steps(self, metrics: Metrics) -> list[int]:
+        """Return the steps from best to worst, without those that lack a finite metric.
 
         Example:
             >>> Retention(best="loss").ranking({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": -math.inf}})
@@ -90,7 +90,7 @@ class Retention:
         return sorted(steps, key=lambda step: (sign * known[step], -step))
 
     def kept(self, metrics: Metrics, saved: int) -> set[int]:
-        """The steps that are kept.
+        """Return the steps that are kept.
 
         Args:
             metrics: The existing steps of those that the last one comes from.
@@ -103,11 +103,11 @@ class Retention:
         steps = sorted(metrics)
         last = steps if self.keep_last is None else steps[-self.keep_last :]
         every = [step for step in steps if self.keep_every is not None and step % self.keep_every == 0]
-        return {saved, *last, *every, *self.ranking(metrics)[: self.keep_best]}
+        return {saved, *last, *every, *self.rank_steps(metrics)[: self.keep_best]}
 
 
 def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[str, float]:
-    """Metrics as numbers.
+    """Return metrics as numbers, or raise for a value that is none.
 
     Raises:
         CheckpointError: One is no number, or the one by which steps are compared is not among them.
@@ -135,8 +135,8 @@ def check_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[s
 
 def _check_count(name: str, value: Any, instead: str) -> None:
     if value is not None and (as_int(value) or 0) < 1:
-        raise _wrong(name, value, "it is a whole number, 1 or more", f"{name}=3; {instead}")
+        raise _make_error(name, value, "it is a whole number, 1 or more", f"{name}=3; {instead}")
 
 
-def _wrong(name: str, value: object, why: str, example: str) -> CheckpointError:
+def _make_error(name: str, value: object, why: str, example: str) -> CheckpointError:
     return CheckpointError(f"{name}={value!r} cannot be used", why=why, fix=f"pass one, as in {example}")

@@ -1,4 +1,4 @@
-"""Sources of values: a step of a checkpoint, or files of other libraries."""
+"""Define sources of values: a step of a checkpoint, or files of other libraries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.gate import FIX, foreign_errors_refused
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
+from layoutmap.checkpoint.gate import FIX, translate_parser_errors
 from layoutmap.core.blocks import Index, NumpyArray, make_full_index, normalize_index
 from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 from layoutmap.core.variables import Kind, get_itemsize
@@ -24,7 +24,7 @@ Specs = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class SavedVariable:
-    """A variable as a checkpoint knows it.
+    """A variable as a checkpoint describes it.
 
     Args:
         path: Its path.
@@ -44,12 +44,12 @@ class SavedVariable:
 
     @property
     def global_bytes(self) -> int:
-        """Size of the whole variable in bytes."""
-        return math.prod(self.shape) * numpy_dtype(self.dtype, self.path).itemsize
+        """Size of the unsharded variable in bytes."""
+        return math.prod(self.shape) * get_numpy_dtype(self.dtype, self.path).itemsize
 
 
 def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: int | None = None) -> None:
-    """Raise if a variable has a name, a rank or a size that its files cannot have.
+    """Raise if a variable has a name, rank, or size that its files cannot contain.
 
     Args:
         where: The checkpoint, for messages.
@@ -74,8 +74,8 @@ def check_variables(where: str, variables: Iterable[SavedVariable], most_bytes: 
             raise CheckpointError(f"{where}: {shorten_repr(each.path)} cannot be right", why=why, fix=FIX)
 
 
-def package_for(what: str, name: str, why: str) -> Any:
-    """Return the package that reads a form of checkpoints.
+def import_reader(what: str, name: str, why: str) -> Any:
+    """Import the package that reads a format, or raise with the install command.
 
     Raises:
         CheckpointError: It is not installed.
@@ -89,7 +89,7 @@ def package_for(what: str, name: str, why: str) -> Any:
 
 
 class Source(ABC):
-    """Variables whose values can be read, block by block.
+    """Base of all sources: variables that are read block by block.
 
     Args:
         where: The file or folder, as messages name it.
@@ -102,29 +102,29 @@ class Source(ABC):
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """States beside the variables, by name, as `checkpoint.states.decode` returns them; empty if there are none."""
+        """States saved besides the variables, by name. Empty without any."""
         return {}
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a variable at an index (`None`: all), in memory of the caller's own.
+        """Return the values of a variable at an index (`None`: all) in new memory.
 
         Raises:
             CheckpointError: There is no such variable, or its values cannot be read or are not those that were saved.
         """
-        wanted = self._wanted(path, index)
-        with foreign_errors_refused(f"{self.where}: {path}"):
+        wanted = self._resolve_block(path, index)
+        with translate_parser_errors(f"{self.where}: {path}"):
             return self._read(*wanted)
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
-        """Write the values of a variable at an index into an array of its element type; raises what `read` does."""
-        wanted = self._wanted(path, index)
-        with foreign_errors_refused(f"{self.where}: {path}"):
+        """Write the values at an index into an array of the variable's element type."""
+        wanted = self._resolve_block(path, index)
+        with translate_parser_errors(f"{self.where}: {path}"):
             self._read_into(*wanted, target)
 
     def check(self, path: str, index: Index | None = None) -> None:
-        """Raise what `read` would raise, as far as the format has checksums."""
-        wanted = self._wanted(path, index)
-        with foreign_errors_refused(f"{self.where}: {path}"):
+        """Raise the errors of `read`, as far as the format has checksums."""
+        wanted = self._resolve_block(path, index)
+        with translate_parser_errors(f"{self.where}: {path}"):
             self._check(*wanted)
 
     @abstractmethod
@@ -136,7 +136,7 @@ class Source(ABC):
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
         self._read(variable, wanted)
 
-    def _wanted(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
+    def _resolve_block(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
         variable = self[path]
         return variable, make_full_index(variable.shape) if index is None else normalize_index(
             index, variable.shape

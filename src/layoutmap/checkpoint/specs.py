@@ -1,4 +1,4 @@
-"""The variables of a checkpoint as a plan knows them: which weight each slot of an optimizer belongs to."""
+"""Describe the variables of a checkpoint for a plan, with the weight of each optimizer slot."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.variables import Kind, VariableSpec
 
 
-def variable_specs(variables: Iterable[SavedVariable]) -> list[VariableSpec]:
-    """Return what a plan needs of each variable, in the same order.
+def make_variable_specs(variables: Iterable[SavedVariable]) -> list[VariableSpec]:
+    """Return the specs that a plan needs, one per variable in the same order.
 
     A slot's parent is the weight whose path is in its own, the longest if there are several, and that has its shape.
 
     Example:
         >>> kernel = SavedVariable("d1.kernel", (8, 4), "float32")
         >>> slot = SavedVariable("optimizer.d1.kernel.momentum", (8, 4), "float32", Kind.SLOT)
-        >>> [each.parent for each in variable_specs([kernel, slot])]
+        >>> [each.parent for each in make_variable_specs([kernel, slot])]
         [None, 'd1.kernel']
     """
     known = list(variables)
     weights = {each.path: each for each in known if each.kind is Kind.WEIGHT}
     return [
         VariableSpec(
-            v.path, v.shape, v.dtype, v.kind, v.aliases, _parent(v, weights) if v.kind is Kind.SLOT else None
+            v.path,
+            v.shape,
+            v.dtype,
+            v.kind,
+            v.aliases,
+            _find_parent(v, weights) if v.kind is Kind.SLOT else None,
         )
         for v in known
     ]
 
 
-def _parent(slot: SavedVariable, weights: Mapping[str, SavedVariable]) -> str | None:
+def _find_parent(slot: SavedVariable, weights: Mapping[str, SavedVariable]) -> str | None:
     parts = slot.path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length, -1, -1):

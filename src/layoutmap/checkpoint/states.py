@@ -1,4 +1,4 @@
-"""States beside the variables (of data iterators, random generators, schedules) as JSON: data, and never code.
+"""Convert states of data iterators, random generators, and schedules to JSON without running code.
 
 What is no JSON of its own is an object with one key that begins with `__`: bytes, arrays, tuples, numbers that are not
 finite, mappings with other keys than text, counters.
@@ -15,15 +15,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from layoutmap.checkpoint.dtypes import numpy_dtype
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 
 _MOST_BYTES = 1 << 24  # of one array: what is larger is a variable and not a state
 
 
-def encode(value: Any, where: str) -> Any:
-    """A state as JSON.
+def encode_state(value: Any, where: str) -> Any:
+    """Convert a state to JSON values.
 
     Args:
         value: Numbers, texts, bytes, `None`, arrays, and lists, tuples and mappings of them.
@@ -41,14 +41,14 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
     if isinstance(value, Counter):
-        return {"__counter__": encode(dict(cast("Counter[Any]", value)), where)}
+        return {"__counter__": encode_state(dict(cast("Counter[Any]", value)), where)}
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         if all(isinstance(key, str) and not key.startswith("__") for key, _ in items):
-            return {key: encode(each, f"{where}[{key!r}]") for key, each in items}
-        return {"__items__": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in items]}
+            return {key: encode_state(each, f"{where}[{key!r}]") for key, each in items}
+        return {"__items__": [[encode_state(k, where), encode_state(v, f"{where}[{k!r}]")] for k, v in items]}
     if isinstance(value, (list, tuple)):
-        parts = [encode(each, f"{where}[{n}]") for n, each in enumerate(cast("Sequence[Any]", value))]
+        parts = [encode_state(each, f"{where}[{n}]") for n, each in enumerate(cast("Sequence[Any]", value))]
         return {"__tuple__": parts} if isinstance(value, tuple) else parts
     if hasattr(value, "__array__") and hasattr(value, "dtype") and hasattr(value, "shape"):
         array = np.asarray(value)
@@ -64,11 +64,11 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
-    """Return what `encode` was given; arrays are numpy's, but for tensors of torch in a program that has loaded it."""
+def decode_state(value: Any) -> Any:
+    """Read the result of `encode_state`. Arrays are numpy's, and tensors torch's if torch is imported."""
     if isinstance(value, list):
         parts = cast("list[Any]", value)  # of a random state 625 numbers
-        return [decode(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
+        return [decode_state(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
     if not isinstance(value, dict):
         return value
     found = cast("dict[str, Any]", value)
@@ -77,16 +77,16 @@ def decode(value: Any) -> Any:
     if "__float__" in found:
         return float(found["__float__"])
     if "__counter__" in found:
-        return Counter[Any](decode(found["__counter__"]))
+        return Counter[Any](decode_state(found["__counter__"]))
     if "__tuple__" in found:
-        return tuple(map(decode, found["__tuple__"]))
+        return tuple(map(decode_state, found["__tuple__"]))
     if "__items__" in found:
-        return {decode(key): decode(each) for key, each in found["__items__"]}
+        return {decode_state(key): decode_state(each) for key, each in found["__items__"]}
     if "__array__" in found:
-        data = np.frombuffer(base64.b64decode(found["__array__"]), numpy_dtype(found["dtype"]))
+        data = np.frombuffer(base64.b64decode(found["__array__"]), get_numpy_dtype(found["dtype"]))
         array = data.reshape(found["shape"]).copy()
         # Where torch is loaded: its generators and loaders take their states as tensors only.
         return (
             sys.modules["torch"].from_numpy(array) if "tensor" in found and "torch" in sys.modules else array
         )
-    return {key: decode(each) for key, each in found.items()}
+    return {key: decode_state(each) for key, each in found.items()}

@@ -1,4 +1,4 @@
-"""A step, written by one process or by several: all of it, or none.
+"""Write one step from one process or several, completely or not at all.
 
 Each process writes its data file. Each but the first then says what is in it, in `part-<number>.json`; the first reads
 these, writes the manifest and commits. A process that fails says so in `failed-<number>.json`: the first sees it and
@@ -29,7 +29,7 @@ from layoutmap.checkpoint.manifest import (
     part_to_bytes,
 )
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.checkpoint.writer import ToWrite, data_name, write_part
+from layoutmap.checkpoint.writer import WriteTask, name_data_file, write_part
 from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -45,7 +45,7 @@ Memory = dict[tuple[str, Ends], NumpyArray]
 
 
 def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str:
-    """Make the folder in which a step is written, and return its name; one process does it.
+    """Check the free space, create the folder for a step, and return its name. Only one process calls it.
 
     Args:
         storage: Where to.
@@ -68,7 +68,7 @@ def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str
 
 
 class StepWriter:  # why: decisions/0079
-    """The writer of one process's part of a step. As a context manager it gives up if the block raises.
+    """Writer of one process's part of a step. As a context manager, it abandons the step on an error.
 
     Args:
         storage: Where to.
@@ -89,7 +89,7 @@ class StepWriter:  # why: decisions/0079
         storage: Storage,
         folder: str,
         manifest: Manifest,
-        todo: Sequence[ToWrite],
+        todo: Sequence[WriteTask],
         *,
         total_bytes: int,
         number: int = 0,
@@ -131,12 +131,12 @@ class StepWriter:  # why: decisions/0079
         return self._manifest.facts
 
     def copy(self, memory: Memory) -> None:
-        """Keep the values as they are now: the model may change before they are written.
+        """Copy the values, so that the model can change before they are written.
 
         Args:
             memory: What the copies are in; that of the save before is used again, since new memory is slow to write to.
         """
-        self._todo = [_copied(each, memory) for each in self._todo]
+        self._todo = [_copy_shards(each, memory) for each in self._todo]
 
     def write(self, progress: Callable[[str], object] | None = None) -> None:
         """Write this process's part, and return when the step exists.
@@ -148,25 +148,27 @@ class StepWriter:  # why: decisions/0079
             CheckpointError: It cannot be written, or another process has failed or does not respond.
         """
 
-        def written(path: str) -> None:
+        def report_written(path: str) -> None:
             self._check_watched()
             if progress is not None:
                 progress(path)
 
-        part = write_part(self._storage, self._folder, self._number, self._todo, self._total_bytes, written)
+        part = write_part(
+            self._storage, self._folder, self._number, self._todo, self._total_bytes, report_written
+        )
         part = dataclasses.replace(part, states=self._states)
         if self.is_first:
-            found = {0: part, **self._other_parts()}
+            found = {0: part, **self._collect_parts()}
             within = self._folder.removeprefix(f"{self._storage.folder(self._manifest.step)}/")
             within = "" if within == self._folder else f"{within}/"  # of a storage that cannot rename
             parts = [found[number] for number in range(self._count)]
-            manifest = _joined(self._manifest, parts, within)
+            manifest = _join_parts(self._manifest, parts, within)
             self._put(NAME, manifest_to_bytes(manifest))
             self._storage.commit(manifest.step, self._token)
         else:
             self._is_committed()  # raises if the first has given up meanwhile
             self._has_promised = True
-            self._put(_part_name(self._number), part_to_bytes(part))
+            self._put(_name_part(self._number), part_to_bytes(part))
             self._wait_until(self._is_committed, lambda: [0])
 
     def __enter__(self) -> Self:
@@ -181,7 +183,7 @@ class StepWriter:  # why: decisions/0079
             return
         try:
             if not self.is_alone:
-                self._say_failed(error)
+                self._report_failure(error)
         finally:
             self._abandon()
 
@@ -196,30 +198,30 @@ class StepWriter:  # why: decisions/0079
 
     # -- what processes tell one another
 
-    def _other_parts(self) -> dict[int, ProcessPart]:
+    def _collect_parts(self) -> dict[int, ProcessPart]:
         found: dict[int, ProcessPart] = {}
         missing = list(range(1, self._count))
 
-        def all_found() -> bool:
+        def has_all_parts() -> bool:
             for number in tuple(missing):
-                data = self._text(self._folder, _part_name(number))
+                data = self._read_json(self._folder, _name_part(number))
                 if data is not None:
                     found[number] = part_from_bytes(data)
                     missing.remove(number)
             return not missing
 
-        self._wait_until(all_found, lambda: missing)
+        self._wait_until(has_all_parts, lambda: missing)
         for number in found:
-            self._storage.remove(self._folder, _part_name(number))
+            self._storage.remove(self._folder, _name_part(number))
         return found
 
     def _is_committed(self) -> bool:
-        is_gone = self._storage.size(self._folder, data_name(self._number)) is None
+        is_gone = self._storage.size(self._folder, name_data_file(self._number)) is None
         step = self._storage.folder(self._manifest.step)
-        if self._token.encode() in (self._head(step, NAME, _HEAD_BYTES) or b""):
+        if self._token.encode() in (self._read_head(step, NAME, _HEAD_BYTES) or b""):
             return True
         if is_gone:
-            raise self._lost(0, "its own error says why")
+            raise self._make_failure_error(0, "its own error says why")
         return False
 
     def _wait_until(self, reached: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
@@ -229,7 +231,7 @@ class StepWriter:  # why: decisions/0079
             self._check_watched()
             if (now := time.monotonic()) >= look:
                 look = now + self._patience_seconds / 20
-                seen = [self._storage.size(self._folder, data_name(n)) for n in range(self._count)]
+                seen = [self._storage.size(self._folder, name_data_file(n)) for n in range(self._count)]
                 if seen != signs:
                     signs, last = seen, now
                 # A launcher ends this process, too, when another one dies; this is for programs without one (0179).
@@ -249,17 +251,17 @@ class StepWriter:  # why: decisions/0079
 
     def _check_watched(self) -> None:
         for number in self._watched:
-            if self._storage.size(self._folder, _failed_name(number)) is not None:
+            if self._storage.size(self._folder, _name_failure(number)) is not None:
                 data, until = None, time.monotonic() + 1
                 while data is None and time.monotonic() < until:  # it may be written just now
-                    data = self._text(self._folder, _failed_name(number))
+                    data = self._read_json(self._folder, _name_failure(number))
                     time.sleep(_SHORTEST_SECONDS)
                 found: tuple[int, str] = (
                     tuple(json.loads(data)) if data else (number, "its own error says why")
                 )
-                raise self._lost(*found)
+                raise self._make_failure_error(*found)
 
-    def _lost(self, number: int, text: str) -> CheckpointError:
+    def _make_failure_error(self, number: int, text: str) -> CheckpointError:
         self._failed = number, text
         return CheckpointError(
             f"{self.where}: process {number} could not write its part",
@@ -268,27 +270,27 @@ class StepWriter:  # why: decisions/0079
             fix=f"fix what process {number} says, and save again",
         )
 
-    def _say_failed(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         if not self._has_promised:  # else the first may be about to commit it
             self._storage.remove(
-                self._folder, data_name(self._number)
+                self._folder, name_data_file(self._number)
             )  # a full disk has room then for what follows
         text = str(error) if isinstance(error, CheckpointError) else repr(error)
         try:
-            self._put(_failed_name(self._number), json.dumps(self._failed or (self._number, text)).encode())
+            self._put(_name_failure(self._number), json.dumps(self._failed or (self._number, text)).encode())
         except CheckpointError:
             return  # the folder is gone, or nothing can be written: the others find that out
         until = time.monotonic() + _GRACE_SECONDS
         waiting = [n for n in self._watched if self.is_first and n not in self._silent]
         while waiting and time.monotonic() < until:
-            waiting = [n for n in waiting if self._storage.size(self._folder, _failed_name(n)) is None]
+            waiting = [n for n in waiting if self._storage.size(self._folder, _name_failure(n)) is None]
             time.sleep(_SHORTEST_SECONDS)
 
     def _put(self, name: str, data: bytes) -> None:
         with self._storage.create(self._folder, name) as sink:
             sink.write(data)
 
-    def _head(self, folder: str, name: str, most_bytes: int | None = None) -> bytes | None:
+    def _read_head(self, folder: str, name: str, most_bytes: int | None = None) -> bytes | None:
         size = self._storage.size(folder, name)
         if size is None:
             return None
@@ -297,9 +299,9 @@ class StepWriter:  # why: decisions/0079
             return bytes(data[: self._storage.read_into(folder, name, 0, memoryview(data))])
         return None
 
-    def _text(self, folder: str, name: str) -> bytes | None:
-        """JSON that another process writes, once all of it is written: the beginning of an object or a list is none."""
-        data = self._head(folder, name)
+    def _read_json(self, folder: str, name: str) -> bytes | None:
+        """Return JSON that another process writes, or `None` until all bytes are written."""
+        data = self._read_head(folder, name)
         try:
             json.loads(data or b"")
         except ValueError:
@@ -307,16 +309,16 @@ class StepWriter:  # why: decisions/0079
         return data
 
 
-def _part_name(number: int) -> str:
+def _name_part(number: int) -> str:
     return f"part-{number:05d}.json"
 
 
-def _failed_name(number: int) -> str:
+def _name_failure(number: int) -> str:
     return f"failed-{number:05d}.json"
 
 
-def _copied(each: ToWrite, memory: Memory) -> ToWrite:
-    """The same shards in memory that does not change; what is read-only does not, see `Engine.to_shards`."""
+def _copy_shards(each: WriteTask, memory: Memory) -> WriteTask:
+    """Return the same shards with writable ones copied into reused memory."""
     wanted = {get_slice_ends(index) for index in each.indices}
     shards: list[tuple[Index, NumpyArray]] = []
     for index, values in each.shards():
@@ -332,7 +334,7 @@ def _copied(each: ToWrite, memory: Memory) -> ToWrite:
     return dataclasses.replace(each, shards=lambda: iter(shards))
 
 
-def _joined(manifest: Manifest, parts: Sequence[ProcessPart], within: str) -> Manifest:
+def _join_parts(manifest: Manifest, parts: Sequence[ProcessPart], within: str) -> Manifest:
     files: list[DataFile] = []
     chunks: dict[str, list[Chunk]] = {each.path: [] for each in manifest.variables}
     for part in parts:

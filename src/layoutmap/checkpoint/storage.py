@@ -1,4 +1,4 @@
-"""Storage of checkpoints in folders of a file system, made whole or not at all."""
+"""Store checkpoints in local folders, each step completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _UNFINISHED = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
 
 
 class Sink(Protocol):
-    """A file that is written from its beginning to its end; durable when its `with` block has ended well."""
+    """File that is written from start to end. It is durable once its `with` block ends without an error."""
 
     def write(self, data: memoryview | bytes, /) -> object:
-        """Append bytes, all of them."""
+        """Append all bytes."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 
 class Storage(Protocol):
-    """A folder of steps. A step exists when `commit` has returned, and not before."""
+    """Folder of steps. A step exists once `commit` has returned."""
 
     where: str
     """The folder, as messages name it."""
@@ -54,7 +54,7 @@ class Storage(Protocol):
         ...
 
     def begin(self, step: int, token: str) -> str:
-        """Make the folder in which a step is written, and return its name; one process does it.
+        """Create the folder in which a step is written, and return its name. Only one process calls it.
 
         Raises:
             CheckpointError: The step exists already, or nothing can be written.
@@ -62,7 +62,7 @@ class Storage(Protocol):
         ...
 
     def commit(self, step: int, token: str) -> None:
-        """Make what was written in the folder of `begin` the step.
+        """Turn the content of the folder of `begin` into the step.
 
         Raises:
             CheckpointError: Another program has saved the step meanwhile.
@@ -70,44 +70,44 @@ class Storage(Protocol):
         ...
 
     def abandon(self, step: int, token: str) -> None:
-        """Delete what was written in the folder of `begin`, as far as that is possible."""
+        """Try to delete the folder of `begin`."""
         ...
 
     def delete(self, step: int) -> None:
-        """Delete a step; what is interrupted leaves no step, and one that is not there any more is no error."""
+        """Delete a step, even after an interrupt. A missing step is no error."""
         ...
 
     def create(self, folder: str, name: str) -> Sink:
-        """Begin a new file."""
+        """Open a new file for writing."""
         ...
 
     def remove(self, folder: str, name: str) -> None:
-        """Delete a file, as far as that is possible."""
+        """Try to delete a file."""
         ...
 
     def size(self, folder: str, name: str) -> int | None:
-        """Return the size of a file in bytes; `None`: there is none."""
+        """Return the size of a file in bytes, or `None` if it does not exist."""
         ...
 
     def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
-        """Read bytes of a file from one on; returns how many there were, which is fewer only at its end."""
+        """Read from `start` into `buffer`, and return the byte count, which is smaller only at the end of the file."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Return how much can be written; `None`: it is not known."""
+        """Return the free space in bytes, or `None` if it is unknown."""
         ...
 
 
-def new_token() -> str:
-    """A name that no other save has."""
+def make_token() -> str:
+    """Return a random name for a save."""
     return secrets.token_hex(8)
 
 
-def step_of(name: str) -> int | None:
-    """The step whose folder has a name; `None`: it is no step's.
+def parse_step(name: str) -> int | None:
+    """Return the step number of a folder name, or `None` for other names.
 
     Example:
-        >>> step_of("step-1000"), step_of("step-07")
+        >>> parse_step("step-1000"), parse_step("step-07")
         (1000, None)
     """
     found = _STEP.fullmatch(name)
@@ -115,7 +115,7 @@ def step_of(name: str) -> int | None:
 
 
 class LocalStorage:
-    """Steps as folders of a folder: `step-1000`. One that is being written is hidden: `.step-1000.<token>`."""
+    """Storage of steps as folders such as `step-1000`. An unfinished step is `.step-1000.<token>`."""
 
     read_bytes = 1 << 20  # which the caches of a processor hold until it is copied to its place
 
@@ -131,19 +131,19 @@ class LocalStorage:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _failed(self.where, "it cannot be listed", error) from error
-        return sorted(number for name in names if (number := step_of(name)) is not None)
+            raise _make_error(self.where, "it cannot be listed", error) from error
+        return sorted(number for name in names if (number := parse_step(name)) is not None)
 
     def folder(self, step: int) -> str:
         """Return the name of a step's folder."""
         return f"step-{step}"
 
     def begin(self, step: int, token: str) -> str:
-        """Make the folder in which a step is written, and lock it for as long as this process lives."""
+        """Create the folder in which a step is written, and lock it until this process ends."""
         self._check_system()
         if os.path.lexists(self._root / self.folder(step)):
-            raise there_already(self.where, step)
-        name = _unfinished(step, token)
+            raise make_exists_error(self.where, step)
+        name = _name_hidden_folder(step, token)
         try:
             self._make_root()
             folders.remove_leftovers(self._root, _UNFINISHED)
@@ -152,62 +152,62 @@ class LocalStorage:
         except BaseException as error:
             self.abandon(step, token)
             if isinstance(error, OSError):
-                raise _failed(self.where, "no checkpoint can be written there", error) from error
+                raise _make_error(self.where, "no checkpoint can be written there", error) from error
             raise
 
     def commit(self, step: int, token: str) -> None:
-        """Rename the folder, once all in it is on the disk."""
-        name = _unfinished(step, token)
+        """Rename the folder, after all its files are on the disk."""
+        name = _name_hidden_folder(step, token)
         try:
             sync_folder(self._root / name)
             os.rename(self._root / name, self._root / self.folder(step))
             sync_folder(self._root)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise there_already(self.where, step) from error
-            raise _failed(self.where, f"step {step} cannot be completed", error) from error
+                raise make_exists_error(self.where, step) from error
+            raise _make_error(self.where, f"step {step} cannot be completed", error) from error
         finally:
             self._locks.pop(name, None)
 
     def abandon(self, step: int, token: str) -> None:
-        """Delete what was written, as far as that is possible."""
-        name = _unfinished(step, token)
+        """Try to delete the unfinished step."""
+        name = _name_hidden_folder(step, token)
         remove_folder(self._root / name)
         self._locks.pop(name, None)
 
     def delete(self, step: int) -> None:
         """Hide the step, then delete it."""
-        hidden = self._root / _unfinished(step, new_token())
+        hidden = self._root / _name_hidden_folder(step, make_token())
         try:
             with contextlib.suppress(FileNotFoundError):  # another program has deleted it
                 os.rename(self._root / self.folder(step), hidden)
                 sync_folder(self._root)
         except OSError as error:
-            raise _failed(self.where, f"step {step} cannot be deleted", error) from error
+            raise _make_error(self.where, f"step {step} cannot be deleted", error) from error
         remove_folder(hidden)
 
     def create(self, folder: str, name: str) -> Sink:
-        """Begin a new file."""
+        """Open a new file for writing."""
         return _LocalSink(self._root / folder / name)
 
     def remove(self, folder: str, name: str) -> None:
-        """Delete a file, as far as that is possible."""
+        """Try to delete a file."""
         with contextlib.suppress(OSError):
             os.unlink(self._root / folder / name)
 
     def size(self, folder: str, name: str) -> int | None:
-        """Return the size of a regular file in bytes; `None`: there is none."""
+        """Return the size of a regular file in bytes, or `None` if it does not exist."""
         path = self._root / folder / name
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _failed(str(path), "the file cannot be read", error) from error
+            raise _make_error(str(path), "the file cannot be read", error) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
-        """Read bytes of a file from one on; returns how many there were."""
+        """Read from `start` into `buffer`, and return the byte count."""
         self._check_system()
         path, done = f"{self.where}/{folder}/{name}", 0
         try:
@@ -218,11 +218,11 @@ class LocalStorage:
             finally:
                 os.close(file)
         except OSError as error:
-            raise _failed(path, "the file cannot be read", error) from error
+            raise _make_error(path, "the file cannot be read", error) from error
         return done
 
     def free_bytes(self) -> int | None:
-        """Return how much can be written."""
+        """Return the free space in bytes."""
         existing = next(path for path in (self._root, *self._root.parents) if path.exists())
         with contextlib.suppress(OSError):
             return shutil.disk_usage(existing).free
@@ -243,12 +243,12 @@ class LocalStorage:
             sync_folder(path.parent)
 
 
-def _unfinished(step: int, token: str) -> str:
+def _name_hidden_folder(step: int, token: str) -> str:
     return f".step-{step}.{token}"
 
 
 class _LocalSink:
-    """A new file, on the disk when it is closed."""
+    """A new file that is flushed to the disk when it is closed."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -258,7 +258,7 @@ class _LocalSink:
         try:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
-            raise _failed(str(self._path), "the file cannot be written", error) from error
+            raise _make_error(str(self._path), "the file cannot be written", error) from error
         return self
 
     def write(self, data: memoryview | bytes, /) -> None:
@@ -267,7 +267,7 @@ class _LocalSink:
             while left:
                 left = left[os.write(self._file, left) :]
         except OSError as error:
-            raise _failed(str(self._path), "the file cannot be written", error) from error
+            raise _make_error(str(self._path), "the file cannot be written", error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
@@ -276,13 +276,13 @@ class _LocalSink:
             if kind is None:
                 os.fsync(self._file)
         except OSError as failure:
-            raise _failed(str(self._path), "the file cannot be written", failure) from failure
+            raise _make_error(str(self._path), "the file cannot be written", failure) from failure
         finally:
             os.close(self._file)
 
 
-def there_already(where: str, step: int) -> CheckpointError:
-    """The error for a step that exists when it is to be saved."""
+def make_exists_error(where: str, step: int) -> CheckpointError:
+    """Return the error for a step that exists already."""
     return CheckpointError(
         f"{where}: step {step} exists already",
         why="a saved step is never overwritten",
@@ -290,7 +290,7 @@ def there_already(where: str, step: int) -> CheckpointError:
     )
 
 
-def _failed(where: str, what: str, error: OSError) -> CheckpointError:
+def _make_error(where: str, what: str, error: OSError) -> CheckpointError:
     fixes = {
         errno.ENOSPC: "free some space, or save elsewhere; existing steps are unchanged",
         errno.EDQUOT: "free some space, or save elsewhere; existing steps are unchanged",

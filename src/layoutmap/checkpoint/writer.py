@@ -1,4 +1,4 @@
-"""One process's part of a step: its shards, chunk by chunk, in a file of the safetensors format.
+"""Write the shards of one process, chunk by chunk, into a safetensors file.
 
 Each chunk is a tensor of that file, so that any reader of safetensors can read it. The name of a chunk is the path of
 its variable, if it is all of it; else its place comes after, as in `d1.kernel[0:256,512:1024]`.
@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from layoutmap.checkpoint.chunk_table import Chunk
-from layoutmap.checkpoint.chunks import chunk_bytes, chunk_shape, chunks_of
-from layoutmap.checkpoint.dtypes import header_dtype, numpy_dtype
-from layoutmap.checkpoint.manifest import DataFile, ProcessPart, checksum_of
+from layoutmap.checkpoint.chunks import choose_chunk_bytes, choose_chunk_shape, split_shard
+from layoutmap.checkpoint.dtypes import get_header_dtype, get_numpy_dtype
+from layoutmap.checkpoint.manifest import DataFile, ProcessPart, compute_xxh3
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.storage import Sink, Storage
 from layoutmap.core.blocks import (
@@ -39,8 +39,8 @@ Shards = Iterator[tuple[Index, NumpyArray]]
 
 
 @dataclass(frozen=True, slots=True)
-class ToWrite:
-    """A variable of which this process writes some shards.
+class WriteTask:
+    """A variable with the shards that this process writes.
 
     Args:
         variable: The variable.
@@ -53,10 +53,10 @@ class ToWrite:
     shards: Callable[[], Shards]
 
 
-def bytes_to_write(todo: Sequence[ToWrite]) -> int:
-    """The size of what is to be written, without headers."""
+def count_bytes(todo: Sequence[WriteTask]) -> int:
+    """Return the size in bytes of all shards to write, without headers."""
     return sum(
-        math.prod(compute_block_shape(index)) * numpy_dtype(each.variable.dtype).itemsize
+        math.prod(compute_block_shape(index)) * get_numpy_dtype(each.variable.dtype).itemsize
         for each in todo
         for index in each.indices
     )
@@ -66,7 +66,7 @@ def write_part(
     storage: Storage,
     folder: str,
     number: int,
-    todo: Sequence[ToWrite],
+    todo: Sequence[WriteTask],
     total_bytes: int,
     progress: Callable[[str], object] | None = None,
 ) -> ProcessPart:
@@ -83,34 +83,34 @@ def write_part(
     Raises:
         CheckpointError: It cannot be written.
     """
-    name = data_name(number)
-    planned = {each.variable.path: list(_planned(each, total_bytes)) for each in todo}
-    header, starts = _header(todo, planned)
+    name = name_data_file(number)
+    planned = {each.variable.path: list(_plan_chunks(each, total_bytes)) for each in todo}
+    header, starts = _make_header(todo, planned)
     found: dict[str, list[Chunk]] = {}
     place = len(header)
-    with storage.create(folder, name) as sink, _Behind(sink) as behind:
+    with storage.create(folder, name) as sink, _BufferedWriter(sink) as behind:
         behind.room(len(header))[...] = np.frombuffer(header, np.uint8)
         for each in todo:
             path = each.variable.path
             chunks = found.setdefault(path, [])
-            for index, values in _in_order(each):
+            for index, values in _order_shards(each):
                 for chunk in planned[path][len(chunks) :]:
-                    if not _inside(chunk, index):
+                    if not _is_inside(chunk, index):
                         break
                     part = values[make_relative_index(chunk, index)]
                     data = behind.room(part.nbytes)
                     data.view(part.dtype).reshape(part.shape)[...] = part
-                    chunks.append(Chunk(0, place, chunk, checksum_of(data.data)))
+                    chunks.append(Chunk(0, place, chunk, compute_xxh3(data.data)))
                     place += part.nbytes
             assert len(chunks) == len(planned[path])
             if progress is not None:
                 progress(path)
     assert place == len(header) + starts
-    return ProcessPart([DataFile(name, place, len(header), checksum_of(header))], found)
+    return ProcessPart([DataFile(name, place, len(header), compute_xxh3(header))], found)
 
 
-class _Behind:
-    """Writes one buffer while the other is filled.
+class _BufferedWriter:
+    """Writer that sends one buffer to the file while the other is filled.
 
     Args:
         sink: Where to.
@@ -124,15 +124,15 @@ class _Behind:
         self._pending: Future[object] | None = None
 
     def room(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Memory for the next bytes of the file, to be filled before more is asked for."""
+        """Return memory for the next bytes of the file, to be filled before the next call."""
         if self._num_bytes + num_bytes > self._filled.size:
-            self._pass_on()
+            self._flush()
             if num_bytes > self._filled.size:
                 self._filled = np.empty(num_bytes, np.uint8)
         start, self._num_bytes = self._num_bytes, self._num_bytes + num_bytes
         return self._filled[start : self._num_bytes]
 
-    def _pass_on(self) -> None:
+    def _flush(self) -> None:
         self._wait()
         data = self._filled[: self._num_bytes].data
         try:
@@ -155,22 +155,22 @@ class _Behind:
     ) -> None:
         try:
             if kind is None:
-                self._pass_on()
+                self._flush()
                 self._wait()
         finally:
             self._pool.shutdown()  # waits: nothing is written to a file that is closed
 
 
-def data_name(number: int) -> str:
-    """The name of the file that a process writes."""
+def name_data_file(number: int) -> str:
+    """Return the name of the file that a process writes."""
     return f"data-{number:05d}.safetensors"
 
 
-def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
-    """The name of a chunk in the header of a file.
+def name_chunk(path: str, index: Index, shape: Sequence[int]) -> str:
+    """Return the name of a chunk in the header of a file.
 
     Example:
-        >>> tensor_name("d1.kernel", (slice(0, 4),), (8,)), tensor_name("d1.kernel", (slice(0, 8),), (8,))
+        >>> name_chunk("d1.kernel", (slice(0, 4),), (8,)), name_chunk("d1.kernel", (slice(0, 8),), (8,))
         ('d1.kernel[0:4]', 'd1.kernel')
     """
     if index == make_full_index(shape) and not path.endswith("]") and path != "__metadata__":
@@ -178,29 +178,31 @@ def tensor_name(path: str, index: Index, shape: Sequence[int]) -> str:
     return f"{path}[{','.join(f'{part.start}:{part.stop}' for part in index)}]"
 
 
-def _planned(each: ToWrite, total_bytes: int) -> Iterator[Index]:
+def _plan_chunks(each: WriteTask, total_bytes: int) -> Iterator[Index]:
     variable = each.variable
-    itemsize = numpy_dtype(variable.dtype, variable.path).itemsize
-    most = chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
+    itemsize = get_numpy_dtype(variable.dtype, variable.path).itemsize
+    most = choose_chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
     for index in each.indices:
-        yield from chunks_of(index, chunk_shape(compute_block_shape(index), itemsize, most, variable.shape))
+        yield from split_shard(
+            index, choose_chunk_shape(compute_block_shape(index), itemsize, most, variable.shape)
+        )
 
 
-def _header(todo: Sequence[ToWrite], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:
+def _make_header(todo: Sequence[WriteTask], planned: Mapping[str, Sequence[Index]]) -> tuple[bytes, int]:
     rows: list[tuple[str, str, Sequence[int], int]] = []
     for each in todo:
         variable = each.variable
-        itemsize = numpy_dtype(variable.dtype).itemsize
-        dtype, count = header_dtype(variable.dtype, itemsize)
+        itemsize = get_numpy_dtype(variable.dtype).itemsize
+        dtype, count = get_header_dtype(variable.dtype, itemsize)
         for index in planned[variable.path]:
             shape = [*compute_block_shape(index)] + [count] * (count > 1)
-            name = tensor_name(variable.path, index, variable.shape)
+            name = name_chunk(variable.path, index, variable.shape)
             rows.append((name, dtype, shape, math.prod(compute_block_shape(index)) * itemsize))
-    return header_bytes("layoutmap", rows)
+    return encode_header("layoutmap", rows)
 
 
-def header_bytes(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, int]:
-    """The header of a file of safetensors, padded to eight bytes, and the size of what comes after it.
+def encode_header(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, int]:
+    """Return the padded header of a safetensors file, and the size of the data after it.
 
     Args:
         form: What it says under `format`.
@@ -216,9 +218,9 @@ def header_bytes(form: str, rows: Iterable[tuple[str, str, Sequence[int], int]])
     return len(text).to_bytes(8, "little") + text, place
 
 
-def _in_order(each: ToWrite) -> Iterator[tuple[Index, NumpyArray]]:
-    """The shards in the order of the indices, whatever order they come in."""
-    dtype = numpy_dtype(each.variable.dtype)
+def _order_shards(each: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
+    """Yield the shards in the order of the indices."""
+    dtype = get_numpy_dtype(each.variable.dtype)
     shards, early = each.shards(), dict[Ends, NumpyArray]()
     for index in each.indices:
         wanted = get_slice_ends(index)
@@ -246,5 +248,5 @@ def _in_order(each: ToWrite) -> Iterator[tuple[Index, NumpyArray]]:
         yield index, values
 
 
-def _inside(chunk: Index, index: Index) -> bool:
+def _is_inside(chunk: Index, index: Index) -> bool:
     return all(i.start <= c.start and c.stop <= i.stop for c, i in zip(chunk, index, strict=True))

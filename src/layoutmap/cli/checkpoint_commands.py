@@ -9,12 +9,12 @@ from typing import Any
 
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign.torch_file import TorchFile
-from layoutmap.checkpoint.lineage import History, last_step
+from layoutmap.checkpoint.lineage import History, find_last_step
 from layoutmap.checkpoint.name_tables import read_names
 from layoutmap.checkpoint.relayout import write_relayout
-from layoutmap.checkpoint.remote import storage_of
-from layoutmap.checkpoint.renamed_source import under_their_names
-from layoutmap.checkpoint.specs import variable_specs
+from layoutmap.checkpoint.remote import open_storage
+from layoutmap.checkpoint.renamed_source import rename_source
+from layoutmap.checkpoint.specs import make_variable_specs
 from layoutmap.cli.output import PROBLEMS, WELL, check_targets, get_width, print_text, write_all
 from layoutmap.cli.plans import read_rules
 from layoutmap.core.errors import CheckpointError, LayoutMapError, join_names
@@ -59,10 +59,12 @@ def run_verify(options: Any) -> int:
                 fix=f"leave out --all or {option}",
             )
     files = check_targets({"--html": options.html})
-    storage = storage_of(options.directory)
+    storage = open_storage(options.directory)
     there = storage.steps()
     wanted = (
-        there if options.all and there else [last_step(storage) if options.step is None else options.step]
+        there
+        if options.all and there
+        else [find_last_step(storage) if options.step is None else options.step]
     )
     return max(
         [_verify_step(options.directory, step, step in there, list(files.values())) for step in wanted]
@@ -92,7 +94,7 @@ def _verify_step(directory: str, step: int | None, is_there: bool, pages: Sequen
 
 def run_history(options: Any) -> int:
     """Print the step that each step came from."""
-    storage = storage_of(options.directory)
+    storage = open_storage(options.directory)
     found = History(storage)
     if not (steps := found.steps()):
         raise CheckpointError(
@@ -113,13 +115,13 @@ def run_relayout(options: Any) -> int:
     """Write a step again in other layouts."""
     source = describe(options.directory, step=options.step)
     layout_map = read_rules(options.rules, Mesh(None, options.mesh) if options.mesh else None)
-    plan = make_plan(variable_specs(source.values()), layout_map).check()
+    plan = make_plan(make_variable_specs(source.values()), layout_map).check()
     for problem in group_problems([p for p in plan.warnings if p.kind != "no rule"]):
         print_text(f"layoutmap: warning: {problem.what}", sys.stderr)
     layouts = {path: a.layout for path, a in plan.items()}
     with Progress(_collect_specs(plan), verb="written") as shown:
         folder = write_relayout(
-            source.source, storage_of(options.new), layouts, plan.mesh, plan.fingerprint, shown
+            source.source, open_storage(options.new), layouts, plan.mesh, plan.fingerprint, shown
         )
     print_text(f"{folder}: {plan!r}", sys.stdout)
     return WELL
@@ -129,8 +131,8 @@ def run_export(options: Any) -> int:
     """Write the weights in another library's format."""
     source = describe(options.directory, step=options.step).source
     if options.names is not None:
-        source = under_their_names(source, read_names(options.names))
-    variables = {each.path: each for each in variable_specs(source.variables.values())}
+        source = rename_source(source, read_names(options.names))
+    variables = {each.path: each for each in make_variable_specs(source.variables.values())}
     with Progress(variables, verb="written") as shown:
         folder = export_source(
             source, options.new, format=options.format, max_shard_bytes=options.max_shard, progress=shown
@@ -148,9 +150,9 @@ def run_convert(options: Any) -> int:
     source = TorchFile(options.directory, options.part)
     mesh = Mesh(None, "device=1")
     layouts = {path: Layout.replicated(mesh, len(each.shape)) for path, each in source.variables.items()}
-    variables = {each.path: each for each in variable_specs(source.variables.values())}
+    variables = {each.path: each for each in make_variable_specs(source.variables.values())}
     with Progress(variables, verb="written") as shown:
-        folder = write_relayout(source, storage_of(options.new), layouts, mesh, "", shown)
+        folder = write_relayout(source, open_storage(options.new), layouts, mesh, "", shown)
     print_text(repr(describe(folder)), sys.stdout)
     return WELL
 

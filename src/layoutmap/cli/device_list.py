@@ -10,7 +10,7 @@ from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import ENGINES, get_engine
 from layoutmap.engines.launchers import Launcher, detect_launcher
-from layoutmap.scope.devices import devices
+from layoutmap.scope.devices import list_device_names
 
 _JOIN = {
     "jax": "call jax.distributed.initialize() first in the program",
@@ -50,7 +50,7 @@ def list_devices(options: Any) -> int:
 
 
 def _describe_devices(engine: str, started_by: Launcher | None) -> str:
-    names = devices(engine=engine)
+    names = list_device_names(engine=engine)
     here = get_engine(engine).bind(Mesh(names, {"all": len(names)})).local_device_ids
     alone = len(here) == len(names)
     count = "1 device" if len(names) == 1 else f"{len(names)} devices"

@@ -267,7 +267,7 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
                 fix="leave --optimizer out",
             )
         try:
-            return require_capability(adapter, Training, "--optimizer").with_optimizer(model, optimizer)
+            return require_capability(adapter, Training, "--optimizer").set_optimizer(model, optimizer)
         except ScopeError as error:
             raise LayoutMapError(
                 f"--optimizer {optimizer}", why=error.why, fix="use adamw, sgd, ..."

@@ -14,7 +14,7 @@ from layoutmap.cost.search.space import Blocks
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.ways import Way, describe_change, try_count
-from layoutmap.scope.progress import Waiting
+from layoutmap.scope.progress import ElapsedTime
 
 PATIENCE_SECONDS = 20.0
 """How much time of the processor is spent on counting; all of a process, so that a busy machine advises the same."""
@@ -51,7 +51,7 @@ def advise(  # why: decisions/0120
         what was not counted, for lack of time.
     """
     trials, data = _Trials(before, needed, count, seconds), before.data
-    with Waiting("counting what would fit") as shown:
+    with ElapsedTime("counting what would fit") as shown:
         # Of several that are alike, the best one is advised.
         alike: dict[str, Ways] = {
             "a fused kernel for attention": lambda: [replace(before, fuse_attention=True)] * can_fuse,

@@ -24,8 +24,8 @@ from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_maker, check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
-from layoutmap.scope.progress import Waiting
-from layoutmap.scope.scope import make_in
+from layoutmap.scope.progress import ElapsedTime
+from layoutmap.scope.scope import make_model_in_scope
 
 
 class LoweredStep:
@@ -92,7 +92,9 @@ class LoweredStep:
             LayoutError: A rule for activations does not fit what a layer returns.
             ScopeError: The mesh has no such `batch_dim`.
         """
-        with Waiting(f"XLA compiles the step for {target}", enabled=progress if target else False) as shown:
+        with ElapsedTime(
+            f"XLA compiles the step for {target}", enabled=progress if target else False
+        ) as shown:
             return self._lowered.count(
                 *self._assign_layouts(layout_map, batch_dim), target=target, on_wait=shown
             )
@@ -136,7 +138,7 @@ class LoweredStep:
         """
         assignments, policy = self._assign_layouts(layout_map, batch_dim)
         cost = self._lowered.count(assignments, policy)
-        with Waiting(f"XLA compiles the step for {target}", enabled=progress) as shown:
+        with ElapsedTime(f"XLA compiles the step for {target}", enabled=progress) as shown:
             return self._lowered.verify(assignments, policy, target, cost, shown)
 
     def _assign_layouts(
@@ -210,10 +212,10 @@ def lower_step(
         )
     context = Scope(layout_map, adapter)
     check_dim("batch_dim", batch_dim, context.mesh, "the batch is sharded over it")
-    with adapter.undisturbed():
-        model = make_in(context, lambda: training.with_optimizer(make_model(), optimizer), inputs)
+    with adapter.keep_random_states():
+        model = make_model_in_scope(context, lambda: training.set_optimizer(make_model(), optimizer), inputs)
         step = make_training_step(context, model, inputs, optimizer, loss)
-    unbuilt = context.session.unbuilt()
+    unbuilt = context.session.list_unbuilt_layers()
     missing = make_unbuilt_problem(type(model).__name__, unbuilt, called=True) if unbuilt else None
     return LoweredStep(step, batch_dim, remat, missing, fuse_attention)
 

@@ -28,7 +28,7 @@ from layoutmap.plan.ways import Way, find_preset
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
-from layoutmap.scope.progress import Waiting
+from layoutmap.scope.progress import ElapsedTime
 
 _SHARE_OF_JAX = 0.75
 """The part of a GPU's memory that JAX takes when it starts: 63.8 of 84.9 GB on an H100."""
@@ -143,7 +143,7 @@ def add_cost(
     seconds = time.process_time() - begin
     verified = None
     if request.target:
-        with Waiting(f"XLA compiles the step for {request.target}") as shown:
+        with ElapsedTime(f"XLA compiles the step for {request.target}") as shown:
             verified = lowered.verify(placed, policy, request.target, counted, shown)
     found = counting.attach_cost(plan, counted, policy, verified)
     assert isinstance(found.cost, Cost)
@@ -184,7 +184,7 @@ def _note_memory_setting(counted: StepCost, machine: Machine) -> Iterator[str]:
 def _count_compiled(lowered: Any, placed: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
     """Return the cost of a step as XLA compiles it, or warn and return None if that fails."""
     try:
-        with Waiting(f"XLA compiles the step for {target}") as shown:
+        with ElapsedTime(f"XLA compiles the step for {target}") as shown:
             return cast(
                 "StepCost", lowered.count(placed, policy, with_held=True, target=target, on_wait=shown)
             )

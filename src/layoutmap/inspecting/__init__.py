@@ -1,1 +1,1 @@
-"""Inspect a model that exists, guard its layouts in training, and compare it with one device and between processes."""
+"""Inspect existing models, guard their layouts during training, and compare them with one device."""

@@ -1,4 +1,4 @@
-"""A guard of a program that trains: every n-th step the model is compared with a plan, and its replicas."""
+"""Guard a training loop: every n-th step, the layouts and replicas of the model are compared with a plan."""
 
 # why: decisions/0162
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IS_MADE_FIRST: Mapping[Kind, bool] = {
 
 
 class Guard:
-    """A count of steps that compares a model with a plan at the first of them and at every n-th from there.
+    """Callable that counts steps, and compares the model with a plan at the first and each n-th one.
 
     Attributes:
         plan: What the model is compared with; `None`: that which the first comparison finds. From there on it has the
@@ -38,7 +38,7 @@ class Guard:
         self._num_steps = 0
 
     def __call__(self, model: object = None, optimizer: object = None) -> None:
-        """Note that a step has been taken, and look if it is time to.
+        """Count a step, and compare the model if the step is due.
 
         Args:
             model: The model as the step has left it, where that is another object: a pytree of JAX.
@@ -49,7 +49,7 @@ class Guard:
         self._num_steps += 1
 
     def check(self, model: object = None, optimizer: object = None) -> None:
-        """Compare now; all processes must ask.
+        """Compare now. All processes must call this.
 
         Raises:
             PlanError: The model is not as planned, or its replicas have drifted apart.
@@ -78,15 +78,15 @@ class Guard:
         )
 
     def hook(self, optimizer: Any) -> Any:
-        """Have an optimizer of torch call this after each of its steps; returns the handle with which to remove it."""
+        """Call the guard after each step of a torch optimizer, and return the handle that removes it."""
 
-        def stepped(*_: object) -> None:
+        def count_step(*_: object) -> None:
             self()
 
-        return optimizer.register_step_post_hook(stepped)
+        return optimizer.register_step_post_hook(count_step)
 
     def callback(self) -> Any:
-        """Return a callback for `fit` of Keras that calls this after each batch."""
+        """Return a callback for `fit` of Keras that calls the guard after each batch."""
         from layoutmap.adapters.keras.callback import make_batch_callback  # late: Keras
 
         return make_batch_callback(self)
@@ -95,7 +95,7 @@ class Guard:
 def guard(
     model: object, plan: PlanTable | None = None, optimizer: object = None, *, every: int = 1000
 ) -> Guard:
-    """Return a guard for the loop that trains a model: it raises as soon as it finds that something has drifted.
+    """Return a guard for a training loop, which raises if layouts change or replicas differ.
 
     A loop of JAX calls it after each step, `guard(state)`; an optimizer of torch does after `guard.hook(optimizer)`,
     and `fit` of Keras with `callbacks=[guard.callback()]`. The first step is looked at, and every n-th from there: the

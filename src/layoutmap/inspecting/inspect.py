@@ -1,4 +1,4 @@
-"""The plan of a model that exists, read off its arrays, whoever has laid them out."""
+"""Read the plan of an existing model from its arrays, even if other code created them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.protocol import Unplaced
-from layoutmap.inspecting.replicas import Held, differences
+from layoutmap.inspecting.replicas import StoredVariable, find_differences
 from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.context import Scope
@@ -29,7 +29,7 @@ Place = Layout | Unplaced
 def inspect(
     model: object, optimizer: object = None, *, batch_dim: str | None = None, across: bool = False
 ) -> Plan:
-    """Return the plan of a model that exists: where each variable is, whoever has put it there.
+    """Return the plan of an existing model from the layouts of its arrays, even if other code created them.
 
     Nothing is started, sent, gathered or changed, and nothing is guessed: an array that no layout can say is not in
     the plan, but among its problems, with how it is held. Where several processes hold a model, each may ask alone.
@@ -68,23 +68,28 @@ def inspect(
           to say so   layout_map[r"up\\.kernel$"] = (None, 'model')
     """
     with pause_garbage_collection():
-        return _inspected(model, optimizer, batch_dim, across)
+        return _make_plan(model, optimizer, batch_dim, across)
 
 
-def _inspected(model: object, optimizer: object, batch_dim: str | None, across: bool) -> Plan:
+def _make_plan(model: object, optimizer: object, batch_dim: str | None, across: bool) -> Plan:
     adapter = require_capability(get_model_adapter(model), Inspecting, "inspect")
-    stored = adapter.described(model, optimizer)
+    stored = adapter.describe_variables(model, optimizer)
     engine = get_engine(adapter.engine_name)
-    places = _places([each.array for each in stored], engine)
-    context = adapter.context_of(model)
+    places = _find_placements([each.array for each in stored], engine)
+    context = adapter.find_context(model)
     scope = context if isinstance(context, Scope) else None
-    mesh = _largest_mesh(places)
-    if scope is not None and _is_same(scope.plan.mesh, mesh, engine):
+    mesh = _find_largest_mesh(places)
+    if scope is not None and _is_same_mesh(scope.plan.mesh, mesh, engine):
         mesh = scope.plan.mesh
-    places = [_as_on(mesh, place, engine) for place in places]
+    places = [_unify_mesh(mesh, place, engine) for place in places]
     check_dim("batch_dim", batch_dim, mesh, "the batch is sharded over it")
     held = [
-        Held(each.variable, each.array, place, _on(mesh, place, len(each.variable.shape), engine))
+        StoredVariable(
+            each.variable,
+            each.array,
+            place,
+            _find_layout_on_mesh(mesh, place, len(each.variable.shape), engine),
+        )
         for each, place in zip(stored, places, strict=True)
     ]
     assignments = [
@@ -92,19 +97,19 @@ def _inspected(model: object, optimizer: object, batch_dim: str | None, across: 
         for each in held
         if each.layout is not None
     ]
-    problems = [problem for each in held for problem in _problems_of(each, mesh)]
+    problems = [problem for each in held for problem in _find_problems(each, mesh)]
     if across:
-        problems += differences(held, engine, mesh)
+        problems += find_differences(held, engine, mesh)
     gathered = tuple(dim for dim in adapter.gathered_dims(model) if dim in mesh)
     plan = Plan(mesh, tuple(assignments), sort_problems(problems), gathered_dims=gathered)
     plan = replace(plan, batches=(batch_dim,) if batch_dim else scope and scope.batches)
     if scope is not None:
-        return _with_rules(plan, scope.plan)
-    return plan.add_problems([*_unused_dims(plan, batch_dim)])
+        return _add_rules(plan, scope.plan)
+    return plan.add_problems([*_find_unused_dims(plan, batch_dim)])
 
 
-def _places(arrays: Sequence[Any], engine: Engine) -> list[Place]:
-    """How each array is held; one whose layout has no names is looked for on the meshes of the others."""
+def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Place]:
+    """Return the layout of each array. Layouts without dim names are matched with the others' meshes."""
     places: list[Place] = [engine.describe_placement(array) for array in arrays]
     meshes = list({place.mesh: None for place in places if isinstance(place, Layout)})
     return [
@@ -115,22 +120,22 @@ def _places(arrays: Sequence[Any], engine: Engine) -> list[Place]:
     ]
 
 
-def _as_on(mesh: Mesh, place: Place, engine: Engine) -> Place:
-    """The same place, on a mesh of the same devices that a layout may know by another form."""
-    if not isinstance(place, Layout) or place.mesh is mesh or not _is_same(place.mesh, mesh, engine):
+def _unify_mesh(mesh: Mesh, place: Place, engine: Engine) -> Place:
+    """Return the placement on `mesh` if its own mesh has the same devices."""
+    if not isinstance(place, Layout) or place.mesh is mesh or not _is_same_mesh(place.mesh, mesh, engine):
         return place
     return Layout(place.sharding_specs, mesh)
 
 
-def _is_same(one: Mesh, other: Mesh, engine: Engine) -> bool:
-    """Whether two meshes are one, of which the program has named the devices in one place and not in another."""
+def _is_same_mesh(one: Mesh, other: Mesh, engine: Engine) -> bool:
+    """Return whether two meshes are equal, even if only one of them lists its devices."""
     if one == other or one.mesh_dims != other.mesh_dims or None not in (one.devices, other.devices):
         return one == other
     return engine.bind(one).devices == engine.bind(other).devices
 
 
-def _largest_mesh(places: Sequence[Place]) -> Mesh:
-    """The largest of several meshes, that of most arrays; without any, one of the devices that have each array."""
+def _find_largest_mesh(places: Sequence[Place]) -> Mesh:
+    """Return the largest mesh, the most used one of equals, or a mesh of the devices that store each array."""
     counts = Counter(place.mesh for place in places if isinstance(place, Layout))
     if counts:
         return max(counts, key=lambda mesh: (mesh.size, len(mesh.mesh_dims), counts[mesh]))
@@ -139,19 +144,19 @@ def _largest_mesh(places: Sequence[Place]) -> Mesh:
     return Mesh(devices, {"device": len(devices or "1")})
 
 
-def _on(mesh: Mesh, place: Place, rank: int, engine: Engine) -> Layout | None:
-    """The layout on the mesh of a plan; `None`: it has none there."""
+def _find_layout_on_mesh(mesh: Mesh, place: Place, rank: int, engine: Engine) -> Layout | None:
+    """Return the layout of an array on the plan's mesh, or `None` if it has none there."""
     if isinstance(place, Layout):
         if place.mesh == mesh:
             return place
-        return Layout(place.sharding_specs, mesh) if _is_part(place.mesh, mesh) else None
+        return Layout(place.sharding_specs, mesh) if _is_submesh(place.mesh, mesh) else None
     # A mesh of a plan names no devices until it is bound.
     on_all = len(place.devices) == mesh.size and place.devices == engine.bind(mesh).devices
     return Layout.replicated(mesh, rank) if place.is_copied or on_all else None
 
 
-def _is_part(part: Mesh, mesh: Mesh) -> bool:
-    """Whether a mesh is another one at fixed places along the dims that it does not have."""
+def _is_submesh(part: Mesh, mesh: Mesh) -> bool:
+    """Return whether a mesh is a slice of another mesh at fixed positions of the dims that it lacks."""
     sizes = mesh.dim_sizes
     if any(sizes.get(name) != number for name, number in part.dim_sizes.items()):
         return False
@@ -169,7 +174,7 @@ def _is_part(part: Mesh, mesh: Mesh) -> bool:
     )
 
 
-def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
+def _find_problems(held: StoredVariable, mesh: Mesh) -> Iterator[Problem]:
     variable, place, layout = held.variable, held.place, held.layout
     path, facts = variable.path, (("shape", str(variable.shape)),)
     if isinstance(place, Unplaced):
@@ -209,16 +214,16 @@ def _problems_of(held: Held, mesh: Mesh) -> Iterator[Problem]:
             yield Problem("uneven", "warning", path, what, facts, why, error.fix)
 
 
-def _parts(layout: Layout) -> tuple[Mesh, list[list[str]]]:
-    """The mesh dims that part each axis: of one device there is nothing to part, and XLA leaves it out of results."""
+def _get_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
+    """Return the mesh, and the dims of more than one device that shard each axis."""
     sizes = layout.mesh.dim_sizes
     return layout.mesh, [
         [dim for dim in layout.list_mesh_dims(axis) if sizes[dim] > 1] for axis in range(layout.rank)
     ]
 
 
-def _with_rules(found: Plan, planned: PlanTable) -> Plan:
-    """A plan with the rules, notes and problems of the scope in which its model was laid out."""
+def _add_rules(found: Plan, planned: PlanTable) -> Plan:
+    """Return the plan with the rules, notes, and problems of the scope that created the model."""
     known: dict[str, list[Assignment]] = {}
     for each in planned.assignments:
         known.setdefault(each.variable.path, []).append(each)
@@ -227,7 +232,7 @@ def _with_rules(found: Plan, planned: PlanTable) -> Plan:
     for each in found.assignments:
         path, shape = each.variable.path, each.variable.shape
         alike = [a for a in known.get(path, ()) if a.variable.shape == shape]
-        same = [a for a in alike if _parts(a.layout) == _parts(each.layout)]
+        same = [a for a in alike if _get_sharding(a.layout) == _get_sharding(each.layout)]
         if alike and not same:
             facts = ("laid out in", str(alike[0].layout)), ("now in", str(each.layout))
             why = "the program has replaced the array since its scope laid it out"
@@ -253,7 +258,7 @@ def _with_rules(found: Plan, planned: PlanTable) -> Plan:
     )
 
 
-def _unused_dims(plan: Plan, batch_dim: str | None) -> Iterator[Problem]:
+def _find_unused_dims(plan: Plan, batch_dim: str | None) -> Iterator[Problem]:
     for dim in plan.unused_dims:
         if dim.name != batch_dim:
             what = f"mesh dim {dim.name!r} shards no weight"

@@ -1,4 +1,4 @@
-"""Does the sharded model compute what one device computes?
+"""Check that a sharded model computes the same numbers as the unsharded model on one device.
 
 `check_parity` builds the same model twice from the same seed, once plainly and once under a layout map, feeds both the
 same batch, and compares everything along the way: first weights (bit for bit), forward pass, gradients, and the
@@ -48,7 +48,7 @@ _ROUNDING = 1e3  # a gradient is no rounding if it is so many times as large
 
 @dataclass(frozen=True, slots=True)
 class ParityRow:
-    """One comparison.
+    """One comparison of an array or number between the unsharded and the sharded model.
 
     Args:
         stage: `"weights"`, `"forward"`, `"loss"`, `"gradient"`, or `"step 1"` and so on.
@@ -74,11 +74,11 @@ class ParityRow:
 
     @property
     def may_be_rounding(self) -> bool:
-        """Whether the two sides differ by so little that rounding could explain it, if terms cancel."""
+        """Whether rounding could explain the difference if terms cancel."""
         return not self.agrees and self.difference <= self.tolerance * self.largest_scale
 
     def scale_to_rounding(self, rounding: float, times: float = ROUNDINGS) -> ParityRow:
-        """Return the row on the scale on which `times` roundings are the tolerance.
+        """Return the row with an error on the scale at which `times` roundings equal the tolerance.
 
         Args:
             rounding: By how much one rounding of its numbers changes the plain model's values.
@@ -91,7 +91,7 @@ class ParityRow:
 
     @property
     def agrees(self) -> bool:
-        """Whether the two sides agree; a `nan` never does."""
+        """Whether both sides agree. A `nan` never does."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class ParityReport:
 
     @property
     def first_difference(self) -> ParityRow | None:
-        """Where the two part first, or `None`."""
+        """First row that disagrees, or `None`."""
         return next((row for row in self.rows if not row.agrees), None)
 
     @property
@@ -131,7 +131,7 @@ class ParityReport:
         return self.first_difference is None
 
     def worst(self, stage: str = "") -> float:
-        """The largest error of the stages whose name starts so."""
+        """Return the largest error of the stages that start with the text `stage`."""
         return max((row.error for row in self.rows if row.stage.startswith(stage)), default=0.0)
 
     def __str__(self) -> str:
@@ -202,21 +202,21 @@ def check_parity(
     found = get_adapter(library) if library else get_imported_adapter()
     adapter = require_capability(found, Training, "check_parity")
 
-    def make_plain() -> Any:
+    def make_unsharded() -> Any:
         adapter.set_seed(seed)
-        model = plain_beside(adapter, make_model, layout_map)
+        model = make_unsharded_model(adapter, make_model, layout_map)
         adapter.complete(model, batch)
         return model
 
-    with adapter.undisturbed():
+    with adapter.keep_random_states():
         adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
         adapter.complete(sharded, batch)
         adapter.set_seed(seed)
-        plain = plain_beside(adapter, make_model, layout_map)
-        _check_apart(adapter, plain, sharded)
+        plain = make_unsharded_model(adapter, make_model, layout_map)
+        _check_separate(adapter, plain, sharded)
         adapter.complete(plain, batch)
-        report = compared(adapter, plain, sharded, batch, steps=steps, tolerance=tolerance)
+        report = compare_models(adapter, plain, sharded, batch, steps=steps, tolerance=tolerance)
         del plain, sharded
         for draw in range(_NUM_DRAWS):
             first = report.first_difference
@@ -224,8 +224,8 @@ def check_parity(
                 break
             moved = compare_rounded(
                 adapter,
-                make_plain(),
-                make_plain(),
+                make_unsharded(),
+                make_unsharded(),
                 batch,
                 steps=steps,
                 tolerance=tolerance,
@@ -242,17 +242,17 @@ def check_parity(
                 "mesh": str(layout_map.mesh),
                 "then": "; ".join(str(r) for r in report.rows if not r.agrees and r is not first)[:300],
             },
-            why=_reason(first, layout_map.mesh),
-            fix=_fix(first),
+            why=_explain_difference(first, layout_map.mesh),
+            fix=_suggest_fix(first),
         )
     return report
 
 
-def plain_beside(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
-    """Return another plain model, on one device of the type that the mesh of a map has."""
+def make_unsharded_model(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
+    """Return another unsharded model on one device of the mesh's type."""
     assert layout_map.mesh is not None  # else no model is built
     mesh = get_engine(adapter.engine_name).bind(layout_map.mesh)
-    return adapter.on_one_device(make_model(), str(mesh.device_type))
+    return adapter.move_to_one_device(make_model(), str(mesh.device_type))
 
 
 def compare_rounded(  # why: decisions/0008
@@ -266,7 +266,7 @@ def compare_rounded(  # why: decisions/0008
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     seed: int = 0,
 ) -> ParityReport:
-    """Compare two plain models, the numbers of one moved by one rounding: its variables and its batch.
+    """Compare two unsharded models after the variables and the batch of one are moved by one rounding.
 
     Args:
         adapter: Knows their library.
@@ -275,13 +275,13 @@ def compare_rounded(  # why: decisions/0008
         batch: The batch of each step.
         steps: How many optimizer steps to compare.
         tolerance: The tolerance of the comparison that this one explains; a rounding is 1e-5 / 84 of it.
-        left_out: See `compared`.
+        left_out: See `compare_models`.
         seed: The signs of the roundings are drawn from it.
     """
     signs = np.random.default_rng(seed)
     move_variables(adapter, other, signs, tolerance)
     moved = move_arrays(batch, signs, tolerance)
-    return compared(
+    return compare_models(
         adapter,
         plain,
         other,
@@ -294,14 +294,14 @@ def compare_rounded(  # why: decisions/0008
 
 
 def measure_rounding(rows: Sequence[ParityRow]) -> dict[tuple[str, int], float]:
-    """Return by how much roundings change each row, by its stage and its place in that."""
+    """Return the change of each row by roundings, by its stage and its position there."""
     return {place: row.difference for place, row in _number_rows(rows)}
 
 
 def scale_rows(
     rows: Sequence[ParityRow], rounding: Mapping[tuple[str, int], float], times: float = ROUNDINGS
 ) -> tuple[ParityRow, ...]:
-    """Return rows on the scale of the rounding that was measured for each."""
+    """Return rows with their errors on the scale of the measured rounding."""
     return tuple(row.scale_to_rounding(rounding.get(place, 0.0), times) for place, row in _number_rows(rows))
 
 
@@ -313,7 +313,7 @@ def _number_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], P
         counts[row.stage] += 1
 
 
-def compared(
+def compare_models(
     adapter: Training,
     plain: Any,
     sharded: Any,
@@ -324,7 +324,7 @@ def compared(
     tolerance: float = 1e-5,
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> ParityReport:
-    """Return all comparisons of two models that exist, which take the steps.
+    """Return all comparisons of two existing models, which take training steps.
 
     Args:
         adapter: Knows their library.
@@ -344,13 +344,13 @@ def compared(
     known = None if left_out is None else list(left_out.values())
     batches = batch, batch if other_batch is None else other_batch
     rows = tuple(
-        _compare(adapter, plain, sharded, batches, steps, tolerance, known, losses, missing, rounding)
+        _compare_stages(adapter, plain, sharded, batches, steps, tolerance, known, losses, missing, rounding)
     )
     return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
-def _check_apart(adapter: Training, plain: object, sharded: object) -> None:
-    """Raise if the plain model has variables of the sharded one, and would be compared with itself."""
+def _check_separate(adapter: Training, plain: object, sharded: object) -> None:
+    """Raise if both models share variables, so that one would be compared with itself."""
     ours, theirs = (
         adapter.variables(sharded),
         adapter.variables(plain),
@@ -366,7 +366,7 @@ def _check_apart(adapter: Training, plain: object, sharded: object) -> None:
         )
 
 
-def _compare(  # why: decisions/0008
+def _compare_stages(  # why: decisions/0008
     adapter: Training,
     plain: object,
     sharded: object,
@@ -378,16 +378,16 @@ def _compare(  # why: decisions/0008
     missing: list[str],
     rounding: dict[str, npt.NDArray[np.bool_]],
 ) -> Iterator[ParityRow]:
-    yield from compared_variables(adapter, "weights", plain, sharded, 0.0)
+    yield from compare_variables(adapter, "weights", plain, sharded, 0.0)
     batch, other_batch = batches
-    outputs = _flat(adapter.forward(plain, batch)), _flat(adapter.forward(sharded, other_batch))
+    outputs = _flatten(adapter.forward(plain, batch)), _flatten(adapter.forward(sharded, other_batch))
     for number, (a, b) in enumerate(zip(*outputs, strict=True)):
         yield _compare_arrays("forward", f"output {number}", a, b, tolerance)
     if not steps:
         return
     logs, gradients = adapter.gradients(plain, batch)
     other_logs, other_gradients = adapter.gradients(sharded, other_batch)
-    yield from compared_numbers("loss", logs, other_logs, tolerance)
+    yield from compare_logs("loss", logs, other_logs, tolerance)
     if not logs:
         missing.append("losses, since the model's train_step logs no number")
     pairs = zip(other_gradients.items(), gradients.values(), strict=True)
@@ -406,27 +406,27 @@ def _compare(  # why: decisions/0008
         moved = dict(zip(other_gradients, again.values(), strict=True))
     for number, (path, gradient, actual) in enumerate(found):
         row = _compare_arrays("gradient", path, gradient, actual, tolerance, largest_scale=largest)
-        yield row if row.agrees else replace(row, factor=_factor(gradient, actual, tolerance))
+        yield row if row.agrees else replace(row, factor=_find_factor(gradient, actual, tolerance))
         if left_out is None:
             tiny = moved.get(path) if _is_tiny(gradient, actual, largest) else None
-            rounding[path] = _only_rounding(gradient, actual, tiny)
+            rounding[path] = _find_rounding_elements(gradient, actual, tiny)
         else:
             rounding[path] = left_out[number]
     for step in range(1, steps + 1):
         logs, other_logs = adapter.train_step(plain, batch), adapter.train_step(sharded, other_batch)
         if "loss" in logs and "loss" in other_logs:
             losses.append((logs["loss"], other_logs["loss"]))
-        yield from compared_numbers(f"step {step}", logs, other_logs, tolerance)
-        yield from compared_variables(adapter, f"step {step}", plain, sharded, tolerance, rounding)
+        yield from compare_logs(f"step {step}", logs, other_logs, tolerance)
+        yield from compare_variables(adapter, f"step {step}", plain, sharded, tolerance, rounding)
 
 
-def compared_numbers(
+def compare_logs(
     stage: str, expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float
 ) -> Iterator[ParityRow]:
-    """Yield a comparison of each number that two steps have logged; one that only one of them logs differs."""
+    """Yield a row for each number that two steps have logged. A number in only one log differs."""
     if expected.keys() != actual.keys() and len(expected) == len(actual):
         # Losses of several outputs are called by their layers, whose numbers go on from one build to the next.
-        named = zip(sorted(actual, key=_by_number), sorted(expected, key=_by_number), strict=True)
+        named = zip(sorted(actual, key=_split_numbers), sorted(expected, key=_split_numbers), strict=True)
         expected = {name: expected[other] for name, other in named}
     for name in dict.fromkeys([*expected, *actual]):
         if name in expected and name in actual:
@@ -437,12 +437,12 @@ def compared_numbers(
             yield ParityRow(stage, name, float("nan"), tolerance)
 
 
-def _by_number(name: str) -> tuple[str, list[int]]:
-    """The words and the numbers of a name, to sort by: the first of Keras's layers of a kind has no number."""
+def _split_numbers(name: str) -> tuple[str, list[int]]:
+    """Return the words and numbers of a name as a sort key, since Keras leaves out the first number."""
     return re.sub(r"_?\d+", "", name), [int(number) for number in re.findall(r"\d+", name)]
 
 
-def compared_variables(
+def compare_variables(
     adapter: Training,
     stage: str,
     plain: object,
@@ -450,7 +450,7 @@ def compared_variables(
     tolerance: float,
     rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[ParityRow]:
-    """Yield a comparison of each variable of two models, under the sharded one's path."""
+    """Yield a row for each variable of two models, under the path in the sharded one."""
     # Pairs go by their order, and by the sharded model's paths: a plain model has no say in how layers without names
     # are called.
     ours, theirs = adapter.variables(sharded), adapter.variables(plain)
@@ -463,17 +463,17 @@ def compared_variables(
         )
     for (path, variable), plain_variable in zip(ours.items(), theirs.values(), strict=True):
         expected, actual = adapter.read(plain_variable), adapter.read(variable)
-        left_out = _rounding_of(path, expected.shape, rounding or {})
+        left_out = _find_rounding(path, expected.shape, rounding or {})
         if left_out is not None and expected.shape == actual.shape:
             actual = cast("NumpyArray", np.where(left_out, expected, actual))
         count = 0 if left_out is None else int(left_out.sum())
         yield _compare_arrays(stage, path, expected, actual, tolerance, left_out=count)
 
 
-def _rounding_of(
+def _find_rounding(
     path: str, shape: tuple[int, ...], rounding: Mapping[str, npt.NDArray[np.bool_]]
 ) -> npt.NDArray[np.bool_] | None:
-    """The elements of a variable, or of a slot of it, whose gradient is only rounding."""
+    """Return the mask of a variable's or slot's elements with only rounding as gradient, or `None`."""
     found = rounding.get(path)
     if found is None:
         found = next((m for weight, m in rounding.items() if path.startswith(f"optimizer.{weight}.")), None)
@@ -500,10 +500,10 @@ def _move_gradients(adapter: Training, model: Any, batch: object, tolerance: flo
                 adapter.write(variable, before[path])
 
 
-def _only_rounding(
+def _find_rounding_elements(
     expected: NumpyArray, actual: NumpyArray, moved: NumpyArray | None
 ) -> npt.NDArray[np.bool_]:
-    """Return the elements that are not zero and no larger than a thousand times the rounding in this gradient.
+    """Return the mask of nonzero elements up to a thousand times the rounding in this gradient.
 
     Where no element is larger than ten times what one rounding of the model's numbers changes, all of the gradient is
     rounding, the zeros too: it may be in equal bits on both sides now, and in others a step later.
@@ -547,8 +547,8 @@ def _compare_arrays(
     return replace(row, error=error, difference=difference, largest_scale=largest_scale)
 
 
-def _factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
-    """By what one array is multiplied to be the other; `None`: by nothing."""
+def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
+    """Return the factor between two arrays if that is their only difference, otherwise `None`."""
     if expected.shape != actual.shape or not np.any(expected):
         return None
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
@@ -558,8 +558,8 @@ def _factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float
     return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None
 
 
-def _flat(outputs: object) -> list[NumpyArray]:
-    """The arrays in nested mappings and sequences, in order."""
+def _flatten(outputs: object) -> list[NumpyArray]:
+    """Return the arrays in nested mappings and sequences, in order."""
     parts: list[Any]
     if isinstance(outputs, Mapping):
         parts = list(cast("Mapping[Any, Any]", outputs).values())
@@ -567,20 +567,20 @@ def _flat(outputs: object) -> list[NumpyArray]:
         parts = list(cast("list[Any]", outputs))
     else:
         return [np.asarray(outputs)]
-    return [array for part in parts for array in _flat(part)]
+    return [array for part in parts for array in _flatten(part)]
 
 
-def _reason(row: ParityRow, mesh: Mesh | None) -> str:
+def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
     if row.stage == "weights":
         return "initial values must be equal bit for bit; one of them comes from another seed or another initializer"
-    if _may_be_rounding(row):
+    if _is_likely_rounding(row):
         return (
             "sums over a mesh round in another order, and some models magnify that, as those that normalize by few "
             "values do; or an operation is slightly wrong"
         )
     if row.stage == "forward":
         return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
-    if mesh is not None and row.factor is not None and (dims := _dims_of_size(mesh, row.factor)):
+    if mesh is not None and row.factor is not None and (dims := _find_dims(mesh, row.factor)):
         return (
             f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the plain one, the "
             f"size of the mesh in {dims}: a sum adds up the copies that its devices hold"
@@ -590,8 +590,8 @@ def _reason(row: ParityRow, mesh: Mesh | None) -> str:
     return "gradients were equal and the step is not: the optimizer's state or its order of updates differs"
 
 
-def _dims_of_size(mesh: Mesh, factor: float) -> str:
-    """The fewest dims of a mesh that have as many devices together as a factor or its inverse says."""
+def _find_dims(mesh: Mesh, factor: float) -> str:
+    """Return the fewest mesh dims with sizes that multiply to a factor or its inverse, or an empty text."""
     names = [name for name in mesh.dim_names if mesh.dim_size(name) > 1]
     for number in range(1, len(names) + 1):
         for some in combinations(names, number):
@@ -601,13 +601,13 @@ def _dims_of_size(mesh: Mesh, factor: float) -> str:
     return ""
 
 
-def _may_be_rounding(row: ParityRow) -> bool:
+def _is_likely_rounding(row: ParityRow) -> bool:
     return row.stage != "weights" and row.factor is None and row.error < _LARGEST_ROUNDING
 
 
-def _fix(row: ParityRow) -> str:
+def _suggest_fix(row: ParityRow) -> str:
     look = "call with raises=False and look at the report's rows"
-    if _may_be_rounding(row):
+    if _is_likely_rounding(row):
         return f"{look}; if all are as small, allow that with tolerance=, or compare in float64"
     if row.stage in ("forward", "gradient"):
         return (

@@ -1,4 +1,4 @@
-"""A comparison of all devices and processes that hold one model: variables are alike, and replicas have the same bits.
+"""Compare the replicas of a model between devices and processes: equal variables and equal bits.
 
 Devices that hold the same piece of a variable must hold the same values. A program that averages gradients by hand, or
 seeds its processes differently, has replicas that drift apart, and trains on without an error.
@@ -27,8 +27,8 @@ _NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A variable, and how this process holds it.
+class StoredVariable:
+    """A variable with its array and layout in this process.
 
     Args:
         variable: The variable.
@@ -44,17 +44,17 @@ class Held:
 
     @property
     def text(self) -> str:
-        """How it is held, as processes compare it."""
+        """Type, shape, and layout as text, which processes compare."""
         how = f"{self.place} on {self.place.mesh}" if isinstance(self.place, Layout) else self.place.what
         return f"{self.variable.dtype}{list(self.variable.shape)} {how}"
 
 
-def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Problem]:
-    """Return a problem for each variable that is not alike everywhere, the same in all processes; they must all ask."""
+def find_differences(held: Sequence[StoredVariable], engine: Engine, mesh: Mesh) -> list[Problem]:
+    """Return a problem for each variable that differs between devices or processes. All must call this."""
 
     @cache
-    def pieces_of(layout: Layout) -> Mapping[str, str]:
-        """Which piece each device has; empty where each has all."""
+    def name_shards(layout: Layout) -> Mapping[str, str]:
+        """Return the name of each device's shard, or an empty mapping for replicated layouts."""
         dims = {dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)}
         if not dims:
             return {}
@@ -67,10 +67,10 @@ def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Proble
             for i, name in enumerate(engine.bind(layout.mesh).devices or ())
         }
 
-    own = {each.variable.path: (each.text, [*_pieces(each, engine, pieces_of)]) for each in held}
+    own = {each.variable.path: (each.text, [*_list_shards(each, engine, name_shards)]) for each in held}
     group = Group(engine, mesh if any(pieces for _, pieces in own.values()) else None)
     told: list[Mapping[str, Any]] = [own]
-    if group.several:
+    if group.has_others:
         told = [json.loads(text) for text in group.texts(json.dumps(own))]
     found: list[Problem] = []
     for path in dict.fromkeys(path for each in told for path in each):
@@ -79,15 +79,17 @@ def differences(held: Sequence[Held], engine: Engine, mesh: Mesh) -> list[Proble
             what = f"{path}: the processes hold it in different ways"
             why = "each holds its part of one model, so all must make the same one"
             fix = "make it in each process by the same code, with the same map, sizes and element types"
-            found.append(Problem("differs", "error", path, what, _facts(label_processes(texts)), why, fix))
-        found += _drifted(path, [piece for each in told for piece in each.get(path, ("", []))[1]])
+            found.append(
+                Problem("differs", "error", path, what, _format_facts(label_processes(texts)), why, fix)
+            )
+        found += _find_drift(path, [piece for each in told for piece in each.get(path, ("", []))[1]])
     return found
 
 
-def _pieces(
-    held: Held, engine: Engine, pieces_of: Callable[[Layout], Mapping[str, str]]
+def _list_shards(
+    held: StoredVariable, engine: Engine, pieces_of: Callable[[Layout], Mapping[str, str]]
 ) -> Iterator[tuple[str, str, int]]:
-    """The pieces of a variable that devices of this process have: the device, which piece it is, and a checksum."""
+    """Yield the shards on this process's devices: the device, the name of the shard, and a checksum."""
     layout = held.layout
     if layout is None:
         return
@@ -97,7 +99,7 @@ def _pieces(
         yield device, pieces[device] if pieces else "", compute_checksum(values)
 
 
-def _drifted(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
+def _find_drift(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
     by_piece: dict[str, dict[int, list[str]]] = {}
     for device, piece, bits in pieces:
         by_piece.setdefault(piece, {}).setdefault(bits, []).append(device)
@@ -112,9 +114,15 @@ def _drifted(path: str, pieces: Sequence[Sequence[Any]]) -> Iterator[Problem]:
         why = "devices that hold the same piece must hold the same values: what was computed from them differs since"
         fix = "load a checkpoint, and have all processes take the same steps: the same gradients, seeds and data order"
         yield Problem(
-            "drifted", "error", path, f"{path}: its replicas have drifted apart", _facts(facts), why, fix
+            "drifted",
+            "error",
+            path,
+            f"{path}: its replicas have drifted apart",
+            _format_facts(facts),
+            why,
+            fix,
         )
 
 
-def _facts(facts: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+def _format_facts(facts: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(value)) for name, value in facts.items())

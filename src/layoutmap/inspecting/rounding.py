@@ -1,4 +1,4 @@
-"""Numbers of a model moved by one rounding, to measure how much rounding changes its results."""
+"""Move the numbers of a model by one rounding, to measure the effect of rounding on its results."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.specs import variable_specs
+from layoutmap.checkpoint.specs import make_variable_specs
 from layoutmap.core.errors import align_rows, join_names
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
@@ -70,7 +70,7 @@ def read_contents(source: Source, variables: Iterable[SavedVariable]) -> Content
         Assignment(
             spec, Layout.replicated(mesh, len(v.shape)) if v.layout is None else Layout(v.layout, mesh)
         )
-        for v, spec in zip(shown, variable_specs(shown), strict=True)
+        for v, spec in zip(shown, make_variable_specs(shown), strict=True)
     )
     return Contents(source.where, facts, shown, PlanTable(mesh, tuple(assignments)))
 

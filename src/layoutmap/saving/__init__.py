@@ -1,1 +1,1 @@
-"""Checkpoints of models: save, load, describe, export, and a manager of several."""
+"""Save, load, describe, and export checkpoints of models, and manage the steps of a run."""

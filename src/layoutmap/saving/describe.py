@@ -1,4 +1,4 @@
-"""`describe`: what is in a checkpoint, without a model.
+"""Describe the content of a checkpoint without a model: `describe`.
 
 `Checkpoint` is a face over a `Source` of values, as `Plan` is one over its table: the source reads, `report.contents`
 knows how it is shown, and neither knows the other.
@@ -31,7 +31,7 @@ from layoutmap.scope.plan import Plan
 
 
 class Checkpoint(Mapping[str, SavedVariable]):
-    """The content of a checkpoint: a mapping from path to variable; values are read when they are asked for.
+    """Content of a checkpoint: a mapping from path to variable. Values are read on request.
 
     Args:
         source: What values are read from.
@@ -56,37 +56,37 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def step(self) -> int | None:
-        """The number of the step; `None`: it is no step of a checkpoint of this library."""
+        """Number of the step, or `None` for files of other libraries."""
         return getattr(self.source, "step", None)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """All steps that exist, in rising order; empty for what has none."""
+        """All steps that exist, in rising order. Empty for files of other libraries."""
         return getattr(self.source, "steps", ())
 
     @property
     def metadata(self) -> Any:
-        """The metadata that was saved along; `None` if there is none."""
+        """Metadata saved with the step, or `None` without any."""
         return getattr(self.source, "metadata", None)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The numbers by which a manager compares steps; empty if there are none."""
+        """Metrics by which a `CheckpointManager` compares steps. Empty without any."""
         return getattr(self.source, "metrics", {})
 
     @property
     def has_checksums(self) -> bool:
-        """Whether a changed value is found; the formats of others have no checksums of their values."""
+        """Whether changed values are detected. Formats of other libraries have no checksums."""
         return isinstance(self.source, StepSource)
 
     @property
     def variables(self) -> Mapping[str, SavedVariable]:
-        """The variables by path."""
+        """Variables by path."""
         return self._variables
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """The states beside the variables, by name: of random generators, of the iterator over the data."""
+        """States of random generators and of the data iterator, by name."""
         return self.source.states
 
     @property
@@ -96,14 +96,14 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def plan(self) -> Plan:
-        """The layouts in which the variables were saved, as a plan: to `diff` with that of another run.
+        """Layouts in which the variables were saved, as a plan that you can `diff` with another one.
 
         What was saved without a layout is replicated in it.
         """
         return Plan.of(self._contents.table)
 
     def read(self, path: str, index: Any = ...) -> NumpyArray:
-        """Return values of a variable, as they were saved: each byte is checked while it is read.
+        """Return the saved values of a variable. Each byte is checked as it is read.
 
         Args:
             path: The variable's path, or another path to it.
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return self.source.read(variable.path, block)[inner]
 
     def verify(self, progress: Callable[[str], object] | None = None) -> tuple[CheckpointError, ...]:
-        """Read all that was saved; returns what is missing or damaged: empty if all is as it was written.
+        """Read everything, and return an error for each missing or damaged part. Empty if all is correct.
 
         Args:
             progress: Called with the path of each variable when it has been read.
@@ -164,7 +164,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     # -- texts
 
     def to_json(self) -> str:
-        """Write what is in it as JSON, a variable in each line: for programs; no values."""
+        """Return the content as JSON for programs, one variable per line, without values."""
         head: dict[str, Any] = {"where": self.where, "step": self.step, "steps": self.steps}
         if isinstance(self.source, StepSource):
             manifest = self.source.manifest
@@ -174,7 +174,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return format_json(self._contents, head | {"bytes": self.global_bytes})
 
     def to_html(self, problems: Sequence[CheckpointError] | None = None) -> str:
-        """Write what is in it as one page for a browser that loads nothing: its facts, every variable and its shards.
+        """Return the content as one HTML page, which loads nothing: facts, variables, and shards.
 
         Args:
             problems: What `verify` has returned, which the page shows; `None`: it says that nobody has looked.
@@ -182,11 +182,11 @@ class Checkpoint(Mapping[str, SavedVariable]):
         from layoutmap.report.page.page import make_checkpoint_page  # late, as in `Plan`
 
         return make_checkpoint_page(
-            self._contents, problems if problems is None else list(map(_problem, problems))
+            self._contents, problems if problems is None else list(map(_convert_problem, problems))
         )
 
     def to_text(self, width: int | None = None) -> str:
-        """Return the text that `print` shows; `width`: see `Plan.to_text`."""
+        """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
         return format_text(self._contents, width)
 
     __str__ = to_text
@@ -198,13 +198,13 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return format_html(self._contents)
 
 
-def _problem(error: CheckpointError) -> Problem:
+def _convert_problem(error: CheckpointError) -> Problem:
     facts = tuple((name, str(value)) for name, value in error.facts.items())
     return Problem("damaged", "error", error.what.partition(": ")[0], error.what, facts, error.why, error.fix)
 
 
 def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
-    """Open a step of a checkpoint, or what others have written; reads no values.
+    """Open a checkpoint of this library or of another one, without reading values.
 
     Args:
         directory: What it was saved to, or files of others: see `load`.

@@ -1,4 +1,4 @@
-"""`export`: the weights of a model, or of a checkpoint, as files that Hugging Face's libraries read."""
+"""Export the weights of a model or a checkpoint as files that Hugging Face libraries read: `export`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def export(
     max_shard_bytes: int = MOST_BYTES,
     progress: Callable[[str], object] | None = None,
 ) -> str:
-    """Write the weights of a model as safetensors, under the names of Hugging Face's libraries if need be.
+    """Write the weights of a model as safetensors, optionally under the names of Hugging Face libraries.
 
     Weights and moving statistics are written, bit for bit; what an optimizer has is not. The folder exists when this
     returns, and durable: all of it, or, whatever happens on the way, none of it.
@@ -68,7 +68,7 @@ def export(
 
 
 class _Values(Source):
-    """The values of a model; the last one that was read is kept, since it is read in blocks."""
+    """Source of a model's values. It caches the last variable, since blocks of one are read in a row."""
 
     def __init__(self, model: object):
         adapter = require_capability(get_model_adapter(model), Keeping, "export")
@@ -76,7 +76,7 @@ class _Values(Source):
         self._arrays: dict[str, Any] = {}
         self._last: tuple[str, NumpyArray] | None = None
         super().__init__(type(model).__name__, {})
-        for stored in adapter.stored(model, None):
+        for stored in adapter.list_stored_variables(model, None):
             variable = stored.variable
             layout = self._engine.get_layout(stored.array)
             if layout is not None:

@@ -1,4 +1,4 @@
-"""`load`: a model from a step of a checkpoint, on any mesh, each process reading what its shards need."""
+"""Load a model from a checkpoint onto any mesh. Each process reads the bytes of its own shards: `load`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layoutmap.adapters import (
 from layoutmap.adapters.protocol import Saved, Stored
 from layoutmap.checkpoint.foreign import open_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
-from layoutmap.checkpoint.model_values import Extra, Missing, Values, is_count
+from layoutmap.checkpoint.model_values import Extra, Missing, ModelValues, is_integer_state
 from layoutmap.checkpoint.name_tables import read_names
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -32,7 +32,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import label_processes
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.saving.load_states import check_data, random_states_of, taken_up
+from layoutmap.saving.load_states import check_data, choose_random_states, restore_data
 from layoutmap.scope.process_group import Group
 from layoutmap.scope.progress import Progress
 from layoutmap.scope.scope import build
@@ -59,7 +59,7 @@ def load(
     inputs: Any = None,
     **options: Any,
 ) -> Any:
-    """Load a model from a step of a checkpoint, whatever mesh and engine it was saved on.
+    """Load a model from a step of a checkpoint, from any mesh and engine.
 
     Args:
         model: A function that makes the model: with `layout_map` it is built in a scope, in which its weights are read
@@ -124,17 +124,17 @@ def load(
         )
         found, mesh = None, layout_map.mesh
     else:
-        found = _existing(model)
+        found = _make_model(model)
         adapter = require_capability(get_model_adapter(found), Keeping, "load")
         if inputs is not None:
             adapter.complete(found, (inputs,))
-        mesh = _mesh_of_model(adapter, found)
+        mesh = _find_model_mesh(adapter, found)
     processes = Group(get_engine(adapter.engine_name), mesh)
-    source = _opened(directory, step, processes)
+    source = _open_source(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies, source.room = verify != "no", room_bytes
     table = None if names is None else read_names(names)
-    values = Values(source, names=table, missing=missing, extra=extra, cast=cast)
+    values = ModelValues(source, names=table, missing=missing, extra=extra, cast=cast)
     if isinstance(source, KerasWeights) and table is None:
         given = {"optimizer": optimizer, "data": data, "cast": cast or None}
         given |= {
@@ -144,7 +144,7 @@ def load(
         _check_unused(source, [name for name, value in given.items() if value is not None])
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
-        return _with_weights(found, source)
+        return _load_keras_weights(found, source)
     loading = _Loading(adapter, values, processes, progress, override)
     saved = loading.states.get("processes", [])
     place = processes.number, processes.count
@@ -155,14 +155,14 @@ def load(
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.put(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    random = random_states_of([each.get("random", {}) for each in saved], *place)
-    within = taken_up(adapter, processes, source.where, found, random, data, state)
+    random = choose_random_states([each.get("random", {}) for each in saved], *place)
+    within = restore_data(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
-    with nullcontext() if is_new or verify == "first" else _loaded_in_part():
+    with nullcontext() if is_new or verify == "first" else _mark_partial_load():
         loaded = loading.put(found, made, is_new=is_new or verify != "first", within=within, random=random)
     values.close()
     if loading.unread and extra == "error":
-        again = Values(source, names=table, missing=missing, cast=cast)
+        again = ModelValues(source, names=table, missing=missing, cast=cast)
         _report_unread(loading, again, loaded[0])
     return loaded if optimizer is not None else loaded[0]
 
@@ -175,7 +175,7 @@ def _check_arguments(
     extra: object,
     verify: object,
 ) -> None:
-    """Refuse what would have no effect, or another one than was meant."""
+    """Refuse arguments that would have no effect or contradict each other."""
     choices = ("missing", missing, Missing), ("extra", extra, Extra), ("verify", verify, Verify)
     for name, value, known in ((name, value, get_args(kind)) for name, value, kind in choices):
         if value not in known:
@@ -208,8 +208,8 @@ def _check_unused(source: KerasWeights, given: Sequence[str]) -> None:
         )
 
 
-def _with_weights(model: object, source: KerasWeights) -> Any:
-    """A model with the values of a weight file, which has no paths: Keras knows which places its layers have there."""
+def _load_keras_weights(model: object, source: KerasWeights) -> Any:
+    """Return the model after Keras loads a weight file, which addresses weights by layer instead of path."""
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
         raise CheckpointError(
@@ -221,22 +221,22 @@ def _with_weights(model: object, source: KerasWeights) -> Any:
     return model
 
 
-def _opened(directory: str | os.PathLike[str], step: int | None, processes: Group) -> Source:
-    """The same source in all processes; the last step is that which is the last for the first process."""
+def _open_source(directory: str | os.PathLike[str], step: int | None, processes: Group) -> Source:
+    """Open the same step in all processes: the last step that the first process sees."""
 
-    def opened(step: int | None) -> Source:
+    def open_checked(step: int | None) -> Source:
         found = open_source(directory, step)
         if isinstance(found, StepSource):
             found.check_files()
         return found
 
-    source = processes.agreed(lambda: opened(step))
+    source = processes.agreed(lambda: open_checked(step))
     if not isinstance(source, StepSource):
         return source
-    if differ := processes.different(_step_and_id(source)):
+    if differ := processes.find_differences(_format_step(source)):
         step = int(differ[0].split()[0])
-        source = processes.agreed(lambda: opened(step))
-        differ = processes.different(_step_and_id(source))
+        source = processes.agreed(lambda: open_checked(step))
+        differ = processes.find_differences(_format_step(source))
     if differ:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
@@ -247,13 +247,13 @@ def _opened(directory: str | os.PathLike[str], step: int | None, processes: Grou
     return source
 
 
-def _step_and_id(source: Any) -> str:
+def _format_step(source: Any) -> str:
     return f"{source.step} {source.manifest.facts.get('id')}"
 
 
 @contextmanager
-def _loaded_in_part() -> Generator[None]:
-    """While open, checkpoint errors add that the model may be loaded in part: its values were not checked before."""
+def _mark_partial_load() -> Generator[None]:
+    """Add to checkpoint errors that the model may be loaded in part, since values were not checked before."""
     try:
         yield
     except CheckpointError as error:
@@ -262,12 +262,12 @@ def _loaded_in_part() -> Generator[None]:
 
 
 class _Loading:  # why: decisions/0127
-    """A load into a model that exists."""
+    """A load into an existing model."""
 
     def __init__(
         self,
         adapter: Keeping,
-        values: Values,
+        values: ModelValues,
         processes: Group,
         progress: bool | None,
         override: Mapping[str, object] | None,
@@ -296,7 +296,7 @@ class _Loading:  # why: decisions/0127
         random: Mapping[str, Any] | None = None,
         only: Collection[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Read what has not been read yet; into what is not new once all of it has been checked.
+        """Read all values that are not read yet. An existing model changes only after all are checked.
 
         Args:
             model: The model.
@@ -306,7 +306,7 @@ class _Loading:  # why: decisions/0127
             random: The random states to set in the end, with the settings of the optimizer; `None`: neither.
             only: The paths in the checkpoint of what is read; `None`: all.
         """
-        stored = self._processes.agreed(lambda: self._checked(model, optimizer))
+        stored = self._processes.agreed(lambda: self._check_variables(model, optimizer))
         # Initializers, in their turn, may have drawn from a generator whose state had been read.
         taken = self.values.taken - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [
@@ -316,7 +316,7 @@ class _Loading:  # why: decisions/0127
             and (saved := self.values.find(e.variable))
             and (only is None or saved.path in only)
         ]
-        self.unread = self._unread(stored)
+        self.unread = self._find_unread(stored)
         layouts = {each.variable.path: self._engine.get_layout(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
         # In place of a slot that the optimizer does not have yet, there is the weight that it is for.
@@ -324,7 +324,7 @@ class _Loading:  # why: decisions/0127
         own = {
             each.variable.path: (each.array, memory)
             for each in rest
-            if not (_is_slot(each) and id(each.array) in weights) and (memory := self._own_memory(each.array))
+            if not (_is_slot(each) and id(each.array) in weights) and (memory := self._get_memory(each.array))
         }
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
@@ -332,9 +332,9 @@ class _Loading:  # why: decisions/0127
         del stored, rest  # and with them the last arrays that are replaced
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
-            def arrays() -> Iterator[tuple[str, Any]]:
+            def read_arrays() -> Iterator[tuple[str, Any]]:
                 for path, variable in variables.items():
-                    read, layout = self.values.reader(variable), layouts[path]
+                    read, layout = self.values.make_reader(variable), layouts[path]
                     assert read is not None
                     array, memory = own.pop(path, (None, ()))
                     if self.values.fill(variable, memory):
@@ -346,21 +346,23 @@ class _Loading:  # why: decisions/0127
                     progress(path)
 
             with within or nullcontext():
-                loaded = self._processes.agreed(lambda: self.adapter.restored(model, optimizer, arrays()))
+                loaded = self._processes.agreed(
+                    lambda: self.adapter.restore_variables(model, optimizer, read_arrays())
+                )
                 if random is not None:
                     self.adapter.restore_settings(*loaded, {**self._settings, "random": random})
             return loaded
 
-    def _own_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
+    def _get_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
         return self._engine.get_writable_memory(array) if isinstance(array, self._engine.array_types) else ()
 
-    def _checked(self, model: object, optimizer: object) -> Sequence[Stored]:
+    def _check_variables(self, model: object, optimizer: object) -> Sequence[Stored]:
         source = self.values.source
-        slots = [_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
+        slots = [_make_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
         if optimizer is not None:
             self._check_optimizer(bool(slots))
         saved = Saved(slots if self._settings else (), self._settings)
-        stored = self.adapter.stored(model, optimizer, saved)
+        stored = self.adapter.list_stored_variables(model, optimizer, saved)
         if not self._settings:  # slots of another library
             stored = [each for each in stored if not _is_slot(each)]
         kinds = {Kind.WEIGHT, Kind.STATE}
@@ -369,8 +371,8 @@ class _Loading:  # why: decisions/0127
         self.values.check([each.variable for each in stored], kinds)
         return stored
 
-    def _unread(self, stored: Sequence[Stored]) -> Sequence[str]:
-        """Return the paths of saved slots that a model would have with an optimizer of its own, which it lacks."""
+    def _find_unread(self, stored: Sequence[Stored]) -> Sequence[str]:
+        """Return the paths of saved slots for which the model lacks an optimizer."""
         if not self._settings or "optimizer" in self._settings:  # that is passed beside the model
             return ()
         known = {saved.path for each in stored if (saved := self.values.find(each.variable))}
@@ -378,7 +380,7 @@ class _Loading:  # why: decisions/0127
         return [path for path in slots if path not in known]
 
     def _check_optimizer(self, has_slots: bool) -> None:
-        """Raise if an optimizer is to be loaded, and the checkpoint has none that the library knows."""
+        """Raise if an optimizer was passed and the checkpoint has no state for one."""
         if self.values.missing == "keep" or self._settings.get("optimizer") or (has_slots and self._settings):
             return
         library = self.states.get("settings", {}).get("library")
@@ -394,13 +396,13 @@ class _Loading:  # why: decisions/0127
     def _check_values(
         self, variables: Iterable[VariableSpec], layouts: Mapping[str, Layout | None], progress: Progress
     ) -> None:
-        """Raise if what this process needs is not as it was saved."""
+        """Raise if a value that this process needs is damaged."""
         for variable in variables:
             saved = self.values.find(variable)
             assert saved is not None
             layout = layouts[variable.path]
-            read = self.values.reader(variable)
-            if is_count(variable, saved) and read is not None:
+            read = self.values.make_reader(variable)
+            if is_integer_state(variable, saved) and read is not None:
                 read(make_full_index(saved.shape))  # it may not fit
             elif layout is None:
                 self.values.source.check(saved.path)
@@ -411,8 +413,8 @@ class _Loading:  # why: decisions/0127
             progress(variable.path)
 
 
-def _report_unread(loading: _Loading, values: Values, model: object) -> None:  # why: decisions/0081
-    """Warn of saved slots that were not read, and have them read once the model has an optimizer."""
+def _report_unread(loading: _Loading, values: ModelValues, model: object) -> None:  # why: decisions/0081
+    """Warn of saved slots that were not read, and read them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 
     def restore() -> None:
@@ -455,7 +457,7 @@ def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) ->
         )
 
 
-def _spec(saved: SavedVariable) -> VariableSpec:
+def _make_spec(saved: SavedVariable) -> VariableSpec:
     return VariableSpec(saved.path, saved.shape, saved.dtype, saved.kind, saved.aliases)
 
 
@@ -463,14 +465,14 @@ def _is_slot(stored: Stored) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def _mesh_of_model(adapter: Keeping, model: object) -> Mesh | None:
-    """The mesh of a model that exists; `None`: it is on none."""
+def _find_model_mesh(adapter: Keeping, model: object) -> Mesh | None:
+    """Return the mesh of an existing model, or `None` if it is on no mesh."""
     engine = get_engine(adapter.engine_name)
-    layouts = (engine.get_layout(each.array) for each in adapter.stored(model))
+    layouts = (engine.get_layout(each.array) for each in adapter.list_stored_variables(model))
     return next((layout.mesh for layout in layouts if layout is not None), None)
 
 
-def _existing(model: object) -> Any:
+def _make_model(model: object) -> Any:
     if find_adapter(model) is None and callable(model):
         return model()
     return model

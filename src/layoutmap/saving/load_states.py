@@ -1,4 +1,4 @@
-"""States beside the variables that each process has for itself: of data iterators, schedules and random generators."""
+"""Restore the states that each process has for itself: data iterators, schedules, and random generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from layoutmap.scope.process_group import Group
 
 
 def check_data(data: object, states: Sequence[Any], number: int, count: int, name: str = "data") -> Any:
-    """Return the state that this process gives back to `data`.
+    """Return the saved state that this process passes to `data`.
 
     Raises:
         CheckpointError: There is none, or there is another number of processes and each had a state of its own.
@@ -39,7 +39,7 @@ def check_data(data: object, states: Sequence[Any], number: int, count: int, nam
             for key, each in several.items()
         }
     find_state_setter(data)
-    found = own_of(states, number, count)
+    found = choose_state(states, number, count)
     if found is None:
         raise CheckpointError(
             f"{name}: each of the processes that saved it had its own state, and their number is now different",
@@ -50,29 +50,29 @@ def check_data(data: object, states: Sequence[Any], number: int, count: int, nam
     return found[0]
 
 
-def own_of(states: Sequence[Any], number: int, count: int) -> tuple[Any] | None:
-    """The state of this process: its own if as many saved, else that which all had; `None`: there is none."""
+def choose_state(states: Sequence[Any], number: int, count: int) -> tuple[Any] | None:
+    """Return this process's state in a tuple: its own if the counts are equal, else the shared one, or `None`."""
     if len(states) == count:
         return (states[number],)
-    return (states[0],) if all(_same(states[0], state) for state in states[1:]) else None
+    return (states[0],) if all(_is_same(states[0], state) for state in states[1:]) else None
 
 
-def random_states_of(states: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
-    """The random states, by generator, that this process goes on with.
+def choose_random_states(states: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:
+    """Return the saved random states of this process by generator.
 
     Where each process had another and there is now another number of them, none: the generator is left as it is. That
     is so for any that the program has not seeded, so it is worth no warning.
     """
     found: dict[str, Any] = {}
     for name in states[0] if states else ():
-        own = own_of([state.get(name) for state in states], number, count)
+        own = choose_state([state.get(name) for state in states], number, count)
         if own is not None:
             found[name] = own[0]
     return found
 
 
 @contextmanager
-def taken_up(
+def restore_data(
     adapter: Keeping,
     processes: Group,
     where: str,
@@ -81,7 +81,7 @@ def taken_up(
     data: object,
     state: object,
 ) -> Generator[None]:
-    """While open, `data` has the state that was saved; where something raises inside, it gets its own back.
+    """Restore the saved state of `data`, and undo that if the block raises.
 
     Args:
         adapter: Knows the model.
@@ -97,19 +97,19 @@ def taken_up(
     """
     undo = make_undo(data)
 
-    def take_up() -> None:
+    def restore_all() -> None:
         before = {"random": adapter.settings(model)["random"]}
         try:
-            with _naming(where, "the random states"):
+            with _translate_errors(where, "the random states"):
                 adapter.restore_settings(model, None, {"random": random})
         finally:
             adapter.restore_settings(model, None, before)
         if data is not None:
-            with _naming(where, "data"):
+            with _translate_errors(where, "data"):
                 restore_state(data, state)
 
     try:
-        processes.agreed(take_up)
+        processes.agreed(restore_all)
         yield
     except BaseException:
         undo()
@@ -117,8 +117,8 @@ def taken_up(
 
 
 @contextmanager
-def _naming(where: str, what: str) -> Generator[None]:
-    """Turn any error of an object that is given its saved state into a `CheckpointError` that names the object."""
+def _translate_errors(where: str, what: str) -> Generator[None]:
+    """Raise a `CheckpointError` that names the object in place of any error while it restores its state."""
     try:
         yield
     except CheckpointError:
@@ -134,8 +134,8 @@ def _naming(where: str, what: str) -> Generator[None]:
         ) from error
 
 
-def _same(one: object, other: object) -> bool:
-    """Whether two states are equal, with the arrays in them."""
-    from layoutmap.checkpoint.states import encode
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two states are equal, with the arrays in them."""
+    from layoutmap.checkpoint.states import encode_state
 
-    return encode(one, "") == encode(other, "")
+    return encode_state(one, "") == encode_state(other, "")

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: which steps of a run are saved and kept, and saves that run beside the training."""
+"""Manage the steps of a run: save due steps in the background, and delete steps that are no longer needed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from layoutmap.checkpoint.lineage import History, SavedStep, following, saved_step
+from layoutmap.checkpoint.lineage import History, SavedStep, extend_lineage, parse_lineage
 from layoutmap.checkpoint.reader import StepSource
-from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.retention import Retention, check_metrics
 from layoutmap.checkpoint.step_writer import Memory, StepWriter
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.saving.load import load
 from layoutmap.saving.preemption import Preemption
-from layoutmap.saving.save_plan import check_step, group_of, plan_save
+from layoutmap.saving.save_plan import check_step, make_group, plan_save
 from layoutmap.scope.process_group import Group
 
 Later = Literal["refuse", "keep", "delete"]
 
 
 class CheckpointManager:
-    """Saves the steps of a run when they are due, beside the training, and deletes those that are no longer needed.
+    """Save the steps of a run when they are due, in the background, and delete those no longer needed.
 
     `save` returns once the values are copied; they are written on a thread. Arrays of JAX on CPU devices need no copy;
     the memory of other copies, as large as the shards of this process, is kept for the next save. At most one save is
@@ -95,9 +95,9 @@ class CheckpointManager:
             keep_last, best, best_mode, keep_best, every_steps, every_minutes, keep_every
         )
         self._directory = directory
-        self._storage = storage_of(directory)
+        self._storage = open_storage(directory)
         self._waits = wait
-        self._flight: _Flight | None = None
+        self._flight: _BackgroundSave | None = None
         self._memory: Memory = {}
         self._failures: list[BaseException] = []  # of saves, that no call has raised yet
         self._history = History(self._storage)
@@ -112,20 +112,20 @@ class CheckpointManager:
         self._patience_seconds = patience_seconds
         self._preemption = None if preemption_seconds is None else Preemption(preemption_seconds)
         self._is_preempted = False
-        weakref.finalize(self, _report, self._failures)
+        weakref.finalize(self, _report_failures, self._failures)
 
     @property
     def steps(self) -> list[int]:
-        """The steps that exist, in rising order; one that is being written is not."""
+        """Steps that exist, in rising order, without one that is being written."""
         return self._storage.steps()
 
     @property
     def is_preempted(self) -> bool:
-        """Whether a call of `save` has found that the machine is taken away: the program is to end now."""
+        """Whether a `save` has noticed that the scheduler takes the machine, so that the program must end now."""
         return self._is_preempted
 
     def history(self) -> list[SavedStep]:
-        """Return the steps that the run comes from and that exist, in rising order, once no save is in flight.
+        """Wait for the save in flight, and return the existing steps that the run comes from, in rising order.
 
         Each has its `step`, its `parent`, `created` and `metrics`. Before the first call of `load` or `save` they are
         those of the step that was saved last.
@@ -144,7 +144,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
-        """Save a step if it is due. When this returns, the model and the optimizer may change.
+        """Save a step if it is due. The model and the optimizer can change once this returns.
 
         Args:
             model: See `layoutmap.save`.
@@ -180,15 +180,17 @@ class CheckpointManager:
         self._group = plan.group
         self._group.agreed(self.wait, "save")  # if the save in flight failed in one process, all raise
         writer = plan.begin(
-            lambda token: self._make_way(number, token), patience_seconds=self._patience_seconds
+            lambda token: self._resolve_later_steps(number, token), patience_seconds=self._patience_seconds
         )
-        saved = saved_step(number, writer.facts)
+        saved = parse_lineage(number, writer.facts)
         with writer:
             if self._waits or self._is_preempted:
                 self._write(writer, saved)
             else:
                 writer.copy(self._memory)
-                self._flight = _Flight(lambda: self._write(writer, saved), writer.is_alone, self._failures)
+                self._flight = _BackgroundSave(
+                    lambda: self._write(writer, saved), writer.is_alone, self._failures
+                )
         self._before, self._position, self._is_deleted = self._position, saved, False
         self._saved_at = time.monotonic()
         self._damaged.discard(number)
@@ -204,7 +206,7 @@ class CheckpointManager:
         later: Later = "refuse",
         **options: Any,
     ) -> Any:
-        """Load a model from one of the steps, once no save is in flight.
+        """Wait for the save in flight, and load a model from one of the steps.
 
         Args:
             model: See `layoutmap.load`.
@@ -231,24 +233,26 @@ class CheckpointManager:
                 fix='leave later out, or pass later="keep"',
             )
         self.wait()
-        wanted = [step] if step is not None else self._by_metric() if best else self._own_steps()
+        wanted = [step] if step is not None else self._rank_by_metric() if best else self._list_own_steps()
         number = wanted[0] if wanted else None
         if damaged == "skip":
-            found = next(self._good(wanted), None)
+            found = next(self._find_undamaged(wanted), None)
             if found is None and step is None and not best:  # a damaged manifest may name a wrong line
-                found = next(self._good([n for n in self._own_steps() if n not in wanted]), None)
+                found = next(
+                    self._find_undamaged([n for n in self._list_own_steps() if n not in wanted]), None
+                )
             number = number if found is None else found
         loaded = load(model, self._directory, step=number, **options)
         assert number is not None
-        self._group = group_of(loaded if options.get("optimizer") is None else loaded[0])
+        self._group = make_group(loaded if options.get("optimizer") is None else loaded[0])
         self._position = self._history.steps().get(number) or SavedStep(number, lines={"": number})
         self._seen, self._leaves, self._is_deleted = number, later == "keep", False
         if later == "delete":
-            self._delete([each.step for each in self._left(self._history.steps().values())])
+            self._delete([each.step for each in self._find_descendants(self._history.steps().values())])
         return loaded
 
     def delete(self, step: int) -> None:
-        """Delete a step, once no save is in flight; with several processes the first one does it.
+        """Delete a step after the save in flight. With several processes, the first one deletes it.
 
         Raises:
             CheckpointError: There is no such step, or it cannot be deleted.
@@ -258,7 +262,7 @@ class CheckpointManager:
         else:  # where a step is gone before all have seen that it was there, its save has failed
             self._group.agreed(self.wait, "save")
         number = check_step(step)
-        if number not in self.steps and not (self._group and self._group.several):
+        if number not in self.steps and not (self._group and self._group.has_others):
             raise CheckpointError(
                 f"{self._storage.where}: there is no step {number} to delete",
                 facts={"steps": join_names(list(map(str, self.steps))) or "none"},
@@ -282,7 +286,7 @@ class CheckpointManager:
             raise self._failures.pop()
 
     def close(self) -> None:
-        """Do what `wait` does, and free the memory of copies; a `with` block does it in its end."""
+        """Wait for the save in flight, and free the memory of copies. A `with` block calls this at its end."""
         try:
             self.wait()
         finally:
@@ -306,12 +310,12 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
 
-    def _make_way(self, step: int, token: str) -> SavedStep:
-        """Refuse a step below later ones, or remove these, in the first process; returns the step it comes from."""
+    def _resolve_later_steps(self, step: int, token: str) -> SavedStep:
+        """Refuse a step below later ones or delete those, and return the step that it comes from."""
         position = self._position
         last = position or self._history.last()
         there = self._history.steps()
-        if later := self._in_the_way(step, there.values()):
+        if later := self._find_blocking_steps(step, there.values()):
             load = (
                 'load the step with later="delete" or later="keep"'
                 if position
@@ -324,7 +328,9 @@ class CheckpointManager:
                 fix=f"{load}; or save into another directory, or delete these folders first: "
                 f"{join_names([f'step-{each}' for each in later])}",
             )
-        left = [each.step for each in self._left(there.values()) if each.step not in self._damaged]
+        left = [
+            each.step for each in self._find_descendants(there.values()) if each.step not in self._damaged
+        ]
         if left and not self._leaves:
             warnings.warn(
                 LayoutMapWarning(
@@ -339,22 +345,22 @@ class CheckpointManager:
         if (step in there and position is not None) or step in self._damaged:
             self._storage.delete(step)
             self._history.forget(step)
-        return following(step, token, last, there.values())
+        return extend_lineage(step, token, last, there.values())
 
-    def _in_the_way(self, step: int, there: Iterable[SavedStep]) -> list[int]:
-        """Steps that come after one that is to be saved, and are not of a line that was left on purpose."""
-        position, left = self._position, self._left(there)
+    def _find_blocking_steps(self, step: int, there: Iterable[SavedStep]) -> list[int]:
+        """Return the steps after a new one, except those that were kept on purpose."""
+        position, left = self._position, self._find_descendants(there)
         found = {n for n in self._history.damaged if n > step}
         for each in there:
-            is_own = position is None or each.step == position.step or position.comes_from(each)
+            is_own = position is None or each.step == position.step or position.is_descendant(each)
             if each.step > step and (is_own or (each in left and not self._leaves)):
                 found.add(each.step)
         return sorted(found - self._damaged)
 
-    def _left(self, there: Iterable[SavedStep]) -> list[SavedStep]:
-        """The steps that come from the one that was saved or loaded last."""
+    def _find_descendants(self, there: Iterable[SavedStep]) -> list[SavedStep]:
+        """Return the steps that come from the last saved or loaded step."""
         position = self._position
-        return [each for each in there if position and each.comes_from(position)]
+        return [each for each in there if position and each.is_descendant(position)]
 
     def _delete(self, steps: list[int]) -> None:
         def delete() -> list[str]:
@@ -370,15 +376,15 @@ class CheckpointManager:
             self._history.forget(step)
 
     def _is_due(self, model: object, step: int) -> bool:
-        """Whether a step is due, or is the last that can be saved; all processes decide alike."""
+        """Return whether a step is due or the last before preemption, equally in all processes."""
         if self._is_preempted:
             return False
         own = np.array([time.monotonic() - self._saved_at, -1.0])
         if self._preemption is not None:
             own[1] = self._preemption.seconds
         if self._preemption is not None or self._retention.every_minutes is not None:
-            self._group = self._group or group_of(model)
-            rows = self._group.gather(own) if self._group.several else own[None]
+            self._group = self._group or make_group(model)
+            rows = self._group.gather(own) if self._group.has_others else own[None]
             own = np.array([rows[0, 0], rows[:, 1].max()])
         if self._preemption is not None and own[1] >= 0:
             self._is_preempted = True
@@ -390,28 +396,28 @@ class CheckpointManager:
             writer.write()
         if writer.is_first:
             self._history.note(saved)
-            metrics = self._metrics(saved)
+            metrics = self._collect_metrics(saved)
             for old in metrics.keys() - self._retention.kept(metrics, saved.step):
                 self._storage.delete(old)
                 self._history.forget(old)
 
-    def _metrics(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
-        """The steps that one comes from, and itself, in rising order; those before it that are damaged, too."""
+    def _collect_metrics(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
+        """Return the metrics of a step and its ancestors in rising order, with damaged steps before it."""
         found = {each.step: each.metrics for each in self._history.line(last)}
         found |= {n: {} for n in self._history.damaged if last is not None and n <= last.step}
         return dict(sorted(found.items()))
 
-    def _own_steps(self) -> list[int]:
-        """The steps that may be loaded, the last one first."""
+    def _list_own_steps(self) -> list[int]:
+        """Return the steps that can be loaded, last one first."""
         last = self._position or self._history.last()
-        found = [*self._metrics(last)]
+        found = [*self._collect_metrics(last)]
         if last is not None and last.step in self._history.damaged:  # its line is not known
-            found += self._metrics(max(self._history.steps().values(), key=_age, default=None))
+            found += self._collect_metrics(max(self._history.steps().values(), key=_get_age, default=None))
         return sorted({*found}, reverse=True)
 
-    def _by_metric(self) -> list[int]:
-        metrics = self._metrics(self._position or self._history.last())
-        if found := self._retention.ranking(metrics):
+    def _rank_by_metric(self) -> list[int]:
+        metrics = self._collect_metrics(self._position or self._history.last())
+        if found := self._retention.rank_steps(metrics):
             return found
         raise CheckpointError(
             f"{self._storage.where}: no step is known to be the best",
@@ -420,13 +426,13 @@ class CheckpointManager:
             fix="pass best= to the manager and metrics= to its save, or load a step by its number",
         )
 
-    def _good(self, steps: list[int]) -> Iterator[int]:
+    def _find_undamaged(self, steps: list[int]) -> Iterator[int]:
         for step in steps:
             try:
                 problem = next(StepSource(self._storage, step).problems(), None)
             except CheckpointError as error:
                 problem = error
-                self._history.distrust(step)
+                self._history.mark_damaged(step)
             if problem is None:
                 yield step
                 return
@@ -438,12 +444,12 @@ class CheckpointManager:
             )
 
 
-def _age(saved: SavedStep) -> tuple[int, int]:
+def _get_age(saved: SavedStep) -> tuple[int, int]:
     return saved.order, saved.step
 
 
-class _Flight:
-    """A save on a thread of its own, for which a program that ends waits."""
+class _BackgroundSave:
+    """A save on its own thread, which Python waits for at exit."""
 
     def __init__(self, work: Callable[[], object], is_alone: bool, failures: list[BaseException]):
         self.is_alone = is_alone
@@ -466,7 +472,7 @@ class _Flight:
             self._failures.append(error)
 
 
-def _report(failures: list[BaseException]) -> None:
-    """Say what no call has raised, when the program ends."""
+def _report_failures(failures: list[BaseException]) -> None:
+    """Print the errors of saves that no call has raised, when the program ends."""
     for failure in failures:
         sys.stderr.write(f"layoutmap: the last save has failed\n{failure}\n")

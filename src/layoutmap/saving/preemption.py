@@ -1,4 +1,4 @@
-"""SIGTERM as the notice of a scheduler: it is noted, for the next call of `CheckpointManager.save` to act on."""
+"""Record SIGTERM from a scheduler, so that the next `CheckpointManager.save` saves a last step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutmap.core.errors import CheckpointError
 
 
 class Preemption:  # why: decisions/0079
-    """Notes when SIGTERM comes, in place of ending the program; a handler that the program has set is called, too."""
+    """Record of SIGTERM, which no longer ends the program. An earlier handler is still called."""
 
     def __init__(self, seconds: float):
         if not 0 < seconds < float("inf"):
@@ -38,20 +38,20 @@ class Preemption:  # why: decisions/0079
                 before(number, frame)
 
         signal.signal(signal.SIGTERM, note)
-        self._close = weakref.finalize(self, _put_back, note, before)
+        self._close = weakref.finalize(self, _restore_handler, note, before)
         self._close.atexit = False
 
     @property
     def seconds(self) -> float:
-        """How long ago SIGTERM came; negative: it did not."""
+        """Seconds since SIGTERM, or a negative number before it."""
         return time.monotonic() - self._noted[0] if self._noted else -1.0
 
     def close(self) -> None:
-        """Have SIGTERM do again what it did before."""
+        """Restore the earlier handling of SIGTERM."""
         self._close()
 
 
-def _put_back(own: Any, before: Any) -> None:
+def _restore_handler(own: Any, before: Any) -> None:
     is_own = signal.getsignal(signal.SIGTERM) is own
     if is_own and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

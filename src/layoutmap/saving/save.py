@@ -1,4 +1,4 @@
-"""`save`: a model, its optimizer and what else a run needs, as one step of a checkpoint."""
+"""Save a model, its optimizer, and the other states of a run as one step: `save`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def save(
     metadata: object = None,
     progress: bool | None = None,
 ) -> str:
-    """Save a model as one step of a checkpoint, each shard from where it is.
+    """Save a model as one step of a checkpoint. Each process writes its own shards.
 
     The step exists when this returns, and is durable: all of it, or, whatever happens on the way, none of it. With
     several processes all must call this; each writes the shards that it holds, and no shard is written twice.

@@ -1,4 +1,4 @@
-"""A save as a plan: all processes agree on the step, its manifest and who writes which shard; then each writes.
+"""Plan a save: all processes agree on the step, its manifest, and the writer of each shard.
 
 plan_save --agree--> SavePlan --begin--> StepWriter --write--> the step
 """
@@ -16,14 +16,14 @@ from typing import Any
 from layoutmap.adapters import Keeping, get_model_adapter, require_capability
 from layoutmap.adapters.data_states import read_state
 from layoutmap.adapters.protocol import Stored
-from layoutmap.checkpoint.lineage import History, SavedStep, facts_of, following
+from layoutmap.checkpoint.lineage import History, SavedStep, extend_lineage, make_lineage_facts
 from layoutmap.checkpoint.manifest import Manifest
-from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.states import encode
+from layoutmap.checkpoint.states import encode_state
 from layoutmap.checkpoint.step_writer import StepWriter, begin_step
-from layoutmap.checkpoint.storage import MOST_STEP, Storage, new_token
-from layoutmap.checkpoint.writer import ToWrite
+from layoutmap.checkpoint.storage import MOST_STEP, Storage, make_token
+from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.arguments import as_int
 from layoutmap.core.blocks import Index, find_distinct_shards, make_full_index
 from layoutmap.core.errors import CheckpointError
@@ -39,7 +39,7 @@ from layoutmap.scope.process_group import Group, check_saves
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One step of a checkpoint that processes are about to write together.
+    """One step of a checkpoint that several processes are about to write together.
 
     Args:
         storage: The directory of the checkpoint.
@@ -53,13 +53,13 @@ class SavePlan:
     storage: Storage
     group: Group
     manifest: Manifest
-    shards: Sequence[ToWrite]
+    shards: Sequence[WriteTask]
     own_states: Mapping[str, Any]
     total_bytes: int
 
     @property
     def variables(self) -> dict[str, VariableSpec]:
-        """The variables that this process writes, by path."""
+        """Variables that this process writes, by path."""
         saved = [each.variable for each in self.shards]
         return {v.path: VariableSpec(v.path, v.shape, v.dtype, v.kind) for v in saved}
 
@@ -69,7 +69,7 @@ class SavePlan:
         *,
         patience_seconds: float | None = None,
     ) -> StepWriter:
-        """Make the folder of the step; all processes call this.
+        """Create the folder of the step. All processes must call this.
 
         No process needs another one after it returns, so `StepWriter.write` may run on a thread.
 
@@ -81,12 +81,12 @@ class SavePlan:
         Raises:
             CheckpointError: The step exists already, or there is not enough space; in all processes.
         """
-        own_token, step = new_token(), self.manifest.step
+        own_token, step = make_token(), self.manifest.step
 
         def make_folder() -> list[str]:
             lineage = choose_lineage(own_token) if choose_lineage else self._follow_last_step(own_token)
             folder = begin_step(self.storage, step, own_token, self.total_bytes)
-            return [own_token, folder, json.dumps(facts_of(lineage))]
+            return [own_token, folder, json.dumps(make_lineage_facts(lineage))]
 
         try:
             token, folder, lineage = self.group.first(make_folder)
@@ -107,11 +107,11 @@ class SavePlan:
             raise
 
     def _follow_last_step(self, token: str) -> SavedStep:
-        """Return the lineage of a step that comes from the one that was saved last."""
+        """Return the lineage of a step that comes from the last saved one."""
         history, step = History(self.storage), self.manifest.step
         last = history.last()
         position = last if last is not None and last.step < step else None
-        return following(step, token, position, history.steps().values())
+        return extend_lineage(step, token, position, history.steps().values())
 
 
 def plan_save(
@@ -124,7 +124,7 @@ def plan_save(
     metadata: object = None,
     metrics: Mapping[str, float] | None = None,
 ) -> SavePlan:
-    """Plan a step of a checkpoint with the other processes of the model; writes nothing.
+    """Plan a step of a checkpoint together with the model's other processes, without writing.
 
     Args:
         model: See `save`, as for all but `metrics`.
@@ -140,12 +140,12 @@ def plan_save(
     """
     adapter = require_capability(get_model_adapter(model), Keeping, "save")
     engine = get_engine(adapter.engine_name)
-    kept = list(adapter.stored(model, optimizer))
+    kept = list(adapter.list_stored_variables(model, optimizer))
     layouts = {each.variable.path: engine.get_layout(each.array) for each in kept}
-    mesh = _one_mesh(engine, layouts)
+    mesh = _find_mesh(engine, layouts)
     group = Group(engine, mesh)
-    storage = storage_of(directory)
-    variables = [_saved(each.variable, layouts[each.variable.path]) for each in kept]
+    storage = open_storage(directory)
+    variables = [_make_saved_variable(each.variable, layouts[each.variable.path]) for each in kept]
 
     def make_manifest() -> tuple[Manifest, dict[str, Any]]:
         facts: dict[str, Any] = {
@@ -154,25 +154,25 @@ def plan_save(
             "library": adapter.name,
             "engine": engine.name,
             "mesh": None if mesh is None else dict(zip(mesh.dim_names, mesh.shape, strict=True)),
-            "plan": None if mesh is None else compute_fingerprint(_table(kept, layouts, mesh)),
+            "plan": None if mesh is None else compute_fingerprint(_make_table(kept, layouts, mesh)),
         }
         if metrics is not None:
-            facts["metrics"] = encode(metrics, "metrics")
+            facts["metrics"] = encode_state(metrics, "metrics")
         settings = dict(adapter.settings(model, optimizer))
-        own = {"random": encode(settings.pop("random"), "random")}
-        own |= {} if data is None else {"data": encode(read_state(data), "data")}
-        states = {"settings": encode({"library": adapter.name} | settings, "settings")}
+        own = {"random": encode_state(settings.pop("random"), "random")}
+        own |= {} if data is None else {"data": encode_state(read_state(data), "data")}
+        states = {"settings": encode_state({"library": adapter.name} | settings, "settings")}
         number = check_step(step)
-        return Manifest(number, facts, encode(metadata, "metadata"), states, (), variables, {}), own
+        return Manifest(number, facts, encode_state(metadata, "metadata"), states, (), variables, {}), own
 
     manifest, own_states = group.agreed(make_manifest, "save")
-    if group.several:
+    if group.has_others:
         saved = {"directory": storage.where, "step": str(manifest.step)}
         saved["metadata"] = json.dumps(manifest.metadata)
         saved |= {each.path: f"{each.shape} {each.dtype} {each.layout}" for each in variables}
         check_saves(saved.items(), group.gather)
         unsharded = [each for each in kept if layouts[each.variable.path] is None]
-        sums = ((each.variable.path, _checksum(engine, each.array)) for each in unsharded)
+        sums = ((each.variable.path, _compute_checksum(engine, each.array)) for each in unsharded)
         check_values(sums, group.gather)
     shards = _assign_shards(group, engine, kept, layouts, variables)
     total_bytes = sum(each.variable.global_bytes for each in kept)
@@ -185,13 +185,13 @@ def _assign_shards(
     kept: Sequence[Stored],
     layouts: Mapping[str, Layout | None],
     variables: Sequence[SavedVariable],
-) -> list[ToWrite]:
+) -> list[WriteTask]:
     """Return the shards that this process writes.
 
     Of the processes that hold a shard, the one with the fewest bytes so far writes it.
     """
     loads = [0] * group.count
-    todo: list[ToWrite] = []
+    todo: list[WriteTask] = []
     for each, variable in zip(kept, variables, strict=True):
         own: list[Index] = []
         for holders, index, size in _find_shards(group, each.variable, layouts[variable.path]):
@@ -200,14 +200,14 @@ def _assign_shards(
             if writer == group.number:
                 own.append(index)
         if own:
-            todo.append(ToWrite(variable, own, _shards_of(engine, each.array)))
+            todo.append(WriteTask(variable, own, _make_shard_reader(engine, each.array)))
     return todo
 
 
 def _find_shards(
     group: Group, variable: VariableSpec, layout: Layout | None
 ) -> Iterator[tuple[list[int], Index, int]]:
-    """Yield each different shard of a variable: the processes that hold it, its index, and its size in bytes."""
+    """Yield each distinct shard of a variable: the processes that store it, its index, and its size in bytes."""
     if layout is None:
         yield [0], make_full_index(variable.shape), variable.global_bytes
         return
@@ -218,31 +218,33 @@ def _find_shards(
         yield list(dict.fromkeys(process_of[each] for each in devices)), index, size
 
 
-def group_of(model: object) -> Group:
-    """Return the processes that a model is on."""
+def make_group(model: object) -> Group:
+    """Return the group of processes that store a model."""
     adapter = require_capability(get_model_adapter(model), Keeping, "save")
     engine = get_engine(adapter.engine_name)
-    layouts = {each.variable.path: engine.get_layout(each.array) for each in adapter.stored(model)}
-    return Group(engine, _one_mesh(engine, layouts))
+    layouts = {
+        each.variable.path: engine.get_layout(each.array) for each in adapter.list_stored_variables(model)
+    }
+    return Group(engine, _find_mesh(engine, layouts))
 
 
-def _saved(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
+def _make_saved_variable(variable: VariableSpec, layout: Layout | None) -> SavedVariable:
     specs = None if layout is None else tuple(None if s == UNSHARDED else s for s in layout.sharding_specs)
     return SavedVariable(
         variable.path, variable.shape, variable.dtype, variable.kind, variable.aliases, specs
     )
 
 
-def _shards_of(engine: Engine, array: object) -> Any:
+def _make_shard_reader(engine: Engine, array: object) -> Any:
     return lambda: iter(engine.to_shards(array, copy=False))
 
 
-def _table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], mesh: Mesh) -> PlanTable:
+def _make_table(kept: Sequence[Stored], layouts: Mapping[str, Layout | None], mesh: Mesh) -> PlanTable:
     found = [(each.variable, layouts[each.variable.path]) for each in kept]
     return PlanTable(mesh, tuple(Assignment(v, layout) for v, layout in found if layout is not None))
 
 
-def _one_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
+def _find_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
     # A slot that torch makes knows the devices of its mesh, and not whether a program has named them.
     bound = {engine.bind(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
@@ -277,7 +279,7 @@ def check_step(step: object) -> int:
     return number
 
 
-def _checksum(engine: Engine, array: object) -> int:
+def _compute_checksum(engine: Engine, array: object) -> int:
     from layoutmap.core.checksums import compute_checksum
 
     return compute_checksum(engine.to_numpy(array))

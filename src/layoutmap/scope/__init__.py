@@ -1,1 +1,1 @@
-"""The front that joins a layout map with an engine and an adapter: `plan`, `scope`, `build`, `apply`."""
+"""Join a layout map with an engine and an adapter: `plan`, `scope`, `build`, and `apply`."""

@@ -1,4 +1,4 @@
-"""Arguments of `plan`, `build`, `apply`, `scope` and `check_parity`, checked; an error says what to pass instead."""
+"""Check the arguments of `plan`, `build`, `apply`, `scope`, and `check_parity`, with a fix in each error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from layoutmap.rules.rule_set import RuleSet
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes_options(function: F) -> F:
-    """Give the help and the signature of a function the options of every scope, in the place of `**options`."""
+def add_scope_options(function: F) -> F:
+    """Put the options of every scope in place of `**options` in the signature and help of a function."""
     shown = list(inspect.signature(function).parameters.values())[:-1]
     for field in dataclasses.fields(ScopeOptions):
         kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
@@ -37,7 +37,7 @@ def takes_options(function: F) -> F:
 
 
 def check_maker(make_model: object, layout_map: object, function: str) -> None:
-    """Check the arguments of a function that makes a model."""
+    """Check the arguments of a call with a function that makes a model."""
     _check_order(make_model, layout_map, function, "make_model")
     check_layout_map(layout_map, function)
     if find_adapter(make_model) is not None:
@@ -72,7 +72,7 @@ def check_model(model: object, layout_map: object) -> None:
 
 
 def check_layout_map(layout_map: object, function: str) -> None:
-    """Check that something is a layout map."""
+    """Raise unless an argument is a layout map."""
     if isinstance(layout_map, RuleSet):
         return
     rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
@@ -84,11 +84,12 @@ def check_layout_map(layout_map: object, function: str) -> None:
 
 
 def _is_function(value: object) -> bool:
-    """Whether it is a function or a class; a model can be called, too, also one of a library without an adapter."""
+    """Return whether a value is a function or class, since models can be called, too."""
     return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial)
 
 
 def _check_order(first: object, second: object, function: str, name: str) -> None:
+    """Raise if the model and the layout map are swapped."""
     if isinstance(first, RuleSet) and not isinstance(second, RuleSet):
         raise ScopeError(
             f"{function}: the arguments are swapped",
@@ -98,7 +99,7 @@ def _check_order(first: object, second: object, function: str, name: str) -> Non
 
 
 def check_step_options(on: object, num_devices: int, options: Mapping[str, object]) -> None:
-    """Refuse options of the cost of a step where no cost is asked for.
+    """Refuse options for the cost of a step if no cost is requested.
 
     Args:
         on: The machine that `plan` was given; `None` asks for no cost.
@@ -115,7 +116,7 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
 
 
 def check_remat(remat: Any) -> None:  # why: decisions/0094
-    """Refuse what says of no layer whether its activations are computed again."""
+    """Raise unless `remat` is `None` or a regex for the layers that recompute activations."""
     try:
         if remat is not None:
             re.compile(remat)

@@ -1,4 +1,4 @@
-"""An open or finished scope: its plan for whoever opened it, and what its adapter needs."""
+"""Keep the state of a scope: its plan for the user, and layouts and checks for the adapter."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
-    from layoutmap.checkpoint.model_values import Values  # it imports numpy
+    from layoutmap.checkpoint.model_values import ModelValues  # it imports numpy
 
 
 class Scope:
-    """An open or finished scope: its plan, and what it offers its adapter.
+    """An open or finished scope with its plan. Adapters get their layouts and values from it.
 
     Attributes:
         layout_map: A copy of the rules, as they were when the scope was opened.
@@ -56,11 +56,11 @@ class Scope:
         across: bool = False,
     ):
         self.layout_map = copy.copy(layout_map)  # models are laid out by it for as long as they make weights
-        mesh, activations = mesh_of_map(layout_map), self.layout_map.activations
+        mesh, activations = get_mesh(layout_map), self.layout_map.activations
         usual = ScopeOptions()
-        self.options = options or replace(usual, own=adapter.own_options({}, usual, across=False))
+        self.options = options or replace(usual, own=adapter.read_own_options({}, usual, across=False))
         self.several_dims = get_engine(adapter.engine_name).several_dims
-        lookup = self._layout_of_output if activations else None
+        lookup = self._find_output_layout if activations else None
         self.policy = LayoutPolicy(mesh, self.options.batch_dim, lookup)
         self.plan = Plan(mesh, ())
         self.plan_only = engine is None  # a dry run: nothing may get a value
@@ -68,7 +68,7 @@ class Scope:
         self._engine = engine
         self._warned: set[str] = set()
         self._has_stepped = False
-        self.values: Values | None = None
+        self.values: ModelValues | None = None
         self.layers: Sequence[str] | None = None
         self.free_activations = False
         self.adapter = adapter
@@ -77,13 +77,13 @@ class Scope:
 
     @property
     def engine(self) -> Engine:
-        """The engine that holds the arrays."""
+        """Engine that creates the arrays."""
         assert self._engine is not None, "a plan makes no arrays"
         return self._engine
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the layout map."""
+        """Mesh of the layout map."""
         return self.policy.mesh
 
     def assign(
@@ -95,7 +95,7 @@ class Scope:
         layers: Sequence[str] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
-        """A layout for each variable, in order; raises with all problems, before anything is made."""
+        """Return a layout for each variable in order, or raise with all problems before anything is created."""
         self.layers, self.free_activations = layers, free_activations
         plan = make_plan(
             variables,
@@ -107,9 +107,9 @@ class Scope:
             free_activations=free_activations,
             several_dims=self.several_dims,
         )
-        unused = self._unused_dims(plan) if complete and not self.plan_only else ()
+        unused = self._find_unused_dims(plan) if complete and not self.plan_only else ()
         self.plan = replace(plan, batches=None if self.plan_only else self.batches)
-        self.plan = self.plan.add_problems([*self._not_held(plan), *unused])
+        self.plan = self.plan.add_problems([*self._find_unsupported(plan), *unused])
         if not self.plan_only:
             if self.across:
                 # Late, here and below: numpy takes as long to load as all the rest.
@@ -124,21 +124,21 @@ class Scope:
                     versions=list_versions(*dict.fromkeys((self._engine_name, self.adapter.name))),
                 )
             self.plan.check(strict=self.options.strict)
-            unbuilt = self.session.unbuilt()
+            unbuilt = self.session.list_unbuilt_layers()
             if unbuilt:
                 self.plan = self.plan.add_problem(make_unbuilt_problem("", unbuilt, called=False))
             if complete:
                 if self.values is not None:
                     self.values.check(variables)
-                self._warn()
+                self._warn_once()
         return self.plan.assignments
 
     def note(self, subject: str, what: str) -> None:
-        """Add a note to the plan, of what was found when the variables were materialized."""
+        """Add a note to the plan about an observation during materialization."""
         self.plan = self.plan.add_problem(Problem("gathering", "note", subject, what))
 
     def assign_one(self, variable: VariableSpec) -> Assignment:
-        """A layout for one variable that is needed before all are known: its rule's where that fits."""
+        """Return the layout of a variable that is needed before all are known: its rule's layout if that fits."""
         plan = make_plan([variable], self.layout_map, complete=False, several_dims=self.several_dims)
         if plan.errors:
             return Assignment(variable, self.policy.replicated(len(variable.shape)))
@@ -147,9 +147,11 @@ class Scope:
     def create(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """First values, each in its layout, by the keys given; with several processes, all must ask."""
+        """Return initial values in their layouts, by the given keys. All processes of the mesh must call this."""
         values = self.values
-        readers = {} if values is None else {key: values.reader(a.variable) for key, a in assignments.items()}
+        readers = (
+            {} if values is None else {key: values.make_reader(a.variable) for key, a in assignments.items()}
+        )
         computed = {key: a for key, a in assignments.items() if readers.get(key) is None}
         if self.across:
             from layoutmap.scope.process_group import check_recipes
@@ -179,40 +181,42 @@ class Scope:
             return made | self.engine.create(computed, initializers, progress=progress)
 
     def gather(self, values: Any) -> Any:
-        """The numpy values of each process of the mesh, one row each; they must all ask."""
+        """Return the numpy values of each process of the mesh, one row each. All processes must call this."""
         return self.engine.all_gather(values, self.mesh)
 
-    def _layout_of_output(self, path: str) -> Layout | None:
+    def _find_output_layout(self, path: str) -> Layout | None:
         layout = self.layout_map.activations[path]
         return layout if layout is None or self.several_dims else keep_largest_dims(layout)
 
-    def _not_held(self, plan: Plan) -> Iterator[Problem]:
-        """A problem for what the engine cannot hold of variables and layers' outputs; no device is asked for."""
+    def _find_unsupported(self, plan: Plan) -> Iterator[Problem]:
+        """Yield a problem for each layout and element type that the engine cannot store. Uses no device."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout | str, EngineError | None] = {}
         for path in (match.path for match in plan.activations):
-            layout = self._layout_of_output(path)
-            if layout is not None and (error := _refusal(engine.check_layout, layout)) is not None:
-                yield Problem("unsupported layout", *_refused(path, error))
+            layout = self._find_output_layout(path)
+            if layout is not None and (error := _get_refusal(engine.check_layout, layout)) is not None:
+                yield Problem("unsupported layout", *_make_problem_fields(path, error))
         several = has_several_models([a.variable for a in plan.assignments])
         for assignment in plan.assignments:
             layout, variable = assignment.layout, assignment.variable
             if layout not in refusals:
-                refusals[layout] = _refusal(engine.check_layout, layout)
+                refusals[layout] = _get_refusal(engine.check_layout, layout)
             if variable.dtype not in refusals:
-                refusals[variable.dtype] = _refusal(engine.check_dtype, variable.dtype, "")
+                refusals[variable.dtype] = _get_refusal(engine.check_dtype, variable.dtype, "")
             # What follows another variable has its layout, whose problem is reported there.
             if assignment.match and (error := refusals[layout]) is not None:
                 yield Problem(
-                    "unsupported layout", *_refused(variable.path, error, variable.model if several else "")
+                    "unsupported layout",
+                    *_make_problem_fields(variable.path, error, variable.model if several else ""),
                 )
             if (error := refusals[variable.dtype]) is not None:
                 yield Problem(
-                    "unsupported", *_refused(variable.path, error, variable.model if several else "")
+                    "unsupported",
+                    *_make_problem_fields(variable.path, error, variable.model if several else ""),
                 )
 
-    def _unused_dims(self, plan: Plan) -> Iterator[Problem]:
-        """A note for each mesh dim that is not used; what a dry run cannot know, which has no batch dim."""
+    def _find_unused_dims(self, plan: Plan) -> Iterator[Problem]:
+        """Yield a note for each unused mesh dim. A dry run skips this, since it has no batch dim."""
         for dim in plan.unused_dims:
             if dim.name != self.policy.batch_dim:
                 yield Problem(
@@ -228,14 +232,14 @@ class Scope:
 
     @property
     def batches(self) -> tuple[str, ...] | None:
-        """The mesh dims over which batches are sharded, as far as steps have shown; `None`: a program decides."""
+        """Mesh dims that shard batches, as far as training steps have shown, or `None` if the program places them."""
         dim, seen = self.policy.batch_dim, self.policy.batches
         if dim is not None:
             return () if seen and True not in seen else (dim,)
         return () if self.adapter.places_batches else None
 
     def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
-        """Warn once about mesh dims that shard nothing; see `ScopeContext`."""
+        """Warn once about mesh dims that shard nothing. See `ScopeContext`."""
         if self._has_stepped:
             return
         self._has_stepped = True
@@ -246,9 +250,9 @@ class Scope:
             warning = make_idle_dims_warning(step, self.mesh, idle, self.policy.batch_dim, "build or scope")
             warnings.warn(warning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
-    def warn_of_nothing(self) -> None:
-        """Warn if nothing was made here: another thread made it, or a library whose models a scope cannot see."""
-        if len(self.plan) or self.session.unbuilt():
+    def warn_if_empty(self) -> None:
+        """Warn if no variable was made in the scope, with the likely reason."""
+        if len(self.plan) or self.session.list_unbuilt_layers():
             return
         what = "the scope saw no layer and no variable"
         why = "a scope lays out what is built in its block, and not what other threads and tasks build meanwhile"
@@ -261,9 +265,9 @@ class Scope:
         text = format_message(what, {}, why, fix)
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
-    def warn_of_unbuilt(self) -> None:
-        """Warn that what `strict` asks for is still to be checked, if layers have no weights yet."""
-        unbuilt = self.session.unbuilt()
+    def warn_of_unbuilt_layers(self) -> None:
+        """Warn that the checks of `strict` are still to come if layers have no weights yet."""
+        unbuilt = self.session.list_unbuilt_layers()
         if not self.options.strict or not unbuilt:
             return
         used = {a.match.rule for a in self.plan.assignments if a.match}
@@ -276,7 +280,8 @@ class Scope:
         )
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
-    def _warn(self) -> None:
+    def _warn_once(self) -> None:
+        """Warn of the plan's warnings unless this text was shown before."""
         text = format_warnings(self.plan)
         if text and text not in self._warned:
             self._warned.add(text)
@@ -286,8 +291,8 @@ class Scope:
         return f"<Scope: {self.plan!r}>"
 
 
-def mesh_of_map(layout_map: RuleSet) -> Mesh:
-    """The mesh of a layout map; raises a `ScopeError` if it has none."""
+def get_mesh(layout_map: RuleSet) -> Mesh:
+    """Return the mesh of a layout map, or raise a `ScopeError` without one."""
     if layout_map.mesh is None:
         raise ScopeError(
             "the layout map has no mesh",
@@ -297,14 +302,14 @@ def mesh_of_map(layout_map: RuleSet) -> Mesh:
     return layout_map.mesh
 
 
-def _refused(path: str, error: EngineError, model: str = "") -> tuple[Any, ...]:
-    """The rest of a problem of a variable, or of a layer's outputs, that the engine refuses."""
+def _make_problem_fields(path: str, error: EngineError, model: str = "") -> tuple[Any, ...]:
+    """Return the last fields of a `Problem` for a refusal of the engine."""
     what = f"{path}: {error.what.removeprefix(': ')}"
     facts = tuple((name, str(value)) for name, value in error.facts.items())
     return "error", path, what, facts, error.why, error.fix, model
 
 
-def _refusal(check: Callable[..., None], *asked: object) -> EngineError | None:
+def _get_refusal(check: Callable[..., None], *asked: object) -> EngineError | None:
     try:
         check(*asked)
     except EngineError as error:

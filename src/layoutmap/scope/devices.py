@@ -1,4 +1,4 @@
-"""Real devices: what there is, and meshes made of them."""
+"""List devices, and make meshes of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def create_mesh(  # why: decisions/0001
     device_type: str | None = None,
     engine: str | None = None,
 ) -> Mesh:
-    """A mesh of the first devices there are, of given devices, or of none yet.
+    """Make a mesh of the first available devices, of given devices, or of devices chosen later.
 
     With only sizes the mesh is abstract: it names no devices, and needs none until something is materialized on it.
     `device_type`, `engine` or a size of -1 ask for real devices.
@@ -65,7 +65,7 @@ def create_mesh(  # why: decisions/0001
                 fix="leave device_type out",
             )
         return mesh if engine is None else get_engine(engine).bind(mesh)
-    held_by = get_engine(default_engine_name() if engine is None else engine)
+    held_by = get_engine(choose_engine_name() if engine is None else engine)
     there = held_by.devices(device_type)
     mesh = Mesh(None, fill_in_size(dims, len(there)), mesh_name)
     kind = there[0].partition(":")[0]
@@ -73,8 +73,8 @@ def create_mesh(  # why: decisions/0001
     return held_by.bind(mesh.with_devices([*there, *missing][: mesh.size]))
 
 
-def devices(engine: str | None = None, device_type: str | None = None) -> tuple[str, ...]:
-    """The names of the devices there are, of all processes.
+def list_device_names(engine: str | None = None, device_type: str | None = None) -> tuple[str, ...]:
+    """Return the names of the devices of all processes.
 
     Args:
         engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
@@ -87,11 +87,11 @@ def devices(engine: str | None = None, device_type: str | None = None) -> tuple[
         >>> devices("jax", "CPU")[0]
         'CPU:0'
     """
-    return get_engine(default_engine_name() if engine is None else engine).devices(device_type)
+    return get_engine(choose_engine_name() if engine is None else engine).devices(device_type)
 
 
 def simulate_devices(number: int, engine: str | None = None) -> None:
-    """Simulate devices on this machine's CPU, in place of those it has: a mesh of so many then fits.
+    """Simulate devices on this machine's CPU in place of its real ones, so that larger meshes fit.
 
     To be called before the framework starts: right after the imports, or before them. In a program of several
     processes each one simulates so many; those of torch are devices themselves.
@@ -117,11 +117,11 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
             why="a mesh has one device or more",
             fix="pass a whole number, as in simulate_devices(8)",
         )
-    get_engine(default_engine_name() if engine is None else engine).simulate(wanted)
+    get_engine(choose_engine_name() if engine is None else engine).simulate(wanted)
 
 
-def default_engine_name() -> str:
-    """The engine of the framework that is in use: Keras's backend, or the one imported, or the only one installed.
+def choose_engine_name() -> str:
+    """Return the engine of Keras's backend, or of the framework that alone is imported or installed.
 
     Raises:
         EngineError: It is open which one that is; or Keras runs on one that has no engine.
@@ -138,7 +138,7 @@ def default_engine_name() -> str:
             fix=f"set KERAS_BACKEND={next(iter(ENGINES))} before Keras is imported",
         )
     imported = [name for name in ENGINES if name in sys.modules]
-    there = imported or _to_be_imported()
+    there = imported or _guess_frameworks()
     if len(there) == 1:
         return there[0]
     raise EngineError(
@@ -151,7 +151,7 @@ def default_engine_name() -> str:
     )
 
 
-def _to_be_imported() -> list[str]:
-    """The backend that Keras will have, if it is said; else the frameworks that are installed."""
+def _guess_frameworks() -> list[str]:
+    """Return the backend in `KERAS_BACKEND`, otherwise all installed frameworks."""
     backend = os.environ.get("KERAS_BACKEND")
     return [backend] if backend in ENGINES else list_installed_engines()

@@ -1,4 +1,4 @@
-"""Layout maps that are made of a plan, a model, or the rules of other libraries."""
+"""Make layout maps from plans, models, and the rules of other libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layoutmap.scope.scope import plan
 
 
 class ImportedMaps(RuleSet):
-    """The constructors of `LayoutMap` from what users have already; each is a class method."""
+    """Base of `LayoutMap` with the constructors from plans, models, and other libraries' rules."""
 
     @classmethod
     def from_plan(cls, plan: PlanTable) -> Self:
@@ -56,7 +56,7 @@ class ImportedMaps(RuleSet):
             the rest is replicated
         """
         rules = derive_rules(plan)
-        if lost := _not_in_rules(plan, rules):
+        if lost := _find_lost_layouts(plan, rules):
             _warn(
                 f"from_plan: {format_count(len(lost), 'variable')} of the plan "
                 f"{'is' if len(lost) == 1 else 'are'} not in the map",
@@ -72,7 +72,7 @@ class ImportedMaps(RuleSet):
 
     @classmethod
     def from_model(cls, model: object, optimizer: object = None) -> Self:
-        """Make the map of a model that exists: an alias of `lm.inspect(model, optimizer).to_layout_map()`.
+        """Make the map of an existing model, as `lm.inspect(model, optimizer).to_layout_map()` does.
 
         Args:
             model: See `layoutmap.inspect`; or a plan, see `from_plan`.
@@ -98,7 +98,7 @@ class ImportedMaps(RuleSet):
         parameters: Mapping[str, Any] | None = None,
         activations: bool = True,
     ) -> Self:
-        """Make a map of the tensor parallel plan of a Hugging Face transformers model.
+        """Make a map from the tensor-parallel plan of a Hugging Face transformers model.
 
         Args:
             plan: A function that makes the model: a dry run of it shows the plan and the parameters.
@@ -158,7 +158,7 @@ class ImportedMaps(RuleSet):
 
     @classmethod
     def from_keras(cls, keras_map: object, mesh: Mesh | str | None = None) -> Self:
-        """Take over a layout map of Keras's own, `keras.distribution.LayoutMap`.
+        """Convert a `keras.distribution.LayoutMap`.
 
         Its keys are regexes over `variable.path`, the names of layers joined by slashes. They are kept as they are,
         as rules that begin with `keras:`, and mean what they mean to Keras 3.15: an exact name comes first, else the
@@ -194,7 +194,7 @@ class ImportedMaps(RuleSet):
 
     @classmethod
     def from_partition_specs(cls, specs: object, mesh: Mesh | str, parameters: object) -> Self:
-        """Make a map of the `PartitionSpec`s or `NamedSharding`s of arrays.
+        """Make a map from the `PartitionSpec`s or `NamedSharding`s of arrays.
 
         Args:
             specs: They, in a dict by path (`{"d1.kernel": P(None, "model")}`) or in nested dicts. `None` means
@@ -217,12 +217,12 @@ class ImportedMaps(RuleSet):
                1  d1\\.kernel$  (unsharded, model)
                2  d1\\.bias$    (unsharded,)
         """
-        where, on = "from_partition_specs", _mesh(mesh)
+        where, on = "from_partition_specs", _require_mesh(mesh)
         return cls(on, make_path_rules(read_spec_tree(specs, read_shapes(parameters, where), on, where)))
 
     @classmethod
     def from_partition_rules(cls, rules: object, mesh: Mesh | str, parameters: object) -> Self:
-        """Make a map of rules as EasyLM and many others write them: `[(regex, PartitionSpec), ...]`.
+        """Make a map from rules in the form of EasyLM: `[(regex, PartitionSpec), ...]`.
 
         They mean what they mean there: the first regex wins that `re.search` finds in an array's path, its parts joined
         by slashes; an array of one element is replicated; and each other array must have a rule.
@@ -253,7 +253,7 @@ class ImportedMaps(RuleSet):
         References:
             `match_partition_rules` of EasyLM.
         """
-        where, on = "from_partition_rules", _mesh(mesh)
+        where, on = "from_partition_rules", _require_mesh(mesh)
         specs, unused = search_specs(rules, read_shapes(parameters, where), where)
         if unused:
             _warn(
@@ -274,7 +274,7 @@ class ImportedMaps(RuleSet):
         *,
         semantics: Semantics = "linen",
     ) -> Self:
-        """Make a map of logical axis rules, as flax and MaxText have them, and the names of each array's axes.
+        """Make a map from logical axis rules of flax or MaxText and the axis names of each array.
 
         Args:
             rules: Pairs of the name of an axis and the mesh dims it is sharded over, in order:
@@ -309,7 +309,7 @@ class ImportedMaps(RuleSet):
         References:
             `flax.linen.logical_to_mesh_axes` and `flax.nnx.get_partition_spec` of flax 0.12.8.
         """
-        where, on = "from_logical_axes", _mesh(mesh)
+        where, on = "from_logical_axes", _require_mesh(mesh)
         specs, without = resolve_logical_axes(rules, axes, read_shapes(parameters, where), semantics, where)
         if without:
             _warn(
@@ -321,8 +321,8 @@ class ImportedMaps(RuleSet):
         return cls(on, make_path_rules(specs))
 
 
-def _mesh(mesh: Mesh | str) -> Mesh:
-    """Return the mesh of a map that needs one."""
+def _require_mesh(mesh: Mesh | str) -> Mesh:
+    """Return the mesh of a map, or raise without one."""
     found = read_mesh(mesh)
     if found is None:
         raise MeshError(
@@ -333,8 +333,8 @@ def _mesh(mesh: Mesh | str) -> Mesh:
     return found
 
 
-def _not_in_rules(found: PlanTable, rules: RuleSet) -> dict[str, object]:
-    """Return the variables of a plan whose layouts no rule can give, with the reason of each, by path."""
+def _find_lost_layouts(found: PlanTable, rules: RuleSet) -> dict[str, object]:
+    """Return the paths of variables with layouts that no rule can express, with the reason of each."""
     planned = make_plan([a.variable for a in found.assignments], rules, complete=False)
     lost: dict[str, object] = {
         problem.subject: problem.what.removeprefix(f"{problem.subject}: ")
@@ -352,7 +352,7 @@ def _warn(what: str, facts: Mapping[str, object], why: str, fix: str) -> None:
 
 
 def _make_dry(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """Make a model in a dry run, and return it with the shapes of its variables under all their paths."""
+    """Return a model that was made in a dry run, and the shapes of its variables under all their paths."""
     made: list[Any] = []
 
     def make_and_keep() -> Any:

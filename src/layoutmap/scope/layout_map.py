@@ -1,4 +1,4 @@
-"""The layout map as users see it: a rule set that plans, builds and lays out models.
+"""Define `LayoutMap`: a rule set that plans, builds, and shards models.
 
 The work is done in `rules`, `scope.scope` and `scope.optimizers`. Constructors from other libraries' rules are in
 `scope.imported_maps`.
@@ -22,7 +22,7 @@ from layoutmap.scope.scope import apply, build, scope
 
 
 class LayoutMap(ImportedMaps):  # why: decisions/0038
-    """A dict from regex over a variable's path to a layout.
+    """A dict from a regex over variable paths to a layout.
 
     Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the
     rules in insertion order; the first match wins, and no match gives `None`. All else (`in`, `del`, `pop`, `len`,
@@ -69,7 +69,7 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
     """
 
     def get_default_mesh(self) -> Mesh | None:
-        """The mesh of the map; `None` while it has neither a mesh nor a rule."""
+        """Return the mesh of the map, or `None` while it has neither a mesh nor a rule."""
         return self.mesh
 
     def to_partition_specs(self, tree: object) -> Any:
@@ -92,18 +92,18 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
             >>> layout_map.to_partition_specs({"d1": {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")}})
             {'d1': {'kernel': P(None, 'model')}}
         """
-        return self._plan_of(tree).to_partition_specs(tree)
+        return self._plan_tree(tree).to_partition_specs(tree)
 
     def to_named_shardings(self, tree: object) -> Any:
-        """Return a tree of `NamedSharding`s on this machine's devices; see `to_partition_specs`.
+        """Return a tree of `NamedSharding`s on this machine's devices. See `to_partition_specs`.
 
         Raises:
             PlanError: Something does not fit.
             MeshError: The machine does not have the mesh's devices.
         """
-        return self._plan_of(tree).to_named_shardings(tree)
+        return self._plan_tree(tree).to_named_shardings(tree)
 
-    def _plan_of(self, tree: object) -> Plan:
+    def _plan_tree(self, tree: object) -> Plan:
         from layoutmap.engines.jax.trees import list_variables  # late: JAX
 
         return make_plan(list_variables(tree), self).check()
@@ -111,7 +111,7 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
     def scope(
         self, *, library: str | None = None, **options: Unpack[OptionsByName]
     ) -> AbstractContextManager[Scope]:
-        """Build models whose variables are created straight in their layouts; see `layoutmap.scope`."""
+        """Build models with each variable created in its layout. See `layoutmap.scope`."""
         return scope(self, library=library, **options)
 
     def build(
@@ -122,17 +122,17 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
         library: str | None = None,
         **options: Unpack[OptionsByName],
     ) -> Any:
-        """Build one model in a scope and give it back, its variables in their layouts; see `layoutmap.build`."""
+        """Build one model in a scope, with its variables in their layouts. See `layoutmap.build`."""
         return build(make_model, self, inputs=inputs, library=library, **options)
 
     def apply(self, model: object, **options: Unpack[OptionsByName]) -> Any:
-        """Lay out a model that exists; see `layoutmap.apply`."""
+        """Shard an existing model. See `layoutmap.apply`."""
         return apply(model, self, **options)
 
     def plan_optimizer(
         self, tx: object, params: object, *, wrt: object = None, zero_dim: str | None = None
     ) -> Plan:
-        """Say where the state of an optimizer would go: the dry run of `build_optimizer`. Computes nothing.
+        """Plan the layouts of an optimizer's state: the dry run of `build_optimizer`. Computes nothing.
 
         Args:
             tx: See `build_optimizer`.
@@ -163,7 +163,7 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
     def build_optimizer(
         self, tx: Any, params: Any, *, wrt: Any = None, zero_dim: str | None = None, strict: bool = False
     ) -> Any:
-        """Make the state of an optimizer of optax, each leaf straight in its layout.
+        """Create the state of an optax optimizer with each leaf in its layout.
 
         A leaf belongs to the parameter whose path is in its own, and its axes are laid out as the axes of the parameter
         that they are made of: moments as the parameter, Adafactor's rows and columns as what is left of it. All else,
@@ -209,7 +209,7 @@ class LayoutMap(ImportedMaps):  # why: decisions/0038
         zero_dim: str | None = None,
         strict: bool = False,
     ) -> Any:
-        """Lay out the state of an optimizer that exists: the same plan, with the values that it has.
+        """Shard the existing state of an optimizer, with its values.
 
         Args:
             state: The state, as `tx.init` or a checkpoint gave it; or an `nnx.Optimizer`, which is changed in place.

@@ -1,4 +1,4 @@
-"""Optimizers of optax: planned, built and laid out, their slots with the parameters that they are for."""
+"""Plan, build, and shard optax optimizers. Their slots get the layouts of the parameters."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ if TYPE_CHECKING:
 def plan_optimizer(
     layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None
 ) -> Plan:
-    """Say where an optimizer's state would go; see `LayoutMap.plan_optimizer`."""
+    """Plan the layouts of an optimizer's state. See `LayoutMap.plan_optimizer`."""
     from layoutmap.adapters.jax.optimizers import describe, find_params
 
-    return _plan(layout_map, describe(_init_of(tx), find_params(params, wrt)), zero_dim)
+    return _make_plan(layout_map, describe(_get_init(tx), find_params(params, wrt)), zero_dim)
 
 
 def build_optimizer(
     layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None, strict: bool
 ) -> Any:
-    """Make an optimizer's state, each leaf straight in its layout; see `LayoutMap.build_optimizer`."""
+    """Create an optimizer's state with each leaf in its layout. See `LayoutMap.build_optimizer`."""
     from layoutmap.adapters.jax.models import is_nnx
     from layoutmap.adapters.jax.optimizers import describe, find_params, make_nnx_optimizer, make_state
 
-    init, tree = _init_of(tx), find_params(params, wrt)
+    init, tree = _get_init(tx), find_params(params, wrt)
     found = describe(init, tree)
-    plan = _checked_plan(layout_map, found, zero_dim, strict)
-    layouts = _layouts_of_slots(plan)
+    plan = _check_plan(layout_map, found, zero_dim, strict)
+    layouts = _list_slot_layouts(plan)
     if not is_nnx(params):
         return make_state(init, tree, layouts)
     optimizer = make_nnx_optimizer(params, tx, wrt, lambda tree: make_state(init, tree, layouts))
-    return _with_step(optimizer, plan.mesh)
+    return _replicate_step(optimizer, plan.mesh)
 
 
 def apply_optimizer(
     layout_map: RuleSet, state: Any, params: Any, wrt: Any, zero_dim: str | None, strict: bool
 ) -> Any:
-    """Lay out an optimizer's state that exists; see `LayoutMap.apply_optimizer`."""
+    """Shard an optimizer's existing state. See `LayoutMap.apply_optimizer`."""
     from layoutmap.adapters.jax.objects import is_nnx_optimizer
     from layoutmap.adapters.jax.optimizers import describe, find_params, move_state
 
     is_nnx = is_nnx_optimizer(state)
     leaves = state.opt_state if is_nnx else state
     found = describe(lambda _: leaves, find_params(params, state.wrt if is_nnx and wrt is None else wrt))
-    plan = _checked_plan(layout_map, found, zero_dim, strict)
-    moved = move_state(leaves, _layouts_of_slots(plan))
-    return _with_step(state, plan.mesh) if is_nnx else moved
+    plan = _check_plan(layout_map, found, zero_dim, strict)
+    moved = move_state(leaves, _list_slot_layouts(plan))
+    return _replicate_step(state, plan.mesh) if is_nnx else moved
 
 
-def _plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None) -> Plan:
+def _make_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None) -> Plan:
     mesh = layout_map.mesh
     first = next(iter(found.layouts), None)
     if first is not None:
         mesh = found.layouts[first].mesh
         for (_, path), layout in found.layouts.items():
             if layout.mesh != mesh:
-                raise _two_meshes(f"params.{first[1]}", mesh, f"params.{path}", layout.mesh)
+                raise _make_mesh_error(f"params.{first[1]}", mesh, f"params.{path}", layout.mesh)
         if layout_map.mesh is not None and layout_map.mesh.mesh_dims != mesh.mesh_dims:
-            raise _two_meshes("the layout map", layout_map.mesh, f"params.{first[1]}", mesh)
+            raise _make_mesh_error("the layout map", layout_map.mesh, f"params.{first[1]}", mesh)
     if mesh is not None:
         check_dim("zero_dim", zero_dim, mesh, "slots are sharded over it, further than their weights")
     rules = layout_map if layout_map.mesh == mesh else RuleSet(mesh)
@@ -82,7 +82,7 @@ def _plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None) 
     return Plan.of(table)
 
 
-def _checked_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None, strict: bool) -> Plan:
+def _check_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str | None, strict: bool) -> Plan:
     for weight in found.weights:
         if weight.key not in found.layouts:
             raise LayoutError(
@@ -94,13 +94,13 @@ def _checked_plan(layout_map: RuleSet, found: OptimizerVariables, zero_dim: str 
                 why="slots are placed as their parameters are, and this one is on no mesh",
                 fix="build the parameters with layout_map.build(..), or lay them out: layout_map.apply(params)",
             )
-    plan = _plan(layout_map, found, zero_dim).check(strict=strict)
+    plan = _make_plan(layout_map, found, zero_dim).check(strict=strict)
     if text := format_warnings(plan):
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel())
     return plan
 
 
-def _two_meshes(one: str, mesh: Mesh, other: str, other_mesh: Mesh) -> MeshError:
+def _make_mesh_error(one: str, mesh: Mesh, other: str, other_mesh: Mesh) -> MeshError:
     return MeshError(
         f"{one} and {other} are on different meshes",
         facts={one: str(mesh), other: str(other_mesh)},
@@ -109,18 +109,18 @@ def _two_meshes(one: str, mesh: Mesh, other: str, other_mesh: Mesh) -> MeshError
     )
 
 
-def _layouts_of_slots(plan: Plan) -> list[Layout]:
+def _list_slot_layouts(plan: Plan) -> list[Layout]:
     return [a.layout for a in plan.assignments if a.variable.kind is Kind.SLOT]
 
 
-def _with_step(optimizer: Any, mesh: Mesh) -> Any:
+def _replicate_step(optimizer: Any, mesh: Mesh) -> Any:
     from layoutmap.adapters.jax.optimizers import move_state
 
     move_state(optimizer.step, [Layout.replicated(mesh, 0)])
     return optimizer
 
 
-def _init_of(tx: Any) -> Any:
+def _get_init(tx: Any) -> Any:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return tx.init
     raise ScopeError(

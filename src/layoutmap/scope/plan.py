@@ -1,4 +1,4 @@
-"""The plan as users see it: the pure table, and every question that can be asked of it."""
+"""Define `Plan`: the plan table with methods for reports, comparisons, and conversions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 
 class Plan(PlanTable):  # why: decisions/0038
-    """Where every variable of a model goes: a mapping from path to `Assignment`.
+    """Layouts of all variables of a model: a mapping from path to `Assignment`.
 
     A variable is found under each of its paths, and iteration gives its first one. Where several models have a variable
     of one path, the keys are `"model: path"`, and the path alone is a `PlanError` that names them.
@@ -61,7 +61,7 @@ class Plan(PlanTable):  # why: decisions/0038
 
     @property
     def memory(self) -> Memory:
-        """Bytes on each device: weights, gradients, slots and state; and which replicated variables could be sharded.
+        """Bytes on each device by kind, and the replicated variables that could be sharded.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -79,7 +79,7 @@ class Plan(PlanTable):  # why: decisions/0038
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the model can be built so and fits its devices: what the page, JSON and the exit code go by, too.
+        """Whether the model can be built with this plan and fits its devices, as the page, JSON, and exit code say.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -91,7 +91,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return judge_plan(self)
 
     def explain(self, path: str, layout_map: RuleSet | None = None) -> str:
-        """Explain why a variable has its layout, and what to type to change that.
+        """Explain the layout of a variable, and how you can change it.
 
         Args:
             path: The variable's path, or another path to it.
@@ -119,7 +119,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return explain_variable(self, path, make_table(variables, layout_map, complete=False))
 
     def diff(self, other: PlanTable) -> PlanDiff:
-        """Compare with another plan; the result is false if nothing differs.
+        """Compare with another plan. The result is false if nothing differs.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -133,7 +133,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return diff_plans(self, other)
 
     def lint(self, batch_dim: str | None = None) -> Findings:
-        """Find layouts that are possible and probably a mistake, each with its evidence and a fix.
+        """Find layouts that are probably a mistake, each with its evidence and a fix.
 
         Args:
             batch_dim: The mesh dim over which batches are sharded. Without it, the one over which rules shard the first
@@ -157,13 +157,13 @@ class Plan(PlanTable):  # why: decisions/0038
 
     @property
     def fingerprint(self) -> str:
-        """A short text that is the same for plans that put the same variables in the same places of a mesh."""
+        """Short text that is equal for plans with equal layouts of equal variables on one mesh."""
         from layoutmap.plan.json import compute_fingerprint
 
         return compute_fingerprint(self)
 
     def to_layout_map(self) -> Any:
-        """Make the map with the fewest rules that give the layouts of this plan; see `LayoutMap.from_plan`.
+        """Make the map with the fewest rules that give the layouts of this plan. See `LayoutMap.from_plan`.
 
         Returns:
             A `LayoutMap`.
@@ -187,7 +187,7 @@ class Plan(PlanTable):  # why: decisions/0038
     # -- for other libraries
 
     def to_partition_specs(self, tree: object = None) -> Any:
-        """Return the `PartitionSpec`s of JAX, with an entry for each axis.
+        """Return the layouts as `PartitionSpec`s of JAX, with an entry for each axis.
 
         Args:
             tree: A pytree whose arrays are variables of the plan, by their keys joined by dots.
@@ -206,10 +206,10 @@ class Plan(PlanTable):  # why: decisions/0038
         """
         from layoutmap.engines.jax.devices import make_partition_spec
 
-        return self._in_jax(tree, make_partition_spec)
+        return self._convert_to_jax(tree, make_partition_spec)
 
     def to_named_shardings(self, tree: object = None) -> Any:
-        """Return the `NamedSharding`s of JAX, on this machine's devices; see `to_partition_specs`.
+        """Return the layouts as `NamedSharding`s of JAX on this machine's devices. See `to_partition_specs`.
 
         Raises:
             KeyError: The plan has no variable of the path of an array.
@@ -217,9 +217,9 @@ class Plan(PlanTable):  # why: decisions/0038
         """
         from layoutmap.engines.jax.devices import make_named_sharding
 
-        return self._in_jax(tree, make_named_sharding)
+        return self._convert_to_jax(tree, make_named_sharding)
 
-    def _in_jax(self, tree: object, made: Callable[[Layout], Any]) -> Any:
+    def _convert_to_jax(self, tree: object, made: Callable[[Layout], Any]) -> Any:
         from layoutmap.engines.jax.trees import map_by_path
 
         if tree is None:
@@ -227,7 +227,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return map_by_path(tree, lambda path, _: made(self[path].layout))
 
     def to_keras(self, device_mesh: object = None) -> Any:
-        """Return the layouts as a layout map of Keras's own, for `keras.distribution.ModelParallel`.
+        """Return the layouts as a `keras.distribution.LayoutMap` for `keras.distribution.ModelParallel`.
 
         It has a key for each variable of the plan: what Keras calls it in a process in which nothing was made before.
         Slots of optimizers have none, since Keras gives them the layouts of their weights.
@@ -256,7 +256,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return make_keras_map(self.mesh, collect_keras_layouts(self), device_mesh)
 
     def to_parallelize_plan(self) -> str:
-        """Return Python to paste into a program of torch: a function `parallelize(model, mesh)` of torch's own calls.
+        """Return Python code for torch programs: a function `parallelize(model, mesh)` of torch's own calls.
 
         `parallelize_module` lays out the linear layers and embeddings that are sharded by columns or by rows over one
         dim, and `distribute_module` the rest. A layer sharded by columns gives its shards to one beside it that is
@@ -279,7 +279,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return write_parallelize_code(self)
 
     def to_tp_plan(self) -> dict[str, str]:
-        """Return the layouts as a tensor parallel plan of Hugging Face transformers, for its `DistributedConfig`.
+        """Return the layouts as a tensor-parallel plan for the `DistributedConfig` of Hugging Face transformers.
 
         Which layers pass shards to each other is read as in `to_parallelize_plan`.
 
@@ -302,7 +302,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return make_tp_plan(self)
 
     def to_logical_axis_rules(self, axes: object = None) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-        """Return names for the axes of each variable, and logical axis rules of flax and MaxText for these names.
+        """Return names for the axes of each variable, and logical axis rules of flax and MaxText for them.
 
         Args:
             axes: The names that the model's code has, by path or in nested dicts, as `nn.get_partition_spec` returns
@@ -332,14 +332,14 @@ class Plan(PlanTable):  # why: decisions/0038
     # -- texts
 
     def to_json(self) -> str:
-        """Write the plan as JSON, a variable in each line: to be kept beside the model, and compared by `diff`."""
+        """Return the plan as JSON, one variable per line, for files next to the model and for `diff`."""
         from layoutmap.plan.json import plan_to_json
 
         return plan_to_json(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read the result of `to_json`.
 
         Raises:
             PlanError: The text is no plan, or of another version; says where.
@@ -349,7 +349,7 @@ class Plan(PlanTable):  # why: decisions/0038
         return Plan.of(plan_from_json(text))
 
     def to_html(self, batch_dim: str | None = None) -> str:
-        """Write the plan as one page for a browser that loads nothing: mesh, memory, every variable and its slices.
+        """Return the plan as one HTML page, which loads nothing: mesh, memory, and slices of each variable.
 
         What `lint` finds stands beside the problems.
 
@@ -385,14 +385,14 @@ class Plan(PlanTable):  # why: decisions/0038
         return format_html(self)
 
 
-def _faced(make: Callable[P, PlanTable]) -> Callable[P, Plan]:
-    """The same function, which returns the table as a plan."""
+def _return_plan(make: Callable[P, PlanTable]) -> Callable[P, Plan]:
+    """Make a function return a `Plan` in place of its table."""
 
     @wraps(make)
-    def make_faced(*args: P.args, **options: P.kwargs) -> Plan:
+    def call_and_convert(*args: P.args, **options: P.kwargs) -> Plan:
         return Plan.of(make(*args, **options))
 
-    return make_faced
+    return call_and_convert
 
 
-make_plan = _faced(make_table)
+make_plan = _return_plan(make_table)

@@ -1,4 +1,4 @@
-"""The processes of one program: what they gather from each other, and what they must do alike.
+"""Exchange texts and arrays between the processes of a program, and check that they act alike.
 
 A computation on a mesh of several processes is right only if each of them does its part of the same thing. Where they
 differ, a collective waits forever or returns wrong numbers. So what decides the computation is compared before it. Each
@@ -32,7 +32,7 @@ from layoutmap.plan.table import PlanTable
 
 
 class Group:
-    """The processes that have devices of a mesh.
+    """Processes that have devices of a mesh.
 
     Args:
         engine: What holds the arrays.
@@ -57,39 +57,39 @@ class Group:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of processes."""
         return len(self.devices)
 
     @property
-    def several(self) -> bool:
+    def has_others(self) -> bool:
         """Whether there are other processes."""
         return self.count > 1
 
     def gather(self, values: Any) -> Any:
-        """The numpy values of each process, one row each; they must all ask."""
+        """Return the numpy values of each process, one row each. All processes must call this."""
         assert self._mesh is not None
         return self._engine.all_gather(values, self._mesh)
 
     def texts(self, text: str) -> list[str]:
-        """The text of each process; they must all ask."""
-        return gather_texts(text, self.gather) if self.several else [text]
+        """Return the text of each process. All processes must call this."""
+        return gather_texts(text, self.gather) if self.has_others else [text]
 
-    def different(self, text: str) -> Sequence[str]:
-        """The text of each process if they differ, else nothing; they must all ask."""
-        return check_alike(text, self.gather)[0] if self.several else []
+    def find_differences(self, text: str) -> Sequence[str]:
+        """Return the text of each process if they differ, else nothing. All processes must call this."""
+        return check_alike(text, self.gather)[0] if self.has_others else []
 
     def agreed(self, function: Callable[[], Result], verb: str = "load") -> Result:
-        """The result of a function that each process calls by itself; where it raises in one it raises in all."""
-        return run_together(function, self.gather, verb) if self.several else function()
+        """Return the result of a function that each process calls, or raise in all if it raises in one."""
+        return run_together(function, self.gather, verb) if self.has_others else function()
 
     def first(self, function: Callable[[], list[str]]) -> list[str]:
-        """The texts that a function returns in the first process as it saves; raises in all if it does there."""
+        """Return the texts from a function that only the first process calls, or raise in all if it raises."""
         texts = self.agreed(lambda: function() if self.number == 0 else [], "save")
         return json.loads(self.texts(json.dumps(texts))[0])
 
 
 def check_options(options: str, gather: Gather) -> None:
-    """Raise a `ScopeError` if the processes open a scope with different options, or some with none that can be used."""
+    """Raise a `ScopeError` if the processes open a scope with different options, or some with invalid ones."""
     texts, _ = check_alike(options, gather)
     if texts:
         raise ScopeError(
@@ -108,7 +108,7 @@ def check_plans(
     rules: str = "",
     versions: Iterable[Part] = (),
 ) -> None:
-    """Raise a `PlanError` if the processes have other plans, or some would refuse theirs and others would not."""
+    """Raise a `PlanError` if the processes have different plans, or only some would refuse theirs."""
     refusal = ""
     try:
         plan.check(strict=strict)
@@ -148,7 +148,7 @@ def check_plans(
 
 
 def check_recipes(recipes: Iterable[tuple[str, str]], gather: Gather) -> None:
-    """Raise a `ScopeError` if the processes would initialize variables in different ways, each its own shards of them.
+    """Raise a `ScopeError` if the processes would initialize their shards of a variable in different ways.
 
     Args:
         recipes: A variable's path, and the text that determines its first value, for each variable in order.

@@ -1,4 +1,4 @@
-"""A line on stderr that shows how far a long piece of work is."""
+"""Show the progress of long work on one line of stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BETWEEN_SECONDS = 0.1
 
 
 class _Line:
-    """A line that is written again and again, and cleared in the end.
+    """Line that is overwritten with each update and cleared at the end.
 
     Args:
         enabled: Whether to show it; `None`: on a terminal and in a notebook, if the work takes more than two seconds.
@@ -44,14 +44,14 @@ class _Line:
             self._show("")
 
     def _show(self, line: str) -> None:
-        """Write over the line that is shown, with spaces: notebooks know `\\r`, and no codes of terminals."""
+        """Overwrite the line, padded with spaces, since notebooks know carriage returns but no terminal codes."""
         sys.stderr.write(f"\r{line.ljust(self._width)}\r{line}")
         sys.stderr.flush()
         self._width = len(line)
 
 
 class Progress(_Line):
-    """Shows how many variables are done, and which share of the bytes; clears its line in the end.
+    """Line with the number of finished variables and the share of their bytes.
 
     Args:
         variables: The variables, by key.
@@ -67,7 +67,7 @@ class Progress(_Line):
         self._verb = f" {verb}" * bool(verb)
 
     def __call__(self, key: str) -> None:
-        """Count the variable of a key as done."""
+        """Count the variable of a key as finished."""
         variable = self._variables[key]
         self._made += 1
         self._made_bytes += variable.global_bytes
@@ -77,19 +77,19 @@ class Progress(_Line):
             self._show(f"layoutmap: {counts}  {escape_text(variable.path)}")
 
 
-class Waiting(_Line):
-    """Shows for how many seconds something has taken; clears its line in the end."""
+class ElapsedTime(_Line):
+    """Line with the seconds that a task has taken."""
 
     def __init__(self, what: str, *, enabled: bool | None = None):
         super().__init__(enabled)
         self._what, self._begin = what, time.monotonic()
 
     def __call__(self, done: str = "") -> None:
-        """Show how long it has taken so far, and what is done."""
+        """Show the elapsed time, and the progress in `done`."""
         if self._is_due():
             self._show(f"layoutmap: {self._what}, {time.monotonic() - self._begin:.0f} s{done}")
 
 
 def _is_watched() -> bool:
-    """Whether somebody sees what is written now: on a terminal, or in a notebook of Jupyter's."""
+    """Return whether stderr is a terminal or a Jupyter notebook."""
     return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"

@@ -1,4 +1,4 @@
-"""The main job: plan a model, or build it with every variable straight in its layout.
+"""Plan a model, or build it with every variable in its layout.
 
 `plan`, `scope`, `build` and `apply` are one path: variables are deferred, described, matched and checked, and then
 made. A plan stops before the last step. The file is longer than others for the docstrings of these, which are the
@@ -31,25 +31,25 @@ from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.completeness import has_weights, make_unbuilt_problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import (
+    add_scope_options,
     check_layout_map,
     check_maker,
     check_model,
     check_step_options,
-    takes_options,
 )
-from layoutmap.scope.context import Scope, mesh_of_map
+from layoutmap.scope.context import Scope, get_mesh
 from layoutmap.scope.plan import Plan, make_plan
 
 if TYPE_CHECKING:
-    from layoutmap.checkpoint.model_values import Values
+    from layoutmap.checkpoint.model_values import ModelValues
 
 
-@takes_options
+@add_scope_options
 @contextmanager
 def scope(
     layout_map: RuleSet, *, library: str | None = None, **options: Unpack[OptionsByName]
 ) -> Generator[Scope]:
-    """Build models whose variables are created straight in their layouts.
+    """Build models with each variable created in its layout.
 
     Inside the `with` block, and at the first call of what was built in it, every variable is deferred, matched by
     its object path, and then materialized in its layout. All rules are checked before anything is made.
@@ -90,16 +90,16 @@ def scope(
         `tf.keras.dtensor.experimental.LayoutMap.scope` of TensorFlow 2.9 to 2.15.
     """
     check_layout_map(layout_map, "scope")
-    context = _open(layout_map, _adapter(library), options)
+    context = _open_scope(layout_map, _find_adapter(library), options)
     with context.session.defer(), refuse_other_libraries(context.adapter):
         yield context
-    context.warn_of_nothing()
-    context.warn_of_unbuilt()
+    context.warn_if_empty()
+    context.warn_of_unbuilt_layers()
 
 
 @contextmanager
 def layout_map_scope(layout_map: RuleSet) -> Generator[Scope]:
-    """The older spelling of `layout_map.scope()`; deprecated."""
+    """Open a scope: the deprecated spelling of `layout_map.scope()`."""
     warnings.warn(
         "layout_map_scope(layout_map) is deprecated: write layout_map.scope()",
         DeprecationWarning,
@@ -109,14 +109,14 @@ def layout_map_scope(layout_map: RuleSet) -> Generator[Scope]:
         yield context
 
 
-@takes_options
+@add_scope_options
 def build(
     make_model: Callable[[], Any],
     layout_map: RuleSet,
     *,
     inputs: Any = None,
     library: str | None = None,
-    values: Values | None = None,
+    values: ModelValues | None = None,
     **options: Unpack[OptionsByName],
 ) -> Any:
     """Build one model in a scope.
@@ -146,10 +146,10 @@ def build(
         True
     """
     check_maker(make_model, layout_map, "build")
-    context = _open(layout_map, _adapter(library), options)
+    context = _open_scope(layout_map, _find_adapter(library), options)
     context.values = values
-    model = make_in(context, make_model, inputs)
-    context.warn_of_unbuilt()
+    model = make_model_in_scope(context, make_model, inputs)
+    context.warn_of_unbuilt_layers()
     return model
 
 
@@ -170,7 +170,7 @@ def plan(
     device_memory: int | None = None,
     advise: bool = True,
 ) -> Plan:
-    """Say where every variable of a model would go: the dry run of `build`, stopped before anything is made.
+    """Return the layout of each variable of a model: the dry run of `build`, which creates no values.
 
     No array is allocated and no device is needed: the mesh may be any size. The model that the function makes has
     shapes and no values, and is thrown away. Random states are put back, so that planning a model changes no number
@@ -221,7 +221,7 @@ def plan(
         <Plan: 2 variables on batch=512, model=8, 576 B, 128 B per device; 1 warning>
     """
     check_maker(make_model, layout_map, "plan")
-    adapter = _adapter(library)
+    adapter = _find_adapter(library)
     context = Scope(layout_map, adapter)
     options = {"batch_dim": batch_dim, "loss": loss, "verify": verify, "remat": remat}
     options["fuse_attention"] = fuse_attention or None
@@ -229,13 +229,13 @@ def plan(
     request = None
     if on is not None:
         request = load_cost_package().request_cost(on, context.mesh, inputs, adapter.engine_name, options)
-    with adapter.undisturbed(), pause_garbage_collection():
+    with adapter.keep_random_states(), pause_garbage_collection():
         make = make_model
         if optimizer is not None:
             training = require_capability(adapter, Training, "plan: optimizer")
-            make = lambda: training.with_optimizer(make_model(), optimizer)  # noqa: E731
-        model = make_in(context, make, inputs)
-        unbuilt = context.session.unbuilt()
+            make = lambda: training.set_optimizer(make_model(), optimizer)  # noqa: E731
+        model = make_model_in_scope(context, make, inputs)
+        unbuilt = context.session.list_unbuilt_layers()
         found = context.plan
         complete = has_weights(found) and not unbuilt
         final = make_plan(
@@ -255,15 +255,15 @@ def plan(
     if strict:
         final.check(strict=True)
     if request is not None and not final.errors:
-        with adapter.undisturbed():
+        with adapter.keep_random_states():
             request = replace(request, device_memory=device_memory, advises=advise)
             return load_cost_package().add_cost(final, context, model, inputs, optimizer, request)
     return final.set_limits(device_memory=device_memory)
 
 
-@takes_options
+@add_scope_options
 def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) -> Any:
-    """Lay out a model that exists: the same plan, with the values that it has.
+    """Shard an existing model, with the plan of `build` and the model's own values.
 
     Args:
         model: The model. It is changed in place.
@@ -285,20 +285,20 @@ def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) 
     """
     check_model(model, layout_map)
     adapter = get_model_adapter(model)
-    context = _open(layout_map, adapter, options)
+    context = _open_scope(layout_map, adapter, options)
     laid_out = context.session.take(model)
-    context.warn_of_unbuilt()
+    context.warn_of_unbuilt_layers()
     return laid_out
 
 
-def _adapter(library: str | None) -> Building:
+def _find_adapter(library: str | None) -> Building:
     return get_adapter(library) if library else get_imported_adapter()
 
 
-def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
-    """Return a scope with the options that were given, and the devices of its mesh at hand."""
+def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> Scope:
+    """Return a scope with the given options, after the devices of its mesh are started."""
     adapter.check()
-    engine, mesh = get_engine(adapter.engine_name), mesh_of_map(layout_map)
+    engine, mesh = get_engine(adapter.engine_name), get_mesh(layout_map)
     bound = engine.bind(mesh)
     across = len(bound.local_device_ids) < bound.size
     if not bound.local_device_ids:
@@ -309,7 +309,7 @@ def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> S
             fix="open the scope only in processes that have these devices, or use a mesh of all: lm.create_mesh(..)",
         )
     try:
-        options, refusal = _options(adapter, given, mesh, across), None
+        options, refusal = _check_options(adapter, given, mesh, across), None
     except LayoutMapError as error:
         options, refusal = None, error
     if across:
@@ -333,26 +333,26 @@ def _open(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]) -> S
 
 
 # why: decisions/0171
-def _options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
-    """Return the options that were given by name, checked."""
+def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
+    """Return the options that were given by name, after a check."""
     options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})
     check_dim("batch_dim", options.batch_dim, mesh, "the batch is sharded over it")
     own = {name: value for name, value in given.items() if name not in NEUTRAL}
-    return replace(options, own=adapter.own_options(own, options, across=across))
+    return replace(options, own=adapter.read_own_options(own, options, across=across))
 
 
-def make_in(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
-    """Return the model that a function makes, made in a scope and complete."""
+def make_model_in_scope(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
+    """Return the model that a function makes in a scope, complete with all its weights."""
 
     def make() -> Any:
         with refuse_other_libraries(context.adapter):
-            return _made(context, make_model, inputs)
+            return _call_and_check(context, make_model, inputs)
 
     return context.session.build(make)
 
 
-def _made(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
-    """Call the function that makes a model, and check what it returns."""
+def _call_and_check(context: Scope, make_model: Callable[[], Any], inputs: object) -> Any:
+    """Call the function that makes a model, and check its result."""
     model = make_model()
     if model is None:
         raise ScopeError(

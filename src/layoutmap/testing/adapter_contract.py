@@ -330,9 +330,9 @@ class AdapterContract(OldMethodNames):
         inspected = {a.variable.path: a for a in lm.inspect(sharded).assignments}
 
         assert planned == {path: a for path, a in inspected.items() if path in planned}
-        assert planned.keys() <= {stored.variable.path for stored in inspecting.described(unsharded)}
-        assert inspecting.context_of(sharded) is not None
-        assert inspecting.context_of(unsharded) is None
+        assert planned.keys() <= {stored.variable.path for stored in inspecting.describe_variables(unsharded)}
+        assert inspecting.find_context(sharded) is not None
+        assert inspecting.find_context(unsharded) is None
 
 
 class ScopeContract(AdapterContract):

@@ -120,7 +120,7 @@ class ConstantModel:
 
     def read_values(self) -> set[int]:
         """Return the distinct values in shards of this process."""
-        arrays = [stored.array for stored in self._adapter.stored(self.model)]
+        arrays = [stored.array for stored in self._adapter.list_stored_variables(self.model)]
         return {int(value) for array in arrays for shard in unpack(array) for value in np.unique(shard)}
 
     def fill(self, value: int) -> None:

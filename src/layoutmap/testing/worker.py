@@ -20,7 +20,7 @@ from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.engines.launchers import detect_launcher
-from layoutmap.scope.devices import devices as list_devices
+from layoutmap.scope.devices import list_device_names as list_devices
 from layoutmap.scope.devices import simulate_devices
 from layoutmap.scope.process_group import Group
 from layoutmap.testing import models

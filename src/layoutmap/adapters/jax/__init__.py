@@ -40,7 +40,7 @@ class JaxAdapter(Adapter):
     def check(self) -> None:
         """Do nothing, since tracing a model works in every process."""
 
-    def owns(self, model: object) -> bool:
+    def owns_model(self, model: object) -> bool:
         """Return whether an object is a flax.nnx module or a pytree with an array in it."""
         if isinstance(model, TrainState) or is_nnx(model):
             return True
@@ -50,7 +50,7 @@ class JaxAdapter(Adapter):
         """Return a session for one scope."""
         return JaxSession(context)
 
-    def undisturbed(self) -> AbstractContextManager[None]:
+    def keep_random_states(self) -> AbstractContextManager[None]:
         """Restore the random states of Python and numpy when the block ends. JAX keeps its own in keys."""
         return random_states.keep_states()
 
@@ -61,7 +61,7 @@ class JaxAdapter(Adapter):
     def complete(self, model: object, batch: object) -> None:
         """Do nothing, since a JAX model has its arrays once it is made."""
 
-    def with_optimizer(self, model: object, optimizer: object) -> object:
+    def set_optimizer(self, model: object, optimizer: object) -> object:
         """Return the model unchanged, since a JAX model has no optimizer.
 
         Raises:
@@ -91,11 +91,11 @@ class JaxAdapter(Adapter):
             found |= model.list_slots()
         return found
 
-    def described(self, model: object, optimizer: object = None) -> list[Stored]:
+    def describe_variables(self, model: object, optimizer: object = None) -> list[Stored]:
         """Return the arrays of a model that was built without a scope, and of its optimizer's state."""
         return describe_arrays(model, optimizer)
 
-    def context_of(self, model: object) -> ScopeContext | None:
+    def find_context(self, model: object) -> ScopeContext | None:
         """Return the context of the scope that sharded a model, or None."""
         return find_context(model)
 
@@ -120,11 +120,13 @@ class JaxAdapter(Adapter):
         """Run one step of the `train_with` optimizer, and return the loss before it."""
         return {"loss": float(_require_train_state(model).steps.run_step(batch))}
 
-    def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
+    def list_stored_variables(
+        self, model: object, optimizer: object = None, saved: Saved | None = None
+    ) -> list[Stored]:
         """Return the arrays that a checkpoint of a model contains."""
         return list_stored(model, optimizer, saved)
 
-    def restored(
+    def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
         """Return a model and its optimizer's state with new arrays."""

@@ -109,7 +109,7 @@ class JaxSession:
         is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
         return any(is_made) or _is_made(jax.tree.leaves(nnx.state(model)))
 
-    def unbuilt(self) -> Sequence[str]:
+    def list_unbuilt_layers(self) -> Sequence[str]:
         """Return an empty sequence, since a JAX model has its arrays once it is made."""
         return ()
 

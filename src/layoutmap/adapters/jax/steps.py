@@ -71,7 +71,7 @@ def jit_step(
     batch_dim: str | None = None,
     batch_argnums: int | Sequence[int] | None = None,
 ) -> Any:
-    """Compile a training step whose results keep the layouts of its arguments.
+    """Compile a training step that keeps the layouts of its arguments in its results.
 
     Under plain `jax.jit` the compiler chooses the layouts of results, and weights drift: a step later some are
     replicated. Here a result has an argument's layouts if it replaces it: the first result the first argument, the

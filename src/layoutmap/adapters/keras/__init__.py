@@ -46,7 +46,7 @@ class KerasAdapter(KerasKeeping, Adapter):
                 fix="build the model outside, and call it inside",
             )
 
-    def owns(self, model: object) -> bool:
+    def owns_model(self, model: object) -> bool:
         """Return whether an object is a Keras layer or model."""
         return isinstance(model, keras.layers.Layer)
 
@@ -63,7 +63,7 @@ class KerasAdapter(KerasKeeping, Adapter):
         return Session(context, backend)
 
     @contextmanager
-    def undisturbed(self) -> Generator[None]:
+    def keep_random_states(self) -> Generator[None]:
         """Restore the random states of Python, numpy, and Keras when the block ends."""
         generator = get_global_seed_state()
         value = None if generator is None else self.read(generator)
@@ -82,7 +82,7 @@ class KerasAdapter(KerasKeeping, Adapter):
         """Create, without computing, the variables that a first call and training step would create."""
         complete(model, _get_inputs(batch))
 
-    def with_optimizer(self, model: Any, optimizer: keras.Optimizer) -> object:
+    def set_optimizer(self, model: Any, optimizer: keras.Optimizer) -> object:
         """Set the optimizer of a model, given its name or a function that makes it, and return the model."""
         if optimizer is None:
             return model
@@ -117,7 +117,7 @@ class KerasAdapter(KerasKeeping, Adapter):
             named[make_slot_path(slot, weight, paths.get(id(weight), ""), taken, kind)] = slot
         return named
 
-    def context_of(self, model: keras.Model) -> ScopeContext | None:
+    def find_context(self, model: keras.Model) -> ScopeContext | None:
         """Return the scope that sharded a model or any layer in it, or None."""
         sessions = (get_session(layer) for layer in model._flatten_layers())
         return next((session.context for session in sessions if session is not None), None)

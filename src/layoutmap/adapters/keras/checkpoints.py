@@ -43,7 +43,9 @@ from layoutmap.core.variables import Kind
 class KerasKeeping(Keeping):
     """Saving and loading of Keras models (see `layoutmap.adapters.protocol.Keeping`)."""
 
-    def stored(self, model: object, optimizer: object = None, saved: Saved | None = None) -> list[Stored]:
+    def list_stored_variables(
+        self, model: object, optimizer: object = None, saved: Saved | None = None
+    ) -> list[Stored]:
         """Return the variables of a model and its optimizer with their values.
 
         An optimizer without slots makes them if some were saved. What an optimizer has before it is built, such as its
@@ -69,11 +71,11 @@ class KerasKeeping(Keeping):
             for each in entries
         ]
 
-    def described(self, model: object, optimizer: object = None) -> list[Stored]:
+    def describe_variables(self, model: object, optimizer: object = None) -> list[Stored]:
         """Return the variables of an existing model, and the slots of its optimizer or a given one."""
         return [Stored(each.spec, each.variable.value) for each in _describe_synced_model(model, optimizer)]
 
-    def restored(
+    def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
         """Assign new values to variables."""

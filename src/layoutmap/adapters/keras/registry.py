@@ -51,7 +51,7 @@ class Registry:
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def let_go(self, thing: object) -> None:
+    def release(self, thing: object) -> None:
         """Remove a layer or an optimizer with its variables."""
         self._layers = [ref for ref in self._layers if ref() is not thing]
         self._optimizers = [ref for ref in self._optimizers if ref() is not thing]

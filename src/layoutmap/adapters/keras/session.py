@@ -193,7 +193,7 @@ class Session(KerasSession):
 
     # -- describing
 
-    def unbuilt(self) -> list[str]:
+    def list_unbuilt_layers(self) -> list[str]:
         """Return the names of layers that create weights in their first call."""
         return [
             layer.name
@@ -236,7 +236,7 @@ class Session(KerasSession):
 
     def _materialize(self, waiting: list[object]) -> None:
         entries = describe_variables(self.registry)
-        assignments = self._assign(entries, complete=not self.unbuilt())
+        assignments = self._assign(entries, complete=not self.list_unbuilt_layers())
         if not self.context.plan_only:
             self._take_existing()
         self._version_planned = self.registry.version

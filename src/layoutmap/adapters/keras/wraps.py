@@ -158,7 +158,7 @@ def _unwrap(thing: object) -> None:
         else:
             own[name] = before
     if SESSION in own:
-        own[SESSION].registry.let_go(thing)
+        own[SESSION].registry.release(thing)
         del own[SESSION]
 
 

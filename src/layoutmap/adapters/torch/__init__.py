@@ -73,7 +73,7 @@ class TorchAdapter(Adapter):
                 fix="build the model outside, and call it inside",
             )
 
-    def owns(self, model: object) -> bool:
+    def owns_model(self, model: object) -> bool:
         """Return whether an object is a torch module, and not a Keras layer with the torch backend."""
         return isinstance(model, torch.nn.Module) and not is_keras_module(model)
 
@@ -81,7 +81,9 @@ class TorchAdapter(Adapter):
         """Refuse torch modules that are built until the block ends, since the scope is for another library."""
         return module_hooks.install_hooks()
 
-    def own_options(self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool) -> TorchOptions:
+    def read_own_options(
+        self, given: Mapping[str, Any], options: ScopeOptions, *, across: bool
+    ) -> TorchOptions:
         """Return the scope options that only torch models have."""
         return TorchOptions.of(given, options, across=across)
 
@@ -90,7 +92,7 @@ class TorchAdapter(Adapter):
         return TorchSession(context)
 
     @contextmanager
-    def undisturbed(self) -> Generator[None]:
+    def keep_random_states(self) -> Generator[None]:
         """Restore the random states of Python, numpy, and torch when the block ends."""
         own = torch.get_rng_state()
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -110,7 +112,7 @@ class TorchAdapter(Adapter):
     def complete(self, model: torch.nn.Module, batch: object) -> None:
         """Do nothing, since a torch model has its weights once it is built."""
 
-    def with_optimizer(self, model: torch.nn.Module, optimizer: str | MakeOptimizer) -> object:
+    def set_optimizer(self, model: torch.nn.Module, optimizer: str | MakeOptimizer) -> object:
         """Set the optimizer of a model as `train_with` does, given its name or a function that makes it.
 
         Raises:
@@ -135,16 +137,16 @@ class TorchAdapter(Adapter):
                     named[path] = Variable(path, slot)
         return named
 
-    def described(self, model: Any, optimizer: Any = None) -> list[Stored]:
+    def describe_variables(self, model: Any, optimizer: Any = None) -> list[Stored]:
         """Return the tensors of a model that was built without a scope, and its optimizer's slots."""
         found = [Stored(entry.spec, entry.found.tensor) for entry in make_entries([unwrap_compiled(model)])]
         return found + list_slots(found, optimizer or get_training(model).optimizer)
 
-    def on_one_device(self, model: torch.nn.Module, device_type: str) -> object:
+    def move_to_one_device(self, model: torch.nn.Module, device_type: str) -> object:
         """Move an unsharded model from the CPU to a device of this type, and return it."""
         return model.to(convert_device_type(device_type))
 
-    def context_of(self, model: torch.nn.Module) -> ScopeContext | None:
+    def find_context(self, model: torch.nn.Module) -> ScopeContext | None:
         """Return the context of the scope that sharded a model or a module in it, or None."""
         forwards = (find_forward(module) for module in model.modules())
         return next((forward.context for forward in forwards if forward is not None), None)
@@ -201,14 +203,16 @@ class TorchAdapter(Adapter):
             loss = value.item()
         return loss
 
-    def stored(self, model: Any, optimizer: Any = None, saved: Saved | None = None) -> list[Stored]:
+    def list_stored_variables(
+        self, model: Any, optimizer: Any = None, saved: Saved | None = None
+    ) -> list[Stored]:
         """Return the tensors and optimizer slots that a checkpoint of a model contains."""
         training = get_training(model)
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
             optimizer = get_optimizer(model)  # before its first step there is none to take the saved slots
         return list_stored(model, optimizer or training.optimizer, saved)
 
-    def restored(
+    def restore_variables(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -247,7 +251,7 @@ class TorchAdapter(Adapter):
         """Seed random numbers by the number of the model's pass, so that compared models draw the same numbers."""
         training = get_training(model)
         training.num_draws += 1
-        with self.undisturbed():
+        with self.keep_random_states():
             self.set_seed(training.num_draws)
             yield
 

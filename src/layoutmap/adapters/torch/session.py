@@ -197,7 +197,7 @@ class TorchSession:
             roots = find_roots(_list_alive(self._modules))
         return roots
 
-    def unbuilt(self) -> list[str]:
+    def list_unbuilt_layers(self) -> list[str]:
         """Return the names of layers that create weights in their first call."""
         return self._unbuilt
 

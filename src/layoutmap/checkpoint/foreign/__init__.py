@@ -1,4 +1,4 @@
-"""Files of other libraries as sources: values are read block by block, and only the bytes that a block needs.
+"""Open files of other libraries as sources, which read only the bytes that a requested block needs.
 
 None of these formats has checksums that cover its values: a file that is too short or contradicts itself is refused,
 and a changed value cannot be seen. Nothing of a file is ever run.
@@ -15,10 +15,10 @@ from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.foreign.orbax import Orbax, is_orbax
 from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
-from layoutmap.checkpoint.gate import check_regular, foreign_errors_refused
+from layoutmap.checkpoint.gate import check_regular, translate_parser_errors
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
-from layoutmap.checkpoint.remote import storage_of
+from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import Source, check_variables
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, join_names
@@ -35,7 +35,7 @@ WRITERS = {"safetensors": "layoutmap.checkpoint.foreign.safetensors_export"}
 
 
 def load_writer(name: str) -> Callable[..., None]:
-    """Return the function that writes variables in a format; see `safetensors_export.write_variables`.
+    """Return the function that writes variables in a format. See `safetensors_export.write_variables`.
 
     Raises:
         CheckpointError: There is no such format.
@@ -50,7 +50,7 @@ def load_writer(name: str) -> Callable[..., None]:
 
 
 def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:  # why: decisions/0085
-    """Open a checkpoint of this library, or one that others have written.
+    """Open a checkpoint of this library or of another one.
 
     Args:
         path: A directory that was saved to, which may be the URL of an object store; the folder of one of its steps, a
@@ -64,14 +64,14 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is of a kind that is not read, such as a pickle.
     """
-    with foreign_errors_refused(os.fspath(path)):
-        found = _open(path, step)
+    with translate_parser_errors(os.fspath(path)):
+        found = _find_source(path, step)
         check_variables(found.where, found.variables.values())
     return found
 
 
-def _open(path: str | os.PathLike[str], step: int | None) -> Source:
-    storage = storage_of(path)
+def _find_source(path: str | os.PathLike[str], step: int | None) -> Source:
+    storage = open_storage(path)
     if not isinstance(storage, LocalStorage):
         return StepSource(storage, step)
     where = Path(path)
@@ -80,23 +80,23 @@ def _open(path: str | os.PathLike[str], step: int | None) -> Source:
         check_regular(os.fspath(path), where.stat())
     if where.is_dir():
         if (where / NAME).is_file() and name.startswith("step-") and name[5:].isdigit():
-            return StepSource(LocalStorage(where.parent), _only(step, int(name[5:]), path))
+            return StepSource(LocalStorage(where.parent), _check_only_step(step, int(name[5:]), path))
         if LocalStorage(where).steps():
             return StepSource(LocalStorage(where), step)
-        found = _of_folder(where, step)
+        found = _open_folder(where, step)
         if found is not None:
             return found
         pickles = [each.name for each in sorted(where.iterdir()) if each.name.endswith(_PICKLES)]
         if pickles:
-            raise _pickle(os.fspath(path), f"it has {join_names(pickles)}, and no other weights")
+            raise _make_pickle_error(os.fspath(path), f"it has {join_names(pickles)}, and no other weights")
     elif name.endswith((".safetensors", INDEX)):
-        _no_step(step, path)
+        _refuse_step(step, path)
         return Safetensors(where)
     elif name.endswith((".weights.h5", ".weights.json", ".keras")):
-        _no_step(step, path)
+        _refuse_step(step, path)
         return KerasWeights(where)
     elif name.endswith(_PICKLES):
-        raise _pickle(
+        raise _make_pickle_error(
             os.fspath(path), "a file of that name is a pickle, which can run any code when it is read"
         )
     elif where.is_file():
@@ -108,19 +108,19 @@ def _open(path: str | os.PathLike[str], step: int | None) -> Source:
     return StepSource(storage, step)
 
 
-def _of_folder(folder: Path, step: int | None) -> Source | None:
+def _open_folder(folder: Path, step: int | None) -> Source | None:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*" + INDEX)):
-        _no_step(step, folder)
+        _refuse_step(step, folder)
         return Safetensors(folder)
     if is_orbax(folder):
         return Orbax(folder, step)
     if (folder / METADATA).is_file():
-        _no_step(step, folder)
+        _refuse_step(step, folder)
         return DistributedCheckpoint(folder)
     return None
 
 
-def _no_step(step: int | None, path: str | os.PathLike[str]) -> None:
+def _refuse_step(step: int | None, path: str | os.PathLike[str]) -> None:
     if step is not None:
         raise CheckpointError(
             f"{path}: there is no step {step}",
@@ -129,7 +129,7 @@ def _no_step(step: int | None, path: str | os.PathLike[str]) -> None:
         )
 
 
-def _only(step: int | None, there: int, path: str | os.PathLike[str]) -> int:
+def _check_only_step(step: int | None, there: int, path: str | os.PathLike[str]) -> int:
     if step not in (None, there):
         raise CheckpointError(
             f"{path}: this is step {there}, not {step}",
@@ -139,7 +139,7 @@ def _only(step: int | None, there: int, path: str | os.PathLike[str]) -> int:
     return there
 
 
-def _pickle(where: str, why: str) -> CheckpointError:
+def _make_pickle_error(where: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: pickles are not read",
         why=f"{why}; a checkpoint is data, never code",

@@ -1,4 +1,4 @@
-"""Zip archives whose files are stored as they are, as those of torch and Keras: read in place, never decompressed."""
+"""Read stored files of zip archives, such as those of torch and Keras, in place and without decompression."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutmap.core.errors import CheckpointError
 
 
 class Window(io.RawIOBase):
-    """A part of a file, as a file.
+    """A range of a file that behaves as a file.
 
     Args:
         file: The file.
@@ -25,24 +25,24 @@ class Window(io.RawIOBase):
         self._place = 0
 
     def seekable(self) -> bool:
-        """Whether `seek` works: yes."""
+        """Return True, since `seek` works."""
         return True
 
     def readable(self) -> bool:
-        """Whether bytes can be read: yes."""
+        """Return True, since bytes can be read."""
         return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Return the place from which bytes are read next, in the part."""
+        """Move the read position in the window, and return it."""
         self._place = offset + (0, self._place, self.num_bytes)[whence]
         return self._place
 
     def tell(self) -> int:
-        """Return the place from which bytes are read next, in the part."""
+        """Return the read position in the window."""
         return self._place
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer with bytes, as far as the part has some; returns how many."""
+        """Fill a buffer as far as the window has bytes, and return the byte count."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self.num_bytes - self._place))
         self.file.read_into(self.start + self._place, view[:count])
@@ -50,7 +50,7 @@ class Window(io.RawIOBase):
         return count
 
 
-def stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
+def list_stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
     """Return the files of an archive by name.
 
     Args:
@@ -63,7 +63,7 @@ def stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
             of few bytes they would make many.
     """
 
-    def refused(why: str) -> CheckpointError:
+    def make_error(why: str) -> CheckpointError:
         return CheckpointError(f"{where}: the archive is not read", why=why, fix=fix)
 
     found: dict[str, Window] = {}
@@ -77,10 +77,10 @@ def stored_files(window: Window, where: str, fix: str) -> Mapping[str, Window]:
                 info.header_offset + 30 + sum(int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
             )
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                raise refused(f"{info.filename} is compressed, to be of any size once it is read")
+                raise make_error(f"{info.filename} is compressed, to be of any size once it is read")
             if info.filename in found or start + info.file_size > after:
-                raise refused(f"{info.filename} is there twice, or shares bytes with another file")
+                raise make_error(f"{info.filename} is there twice, or shares bytes with another file")
             found[info.filename] = Window(window.file, window.start + start, info.file_size)
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError) as error:
-        raise refused(f"{type(error).__name__}: {error}") from error
+        raise make_error(f"{type(error).__name__}: {error}") from error
     return found

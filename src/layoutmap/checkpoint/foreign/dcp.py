@@ -1,4 +1,4 @@
-"""Directories of `torch.distributed.checkpoint` (DCP), read without torch.
+"""Read directories of `torch.distributed.checkpoint` (DCP) without torch.
 
 Its metadata, and the head of each tensor, are pickles, which `dcp_pickle` reads and does not run.
 The values themselves are bytes of files, of which those are read that a block needs.
@@ -14,9 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.foreign.archives import Window, stored_files
-from layoutmap.checkpoint.foreign.dcp_pickle import Dtype, Tensor, as_sizes, unpickled, wrong
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
+from layoutmap.checkpoint.foreign.archives import Window, list_stored_files
+from layoutmap.checkpoint.foreign.dcp_pickle import (
+    DtypeRecord,
+    TensorRecord,
+    as_sizes,
+    make_dcp_error,
+    read_pickle,
+)
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import (
@@ -45,7 +51,7 @@ class _Chunk:
 
 
 class DistributedCheckpoint(Source):
-    """The tensors of a directory of DCP.
+    """The tensors of a DCP directory.
 
     Paths are the names of the saved state dict, joined by dots as DCP does. What is no tensor, such as a number or a
     text, is left out: it is a pickle, which is not read.
@@ -64,35 +70,35 @@ class DistributedCheckpoint(Source):
     def __init__(self, path: str | os.PathLike[str]):
         self._folder = Path(path)
         self._files: dict[str, ByteFile] = {}
-        self._heads: dict[tuple[str, int], tuple[Tensor, str, int]] = {}
+        self._heads: dict[tuple[str, int], tuple[TensorRecord, str, int]] = {}
         file = ByteFile(self._folder / METADATA)
-        found = unpickled(file.path, file.read_all())
+        found = read_pickle(file.path, file.read_all())
         try:
-            variables, self._chunks = _contents(file.path, found)
+            variables, self._chunks = _read_contents(file.path, found)
         except (AttributeError, TypeError, ValueError) as error:
-            raise wrong(file.path, "its metadata is not that of a checkpoint", str(error)) from error
+            raise make_dcp_error(file.path, "its metadata is not that of a checkpoint", str(error)) from error
         super().__init__(os.fspath(path), variables)
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes of values and of their heads have been read so far."""
+        """Bytes of values and pickles that have been read so far."""
         return sum(file.bytes_read for file in self._files.values())
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         path = variable.path
-        dtype = numpy_dtype(variable.dtype, path)
+        dtype = get_numpy_dtype(variable.dtype, path)
         result = np.empty(compute_block_shape(wanted), dtype)
-        for chunk, both in self._covering(path, wanted):
-            part = self._block(path, chunk, dtype, make_relative_index(both, chunk.index))
+        for chunk, both in self._find_overlaps(path, wanted):
+            part = self._read_block(path, chunk, dtype, make_relative_index(both, chunk.index))
             result[(*make_relative_index(both, wanted), ...)] = part
         return result
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
-        for chunk, _ in self._covering(variable.path, wanted):  # a file may be missing, or too short
-            self._head(variable.path, chunk)
+        for chunk, _ in self._find_overlaps(variable.path, wanted):  # a file may be missing, or too short
+            self._read_head(variable.path, chunk)
 
-    def _covering(self, path: str, wanted: Index) -> list[tuple[_Chunk, Index]]:
-        """The chunks that have something of a block, and what.
+    def _find_overlaps(self, path: str, wanted: Index) -> list[tuple[_Chunk, Index]]:
+        """Return the chunks that overlap a block, with the overlap of each.
 
         Raises:
             CheckpointError: An element of it is not in exactly one of them.
@@ -103,15 +109,15 @@ class DistributedCheckpoint(Source):
             fault := find_coverage_error(*stack_slice_ends([both for _, both in found], len(wanted)), wanted)
         ) is not None:
             what = f"{fault[1] or 'no'} chunks in the metadata have {format_index(fault[0])}"
-            raise wrong(self.where, f"{path}: values are missing, or there twice", what)
+            raise make_dcp_error(self.where, f"{path}: values are missing, or there twice", what)
         return found
 
-    def _block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
-        tensor, _, start = self._head(path, chunk)
+    def _read_block(self, path: str, chunk: _Chunk, dtype: np.dtype[Any], index: Index) -> NumpyArray:
+        tensor, _, start = self._read_head(path, chunk)
         return read_tensor(self._files[chunk.file], start, tensor, dtype, index)
 
-    def _head(self, path: str, chunk: _Chunk) -> tuple[Tensor, str, int]:
-        """The pickle before the values, read, and the byte of the file at which they begin."""
+    def _read_head(self, path: str, chunk: _Chunk) -> tuple[TensorRecord, str, int]:
+        """Return the tensor record of a chunk's pickle, the file, and the byte at which its values begin."""
         key = chunk.file, chunk.start
         if key in self._heads:
             return self._heads[key]
@@ -119,23 +125,25 @@ class DistributedCheckpoint(Source):
         self._files[chunk.file] = file
         window = Window(file, chunk.start, chunk.num_bytes)
         # DCP stores each file of the archive as it is, so a compressed one would be of any size once it is read.
-        stored = stored_files(window, file.path, _FIX)
+        stored = list_stored_files(window, file.path, _FIX)
         files = {name.partition("/")[2]: each for name, each in stored.items()}
         head, order = files.get("data.pkl"), files.get("byteorder")
         if head is None or head.num_bytes > _MOST_HEAD_BYTES:
-            raise wrong(
+            raise make_dcp_error(
                 file.path, f"{path}: its head is missing, or too large", "a tensor has 200 bytes of it"
             )
-        tensor = unpickled(file.path, head.read(head.num_bytes) or b"")
-        if not isinstance(tensor, Tensor):
-            raise wrong(
+        tensor = read_pickle(file.path, head.read(head.num_bytes) or b"")
+        if not isinstance(tensor, TensorRecord):
+            raise make_dcp_error(
                 file.path, f"{path}: it is not a plain tensor", f"its pickle says {shorten_repr(tensor)}"
             )
         if order is not None and order.read(9) != b"little":
-            raise wrong(file.path, f"{path}: its bytes are in the other order", "the machine was another")
+            raise make_dcp_error(
+                file.path, f"{path}: its bytes are in the other order", "the machine was another"
+            )
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None:
-            raise wrong(
+            raise make_dcp_error(
                 file.path, f"{path}: its values cannot be found", f"the archive has {join_names([*files])}"
             )
         _check_tensor(file.path, path, tensor, chunk, data, self.variables[path])
@@ -146,8 +154,10 @@ class DistributedCheckpoint(Source):
         return f"<DistributedCheckpoint {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
-def read_tensor(file: ByteFile, start: int, tensor: Tensor, dtype: np.dtype[Any], index: Index) -> NumpyArray:
-    """Return a block of a tensor whose storage begins at a byte of a file, and whose values are side by side there."""
+def read_tensor(
+    file: ByteFile, start: int, tensor: TensorRecord, dtype: np.dtype[Any], index: Index
+) -> NumpyArray:
+    """Return a block of a dense tensor, with the storage at byte `start` of a file."""
     # A tensor may have been saved with its axes in another order in memory, as one that was transposed.
     order = sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis))
     shape = [tensor.shape[axis] for axis in order]
@@ -157,8 +167,8 @@ def read_tensor(file: ByteFile, start: int, tensor: Tensor, dtype: np.dtype[Any]
     return found.transpose([order.index(axis) for axis in range(len(order))])
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the values of a tensor are side by side in its storage, in any order of its axes."""
+def is_dense(tensor: TensorRecord) -> bool:
+    """Return whether the values of a tensor are adjacent in its storage, in any order of its axes."""
     expected, found = 1, True
     for axis in sorted(range(len(tensor.shape)), key=lambda axis: (tensor.strides[axis], -axis)):
         found &= tensor.shape[axis] == 1 or tensor.strides[axis] == expected
@@ -167,13 +177,15 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _check_tensor(
-    where: str, path: str, tensor: Tensor, chunk: _Chunk, data: Window, variable: SavedVariable
+    where: str, path: str, tensor: TensorRecord, chunk: _Chunk, data: Window, variable: SavedVariable
 ) -> None:
-    """Raise unless the head of a chunk says what the metadata says, and its bytes exist."""
-    itemsize = numpy_dtype(variable.dtype, path).itemsize
+    """Raise unless the pickle of a chunk agrees with the metadata and all its bytes exist."""
+    itemsize = get_numpy_dtype(variable.dtype, path).itemsize
     last = tensor.start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     if not is_dense(tensor):
-        raise wrong(where, f"{path}: its values are not side by side", f"its strides are {tensor.strides}")
+        raise make_dcp_error(
+            where, f"{path}: its values are not side by side", f"its strides are {tensor.strides}"
+        )
     why = ""
     if tensor.shape != compute_block_shape(chunk.index):
         why = f"it has the shape {tensor.shape}, and in the metadata {compute_block_shape(chunk.index)}"
@@ -182,17 +194,19 @@ def _check_tensor(
     elif math.prod(tensor.shape) and (last + 1) * itemsize > data.num_bytes:
         why = f"it needs {(last + 1) * itemsize} bytes, and has {data.num_bytes}"
     if why:
-        raise wrong(where, f"{path}: a chunk of it is not as the metadata says", why)
+        raise make_dcp_error(where, f"{path}: a chunk of it is not as the metadata says", why)
 
 
-def _contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[str, list[_Chunk]]]:
+def _read_contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[str, list[_Chunk]]]:
     variables: dict[str, SavedVariable] = {}
     chunks: dict[str, list[_Chunk]] = {}
     for path, entry in found.state_dict_metadata.items():
         if hasattr(entry, "size"):
             dtype = entry.properties.dtype
-            if not isinstance(dtype, Dtype):
-                raise wrong(where, f"{path}: its element type cannot be read", f"it is {shorten_repr(dtype)}")
+            if not isinstance(dtype, DtypeRecord):
+                raise make_dcp_error(
+                    where, f"{path}: its element type cannot be read", f"it is {shorten_repr(dtype)}"
+                )
             variables[str(path)] = SavedVariable(str(path), as_sizes(entry.size), dtype.name)
             chunks[str(path)] = []
     places = {
@@ -206,11 +220,11 @@ def _contents(where: str, found: Any) -> tuple[dict[str, SavedVariable], dict[st
             continue
         offsets = as_sizes(index.offset if index.offset is not None else ())
         if getattr(info, "transform_descriptors", None):
-            raise wrong(
+            raise make_dcp_error(
                 where, f"{index.fqn}: its values are compressed", "DCP was told to transform what it writes"
             )
         if os.path.basename(info.relative_path) != info.relative_path:
-            raise wrong(
+            raise make_dcp_error(
                 where, f"{index.fqn}: its file is {info.relative_path!r}", "files of DCP are in its folder"
             )
         sizes = places[index.fqn, offsets]

@@ -1,4 +1,4 @@
-"""The pickles of torch and of `torch.distributed.checkpoint`, read without torch and without running anything.
+"""Read pickles of torch and of `torch.distributed.checkpoint` without torch and without running code.
 
 Lists below have what torch writes of tensors and the classes that DCP writes. Each of them is an inert record here. A
 pickle that names anything else is refused.
@@ -67,7 +67,7 @@ _IGNORED = {
 
 
 class _Record:
-    """The attributes of an object of DCP, and nothing that it does."""
+    """The attributes of a pickled DCP object, without its methods."""
 
     def __setstate__(self, state: Any) -> None:
         if type(self).__name__ == "TensorProperties" and isinstance(state, tuple):
@@ -79,15 +79,15 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Dtype:
-    """An element type of torch; `""`: bytes."""
+class DtypeRecord:
+    """An element type of torch by name. The empty name is untyped bytes."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor of a pickle: its storage, which elements of it are its own, and their type if the storage has none."""
+class TensorRecord:
+    """A pickled tensor: its storage, its place and shape there, and its own element type if it has one."""
 
     storage: tuple[Any, ...]
     start: int
@@ -97,7 +97,7 @@ class Tensor:
 
 
 class _Maker:
-    """A function that a pickle may call and cannot change."""
+    """A function that a pickle may call but not change."""
 
     __slots__ = ("_make",)
 
@@ -112,7 +112,7 @@ class _Maker:
 
 
 class TensorUnpickler(pickle.Unpickler):  # why: decisions/0182
-    """Makes inert records of tensors, and refuses all but these in mappings and lists, with numbers and texts."""
+    """Unpickler that makes inert records of tensors, and allows only mappings, lists, numbers, and texts."""
 
     writer = "torch.save writes of tensors"
 
@@ -121,22 +121,25 @@ class TensorUnpickler(pickle.Unpickler):  # why: decisions/0182
         self._where = where
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return the inert record, or what makes it, in place of what a pickle names."""
+        """Return an inert record, or a function that makes one, in place of a class or function."""
         known: dict[tuple[str, str], Any] = {
-            ("torch", "Size"): _size,
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): _tensor,  # of element types that have no class of storage
-            ("torch._utils", "_rebuild_parameter"): _first,
-            ("collections", "OrderedDict"): _ordered,
-            ("collections", "Counter"): _first,
+            ("torch", "Size"): _make_size,
+            ("torch._utils", "_rebuild_tensor_v2"): _make_tensor,
+            (
+                "torch._utils",
+                "_rebuild_tensor_v3",
+            ): _make_tensor,  # of element types that have no class of storage
+            ("torch._utils", "_rebuild_parameter"): _return_first,
+            ("collections", "OrderedDict"): _make_ordered_dict,
+            ("collections", "Counter"): _return_first,
         }
         if (module, name) in known:
             return _Maker(known[module, name])
         if module == "torch" and name in _DTYPES:
-            return Dtype(name)
+            return DtypeRecord(name)
         if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
-            return Dtype(_STORAGES.get(name, ""))
-        raise wrong(
+            return DtypeRecord(_STORAGES.get(name, ""))
+        raise make_dcp_error(
             self._where,
             f"its pickle names {module}.{name}",
             f"a pickle can run what it names; a checkpoint is data, never code, and this is nothing that {self.writer}",
@@ -144,15 +147,17 @@ class TensorUnpickler(pickle.Unpickler):  # why: decisions/0182
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """Return what a pickle says of a storage."""
+        """Return the record of a storage."""
         kind, storage, key, *_ = pid
-        if kind != "storage" or not isinstance(storage, Dtype) or not isinstance(key, str):
-            raise wrong(self._where, "its pickle has no plain storage", f"it has {shorten_repr(pid)}")
+        if kind != "storage" or not isinstance(storage, DtypeRecord) or not isinstance(key, str):
+            raise make_dcp_error(
+                self._where, "its pickle has no plain storage", f"it has {shorten_repr(pid)}"
+            )
         return kind, storage.name or None, key
 
 
 class _Unpickler(TensorUnpickler):
-    """Makes inert records of the classes that DCP writes, too."""
+    """Unpickler that also makes inert records of the classes that DCP writes."""
 
     writer = "DCP writes"
 
@@ -160,35 +165,35 @@ class _Unpickler(TensorUnpickler):
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if (module, name) in _IGNORED:
-            return _Maker(_nothing)
+            return _Maker(_return_none)
         return set if (module, name) == ("builtins", "set") else super().find_class(module, name)
 
 
-def _ordered() -> OrderedDict[object, object]:
+def _make_ordered_dict() -> OrderedDict[object, object]:
     return OrderedDict()
 
 
-def _nothing(*_: object) -> None:
+def _return_none(*_: object) -> None:
     return None
 
 
-def _size(values: Sequence[object] = ()) -> tuple[object, ...]:
+def _make_size(values: Sequence[object] = ()) -> tuple[object, ...]:
     return as_sizes(values)
 
 
-def _first(value: object, *_: object) -> object:
+def _return_first(value: object, *_: object) -> object:
     return value
 
 
-def _tensor(storage: Any, start: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
+def _make_tensor(storage: Any, start: Any, shape: Any, strides: Any, *rest: Any) -> TensorRecord:
     if any(isinstance(each, dict) and each != {} for each in rest):
         raise ValueError("a tensor is a conjugate or negative view")
-    dtype = next((each.name for each in rest if isinstance(each, Dtype)), storage[1])
-    return Tensor(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides), dtype)
+    dtype = next((each.name for each in rest if isinstance(each, DtypeRecord)), storage[1])
+    return TensorRecord(tuple(storage), as_sizes((start,))[0], as_sizes(shape), as_sizes(strides), dtype)
 
 
-def unpickled(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler) -> object:
-    """The content of a pickle, in inert records; `where` is its file, for messages."""
+def read_pickle(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler) -> object:
+    """Return the content of a pickle as inert records. Errors name the file `where`."""
     try:
         _check_memo(data)
         _check_tuples(data)
@@ -196,18 +201,20 @@ def unpickled(where: str, data: bytes, kind: type[TensorUnpickler] = _Unpickler)
     except CheckpointError:
         raise
     except Exception as error:  # what a pickle that is no pickle raises is not said anywhere
-        raise wrong(where, "its pickle cannot be read", f"{type(error).__name__}: {error}") from error
+        raise make_dcp_error(
+            where, "its pickle cannot be read", f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_memo(data: bytes) -> None:
-    """Raise a `ValueError` if a pickle has Python make a list for more objects than it has bytes to tell of."""
+    """Raise a `ValueError` if a pickle makes Python allocate for more objects than it has bytes."""
     for opcode, number, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= cast("int", number) <= len(data):
             raise ValueError(f"object {number} of {len(data)} bytes")
 
 
 def _check_tuples(data: bytes) -> None:
-    """Raise a `ValueError` if a tuple has too many parts: Python hashes all of them, in C and without a bound."""
+    """Raise a `ValueError` if a tuple is so long that Python would hash it for minutes."""
     stack: list[int] = []  # the sizes of values
     marks: list[int] = []
     memo: dict[int, int] = {}
@@ -239,15 +246,15 @@ def _check_tuples(data: bytes) -> None:
 
 
 def as_sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    """Whole numbers from 0 on; raises a `ValueError` for others."""
+    """Return non-negative whole numbers as a tuple, or raise a `ValueError` for other values."""
     found = tuple(values)
     if len(found) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in found):
         raise ValueError(f"{shorten_repr(found)} are no sizes")
     return found
 
 
-def wrong(
+def make_dcp_error(
     where: str, what: str, why: str, *, fix: str = "restore it from a copy, or save it again with torch"
 ) -> CheckpointError:
-    """The error of a directory of DCP."""
+    """Return the error for a damaged DCP directory."""
     return CheckpointError(f"{where}: {what}", why=why, fix=fix)

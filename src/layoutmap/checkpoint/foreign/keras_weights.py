@@ -1,4 +1,4 @@
-"""Weight files of Keras 3: `*.weights.h5`, in a `*.keras` too, and `*.weights.json` with the files it names.
+"""Read weight files of Keras 3: `*.weights.h5`, also in `*.keras`, and `*.weights.json` with its shards.
 
 Variables have Keras's places for names, as in `layers.dense.vars.0`: the file does not have their own. Those below
 `optimizer` are slots. HDF5 has no bfloat16: Keras marks it. Links to other files are not followed.
@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.foreign.archives import Window, stored_files
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
+from layoutmap.checkpoint.foreign.archives import Window, list_stored_files
 from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.source import SavedVariable, Source, package_for
+from layoutmap.checkpoint.source import SavedVariable, Source, import_reader
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
@@ -27,7 +27,7 @@ _MOST_DEPTH = 64
 
 
 class KerasWeights(Source):
-    """The weights of a weight file of Keras.
+    """The weights of a Keras weight file.
 
     Args:
         path: The file `*.weights.h5`, a `*.keras` that has one, or `*.weights.json` of several.
@@ -43,35 +43,39 @@ class KerasWeights(Source):
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(os.fspath(path), {})
         self._datasets: dict[str, Any] = {}
-        h5py = package_for("weight files of Keras", "h5py", "they are files of HDF5")
-        for file in _files_of(Path(path)):
+        h5py = import_reader("weight files of Keras", "h5py", "they are files of HDF5")
+        for file in _list_files(Path(path)):
             try:
                 window = ByteFile(file)
-                root = h5py.File(_within(window) if file.suffix == ".keras" else file, "r")
-                for name, dataset in _datasets(h5py, str(file), root, "", set()):
+                root = h5py.File(_find_weight_file(window) if file.suffix == ".keras" else file, "r")
+                for name, dataset in _list_datasets(h5py, str(file), root, "", set()):
                     self._add(str(file), name, dataset, window.num_bytes)
             except (OSError, KeyError, RuntimeError) as error:
-                raise _wrong(str(file), "the file cannot be read", str(error)) from error
+                raise _make_error(str(file), "the file cannot be read", str(error)) from error
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         path = variable.path
         try:
             found = np.asarray(self._datasets[path][wanted])
         except (OSError, RuntimeError) as error:
-            raise _wrong(self.where, f"{path}: its values cannot be read", str(error)) from error
+            raise _make_error(self.where, f"{path}: its values cannot be read", str(error)) from error
         # A view would take big-endian bytes for little-endian ones, so convert the order first.
-        return found.astype(found.dtype.newbyteorder("="), copy=False).view(numpy_dtype(variable.dtype, path))
+        return found.astype(found.dtype.newbyteorder("="), copy=False).view(
+            get_numpy_dtype(variable.dtype, path)
+        )
 
     def _add(self, file: str, name: str, dataset: Any, most: int) -> None:
         path = name.strip("/").replace("/", ".")
         if path in self.variables:
-            raise _wrong(file, f"{path}: it is there twice", "another file of the same weights has it, too")
+            raise _make_error(
+                file, f"{path}: it is there twice", "another file of the same weights has it, too"
+            )
         if dataset.external is not None or dataset.is_virtual:
-            raise _wrong(
+            raise _make_error(
                 file, f"{path}: its values are in another file", "a weight file of Keras has its own values"
             )
         if dataset.id.get_storage_size() < dataset.nbytes or dataset.nbytes > most:
-            raise _wrong(
+            raise _make_error(
                 file, f"{path}: its values are not there, or compressed", "Keras writes them as they are"
             )
         marked = dataset.attrs.get("dtype")
@@ -86,50 +90,54 @@ class KerasWeights(Source):
         return f"<KerasWeights {self.where}: {len(self.variables)} variables, no checksums>"
 
 
-def _datasets(h5py: Any, file: str, group: Any, prefix: str, known: set[Any]) -> Iterator[tuple[str, Any]]:
+def _list_datasets(
+    h5py: Any, file: str, group: Any, prefix: str, known: set[Any]
+) -> Iterator[tuple[str, Any]]:
     for name in group:
         path = f"{prefix}/{name}"
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise _wrong(file, f"{path}: it is a link", "a weight file of Keras has none")
+            raise _make_error(file, f"{path}: it is a link", "a weight file of Keras has none")
         found = group[name]
         place = h5py.h5o.get_info(found.id).addr
         # Two hard links to each of 40 groups would be 2^40 paths, so each object is read once.
         if place in known or path.count("/") > _MOST_DEPTH:
-            raise _wrong(
+            raise _make_error(
                 file, f"{path[:200]}: it is there twice, or too deep", "a weight file of Keras is a tree"
             )
         known.add(place)
         if isinstance(found, h5py.Group):
-            yield from _datasets(h5py, file, found, path, known)
+            yield from _list_datasets(h5py, file, found, path, known)
         else:
             yield path, found
 
 
-def _within(file: ByteFile) -> Window:
-    """The weight file in an archive of Keras."""
+def _find_weight_file(file: ByteFile) -> Window:
+    """Return the weight file in a `.keras` archive."""
     path = file.path
-    files = stored_files(Window(file, 0, file.num_bytes), path, "save it again with model.save")
+    files = list_stored_files(Window(file, 0, file.num_bytes), path, "save it again with model.save")
     if _WEIGHTS not in files:
-        raise _wrong(path, "it has no weights", f"a model of Keras has them in {_WEIGHTS}")
+        raise _make_error(path, "it has no weights", f"a model of Keras has them in {_WEIGHTS}")
     return files[_WEIGHTS]
 
 
-def _files_of(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
         places = cast("dict[str, Any]", json.loads(ByteFile(path).read_all())["weight_map"]).values()
         names = [name for place in places for name in ([place] if isinstance(place, str) else place)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _wrong(str(path), "the index cannot be read", f"{type(error).__name__}: {error}") from error
+        raise _make_error(
+            str(path), "the index cannot be read", f"{type(error).__name__}: {error}"
+        ) from error
     files = [path.parent / name for name in dict.fromkeys(names)]
     for file in files:
         if file.parent != path.parent or not file.is_file():
-            raise _wrong(str(file), "the file is missing", f"{path} names it, and it is not beside it")
+            raise _make_error(str(file), "the file is missing", f"{path} names it, and it is not beside it")
     return files
 
 
-def _wrong(where: str, what: str, why: str) -> CheckpointError:
+def _make_error(where: str, what: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: {what}", why=why, fix="restore it from a copy, or save it again with model.save_weights"
     )

@@ -1,4 +1,4 @@
-"""Directories of orbax: its metadata, and the zarr arrays that tensorstore reads by ranges.
+"""Read orbax directories: the metadata, and the zarr arrays in ranges through tensorstore.
 
 What is read is what `StandardCheckpointer`, `PyTreeCheckpointer` and `CheckpointManager` write: arrays and numbers, in
 one database (OCDBT) or in a folder each. Other items of a step, such as JSON, are left out. Of orbax itself nothing is
@@ -17,7 +17,7 @@ import numpy as np
 
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.gate import check_inside, check_regular, check_small
-from layoutmap.checkpoint.source import SavedVariable, Source, check_variables, package_for
+from layoutmap.checkpoint.source import SavedVariable, Source, check_variables, import_reader
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -28,7 +28,7 @@ _MOST_RATIO = 1 << 16  # bytes of an array for each byte of its files; zstd reac
 
 
 class Orbax(Source):
-    """The arrays of a directory of orbax.
+    """The arrays of an orbax directory.
 
     Paths are the keys of the saved tree, joined by dots: a weight of an `nnx.State` that was saved as
     `d1.kernel.value` is `d1.kernel`. Of a step with several items, each path begins with the name of its item.
@@ -46,10 +46,10 @@ class Orbax(Source):
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | None = None):
-        folder = _folder_of(Path(path), step)
+        folder = _choose_folder(Path(path), step)
         super().__init__(str(folder), {})
         self._stores: dict[str, Any] = {}
-        items = [folder] if (folder / METADATA).is_file() else _items(folder)
+        items = [folder] if (folder / METADATA).is_file() else _list_items(folder)
         if not items:
             raise CheckpointError(
                 f"{folder}: no arrays are in this checkpoint of orbax",
@@ -63,12 +63,12 @@ class Orbax(Source):
         try:
             found: Any = self._stores[variable.path][wanted].read().result()
         except (ValueError, OSError, RuntimeError) as error:
-            raise _unreadable(self.where, variable.path, error) from error
+            raise _make_read_error(self.where, variable.path, error) from error
         return np.array(found)
 
     def _add(self, item: Path, prefix: str) -> None:
         file = item / METADATA
-        num_bytes = _checked_bytes(item)
+        num_bytes = _count_bytes(item)
         try:
             found = json.loads(ByteFile(file).read_all())
             leaves = [
@@ -94,13 +94,13 @@ class Orbax(Source):
                     fix="rename them",
                 )
             check_inside(str(file), name)
-            store = self._opened(item, path, name, found)
+            store = self._open_array(item, path, name, found)
             shape = tuple(map(int, store.shape))
             self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
             self._stores[path] = store
         check_variables(str(item), self.variables.values(), num_bytes * _MOST_RATIO)
 
-    def _opened(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
+    def _open_array(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
         base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
         if metadata.get("use_ocdbt"):
             base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
@@ -109,18 +109,18 @@ class Orbax(Source):
         spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
         # Orbax writes all chunks of an array, and tensorstore reads a missing one as zeros unless it is told otherwise.
         spec["fill_missing_data_reads"] = False
-        tensorstore = package_for("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
+        tensorstore = import_reader("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
         try:
             return tensorstore.open(spec, open=True, read=True).result()
         except (ValueError, OSError, RuntimeError) as error:
-            raise _unreadable(str(item), path, error) from error
+            raise _make_read_error(str(item), path, error) from error
 
     def __repr__(self) -> str:
         return f"<Orbax {self.where}: {len(self.variables)} arrays, no checksums>"
 
 
-def _checked_bytes(item: Path) -> int:
-    """Return the size of all files of a checkpoint.
+def _count_bytes(item: Path) -> int:
+    """Return the size of all files of a checkpoint, after a check that each one is regular.
 
     Raises:
         CheckpointError: One is not a regular file: tensorstore would wait for a pipe without end.
@@ -131,7 +131,7 @@ def _checked_bytes(item: Path) -> int:
             try:
                 found = os.stat(path)
             except OSError as error:
-                raise _unreadable(str(item), path, error) from error
+                raise _make_read_error(str(item), path, error) from error
             check_regular(path, found)
             if os.path.basename(path) in _SMALL:
                 check_small(path, found.st_size)
@@ -140,20 +140,20 @@ def _checked_bytes(item: Path) -> int:
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of orbax, one of its steps, or has such steps."""
-    return (folder / METADATA).is_file() or (folder / _STEP_METADATA).is_file() or bool(_steps(folder))
+    """Return whether a folder is an orbax checkpoint, one of its steps, or has such steps."""
+    return (folder / METADATA).is_file() or (folder / _STEP_METADATA).is_file() or bool(_list_steps(folder))
 
 
-def _steps(folder: Path) -> dict[int, Path]:
-    """The steps of a folder; orbax may write a name or zeros before the number."""
+def _list_steps(folder: Path) -> dict[int, Path]:
+    """Return the folders of steps by number. Orbax may write a name or zeros before the number."""
     found = {
         each: each.name.rpartition("_")[2] for each in folder.iterdir() if (each / _STEP_METADATA).is_file()
     }
     return {int(number): each for each, number in found.items() if number.isdecimal()}
 
 
-def _folder_of(path: Path, step: int | None) -> Path:
-    steps = {} if (path / METADATA).is_file() or (path / _STEP_METADATA).is_file() else _steps(path)
+def _choose_folder(path: Path, step: int | None) -> Path:
+    steps = {} if (path / METADATA).is_file() or (path / _STEP_METADATA).is_file() else _list_steps(path)
     if not steps and step is None:
         return path
     if step is not None and step not in steps:
@@ -166,11 +166,11 @@ def _folder_of(path: Path, step: int | None) -> Path:
     return steps[max(steps) if step is None else step]
 
 
-def _items(folder: Path) -> list[Path]:
+def _list_items(folder: Path) -> list[Path]:
     return sorted(each.parent for each in folder.glob(f"*/{METADATA}"))
 
 
-def _unreadable(where: str, path: str, error: Exception) -> CheckpointError:
+def _make_read_error(where: str, path: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path}: its values cannot be read",
         facts={"checkpoint": where},

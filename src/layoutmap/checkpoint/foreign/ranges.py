@@ -1,4 +1,4 @@
-"""Blocks of arrays that are in a file in row-major order: the byte ranges that a block needs, and no others."""
+"""Read blocks of row-major arrays from files: only the byte ranges that a block needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLAB_BYTES = 1 << 20
 
 
 class ByteFile:
-    """A file of which ranges are read.
+    """File that is read in byte ranges.
 
     Args:
         path: Where it is.
@@ -41,7 +41,7 @@ class ByteFile:
                 self.path, os.O_RDONLY | os.O_NONBLOCK
             )  # which a pipe of that name does not hang
         except OSError as error:
-            raise _unreadable(self.path, error) from error
+            raise _make_read_error(self.path, error) from error
         weakref.finalize(self, os.close, self._file)
         about = os.fstat(self._file)
         check_regular(self.path, about)
@@ -49,7 +49,7 @@ class ByteFile:
         self.bytes_read = 0
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from one on.
+        """Fill a buffer with the bytes from `start` on.
 
         Raises:
             CheckpointError: They cannot be read, or the file ends before.
@@ -59,7 +59,7 @@ class ByteFile:
             try:
                 count = os.preadv(self._file, [buffer[done:]], start + done)
             except OSError as error:
-                raise _unreadable(self.path, error) from error
+                raise _make_read_error(self.path, error) from error
             if not count:
                 raise CheckpointError(
                     f"{self.path}: the file is truncated",
@@ -83,13 +83,13 @@ class ByteFile:
         return self.read(0, self.num_bytes)
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return the bytes from one on."""
+        """Return the bytes from `start` on."""
         data = bytearray(num_bytes)
         self.read_into(start, memoryview(data))
         return bytes(data)
 
     def block(self, start: int, dtype: np.dtype[Any], shape: Sequence[int], index: Index) -> NumpyArray:
-        """Return a block of an array whose first element is at a byte.
+        """Return a block of an array that begins at byte `start`.
 
         Args:
             start: The byte.
@@ -110,7 +110,7 @@ class ByteFile:
         row = (shape[axis] if shape else 1) * inner
         strides = [math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(axis)]
         if axis and (end - begin) * inner < _SHORT_BYTES:
-            self._slabs(result, start, parts, strides, (begin * inner, end * inner, row))
+            self._read_slabs(result, start, parts, strides, (begin * inner, end * inner, row))
             return result
         runs = result.reshape(-1).view(np.uint8).reshape(-1, (end - begin) * inner)
         outer = itertools.product(*(range(*part) for part in parts[:axis]))
@@ -119,7 +119,7 @@ class ByteFile:
             self.read_into(start + offset + begin * inner, run.data)
         return result
 
-    def _slabs(
+    def _read_slabs(
         self,
         result: NumpyArray,
         start: int,
@@ -127,7 +127,7 @@ class ByteFile:
         strides: Sequence[int],
         run: tuple[int, int, int],
     ) -> None:
-        """Fill the block from slabs of several rows, of which each run is a part."""
+        """Fill the block from slabs of several rows each, since single runs would be too short."""
         begin, end, row = run
         axis = len(strides) - 1
         first, last = parts[axis]
@@ -144,7 +144,7 @@ class ByteFile:
                 filled[one - first : one - first + count] = slab.reshape(count, row)[:, : end - begin]
 
 
-def _unreadable(path: str, error: OSError) -> CheckpointError:
+def _make_read_error(path: str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{path}: the file cannot be read",
         why=f"the system says: {error.strerror or error}",

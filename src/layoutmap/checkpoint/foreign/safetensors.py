@@ -1,4 +1,4 @@
-"""Files of the safetensors format, as Hugging Face's libraries write them: one, or several with an index.
+"""Read safetensors files as Hugging Face libraries write them: one file, or several with an index.
 
 A file begins with the length of its header in 8 bytes, then has the header, which is JSON, then the values:
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
+from layoutmap.checkpoint.dtypes import SAFETENSORS, get_numpy_dtype
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
@@ -57,7 +57,7 @@ class Safetensors(Source):
         self.metadata: dict[str, str] = {}
         self._files: list[ByteFile] = []
         self._tensors: dict[str, _Tensor] = {}
-        names, index = _files_of(Path(self.where))
+        names, index = _list_files(Path(self.where))
         for name in names:
             self._add(ByteFile(name))
         self.variables = {name: tensor.variable for name, tensor in self._tensors.items()}
@@ -77,18 +77,18 @@ class Safetensors(Source):
 
     @property
     def bytes_read(self) -> int:
-        """How many bytes have been read so far, headers included."""
+        """Bytes that have been read so far, headers included."""
         return sum(file.bytes_read for file in self._files)
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        tensor, dtype = self._tensors[variable.path], numpy_dtype(variable.dtype, variable.path)
+        tensor, dtype = self._tensors[variable.path], get_numpy_dtype(variable.dtype, variable.path)
         return tensor.file.block(tensor.start, dtype, variable.shape, wanted)
 
     def _check(self, variable: SavedVariable, wanted: Index) -> None:
         tensor = self._tensors[variable.path]
         size = os.stat(tensor.file.path).st_size
         if size != tensor.file.num_bytes:
-            raise _wrong(
+            raise _make_error(
                 tensor.file,
                 "the file has changed its size",
                 f"it had {tensor.file.num_bytes} bytes, now {size}",
@@ -96,24 +96,26 @@ class Safetensors(Source):
 
     def _add(self, file: ByteFile) -> None:
         self._files.append(file)
-        start, header = _header(file)
+        start, header = _read_header(file)
         about = header.pop("__metadata__", None)
         self.metadata |= about if isinstance(about, dict) else {}
         last, last_name = 0, ""
-        entries = [(*_checked(file, name, entry), name) for name, entry in header.items()]
+        entries = [(*_read_entry(file, name, entry), name) for name, entry in header.items()]
         for begin, end, variable, name in sorted(entries, key=lambda each: each[:2]):
             if begin != last:
                 after = f" after {last_name!r}" if last_name else ""
                 what = f"overlaps {last_name!r}" if begin < last else f"leaves a gap{after}"
                 why = f"its values begin at byte {begin} of the data, and those before end at {last}"
-                raise _wrong(file, f"tensor {name!r} {what}", why)
+                raise _make_error(file, f"tensor {name!r} {what}", why)
             if name in self._tensors:
                 other = self._tensors[name].file.path
-                raise _wrong(file, f"tensor {name!r} is there twice", f"{other} has one of that name, too")
+                raise _make_error(
+                    file, f"tensor {name!r} is there twice", f"{other} has one of that name, too"
+                )
             last, last_name = end, name
             self._tensors[name] = _Tensor(file, start + begin, variable)
         if start + last != file.num_bytes:
-            raise _wrong(
+            raise _make_error(
                 file,
                 "the file is truncated"
                 if start + last > file.num_bytes
@@ -125,8 +127,8 @@ class Safetensors(Source):
         return f"<Safetensors {self.where}: {len(self._tensors)} tensors in {len(self._files)} files, no checksums>"
 
 
-def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files that are meant, and the index where there is one."""
+def _list_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Return the files to read, and the index if there is one."""
     if path.is_dir():
         indexes = sorted(path.glob("*" + INDEX))
         one = path / "model.safetensors"
@@ -145,19 +147,19 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     if not path.name.endswith(INDEX):
         return [path], None
     file = ByteFile(path)
-    found = _json(file, file.read_all(), "the index")
+    found = _parse_json(file, file.read_all(), "the index")
     names = found.get("weight_map")
     if not isinstance(names, dict) or not all(
         isinstance(name, str) for name in cast("dict[str, Any]", names).values()
     ):
-        raise _wrong(
+        raise _make_error(
             file, "the index has no weight_map", "it maps the name of each tensor to that of its file"
         )
     index = cast("dict[str, str]", names)
     files = [path.parent / name for name in dict.fromkeys(index.values())]
     for each in files:
         if each.name not in index.values() or each.parent != path.parent:
-            raise _wrong(
+            raise _make_error(
                 file, f"the index names the file {str(each)!r}", "files of an index are in its folder"
             )
         if not each.is_file():
@@ -171,42 +173,42 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     return files, index
 
 
-def _header(file: ByteFile) -> tuple[int, dict[str, object]]:
-    """The byte at which the values begin, and the header."""
+def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
+    """Return the byte at which the values begin, and the header."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
-        raise _wrong(
+        raise _make_error(
             file,
             "this is not a file of safetensors, or a truncated one",
             f"its first 8 bytes say that its header has {length} bytes, and it has {file.num_bytes} in all"
             if length >= 0
             else f"it has {file.num_bytes} bytes, and begins with 8 that give the length of its header",
         )
-    return 8 + length, _json(file, file.read(8, length), "its header")
+    return 8 + length, _parse_json(file, file.read(8, length), "its header")
 
 
-def _json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
-    def unique(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
+def _parse_json(file: ByteFile, data: bytes, what: str) -> dict[str, object]:
+    def refuse_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise _wrong(file, f"{what} has {name!r} twice", "which of them is meant is not known")
+                raise _make_error(file, f"{what} has {name!r} twice", "which of them is meant is not known")
             found[name] = value
         return found
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique)
+        found = json.loads(data.decode(), object_pairs_hook=refuse_duplicates)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _wrong(file, f"{what} is not JSON", str(error)) from error
+        raise _make_error(file, f"{what} is not JSON", str(error)) from error
     if not isinstance(found, dict):
-        raise _wrong(file, f"{what} is not a JSON object", f"it is {shorten_repr(found)}")
+        raise _make_error(file, f"{what} is not a JSON object", f"it is {shorten_repr(found)}")
     return cast("dict[str, Any]", found)
 
 
-def _checked(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
-    """Where the values of a tensor begin and end, and the tensor."""
+def _read_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
+    """Return the first and last byte of a tensor's values, and its variable."""
     try:
         shape: tuple[int, ...] = tuple(entry["shape"])
         (begin, end), code = entry["data_offsets"], entry["dtype"]
@@ -215,19 +217,19 @@ def _checked(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVari
         shape, begin, end, code, sound = tuple[int, ...](), 0, 0, "", False
     if not sound:
         why = "each has a dtype, a shape and data_offsets, of whole numbers from 0 on"
-        raise _wrong(file, f"tensor {name!r}: its entry cannot be read", why, there=shorten_repr(entry))
+        raise _make_error(file, f"tensor {name!r}: its entry cannot be read", why, there=shorten_repr(entry))
     if code not in _NAMES:
         known = f"the known ones are {', '.join(_NAMES)}"
-        raise _wrong(
+        raise _make_error(
             file, f"tensor {name!r} has elements of type {code!r}", known, fix="convert it to one of these"
         )
     dtype = _NAMES[code]
-    needed = math.prod(shape) * numpy_dtype(dtype, name).itemsize
+    needed = math.prod(shape) * get_numpy_dtype(dtype, name).itemsize
     if end - begin != needed:
         why = f"{code} of shape {shape} needs {needed} bytes, and its data_offsets have {end - begin}"
-        raise _wrong(file, f"tensor {name!r}: its size does not fit its shape", why)
+        raise _make_error(file, f"tensor {name!r}: its size does not fit its shape", why)
     return begin, end, SavedVariable(name, shape, dtype)
 
 
-def _wrong(file: ByteFile, what: str, why: str, *, fix: str = _FIX, **facts: object) -> CheckpointError:
+def _make_error(file: ByteFile, what: str, why: str, *, fix: str = _FIX, **facts: object) -> CheckpointError:
     return CheckpointError(f"{file.path}: {what}", facts=facts, why=why, fix=fix)

@@ -1,4 +1,4 @@
-"""Write weights as Hugging Face's libraries write and read them: files of safetensors, and an index."""
+"""Write weights as Hugging Face libraries do: safetensors files and an index."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from layoutmap.checkpoint.dtypes import SAFETENSORS, numpy_dtype
+from layoutmap.checkpoint.dtypes import SAFETENSORS, get_numpy_dtype
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.checkpoint.writer import header_bytes
+from layoutmap.checkpoint.writer import encode_header
 from layoutmap.core.blocks import Index, make_full_index
 from layoutmap.core.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def write_variables(
     max_shard_bytes: int,
     progress: Callable[[str], object],
 ) -> None:
-    """Write variables into a folder, as every writer of `layoutmap.checkpoint.foreign.WRITERS` does.
+    """Write variables into a folder, as every writer in `layoutmap.checkpoint.foreign.WRITERS` does.
 
     One file is `model.safetensors`. Several are `model-00001-of-00002.safetensors` and so on, with an index.
 
@@ -49,9 +49,9 @@ def write_variables(
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with storage.create(folder, name) as sink:
             rows = [(v.path, SAFETENSORS[v.dtype], v.shape, v.global_bytes) for v in content]
-            sink.write(header_bytes("pt", rows)[0])  # a format that transformers asks for
+            sink.write(encode_header("pt", rows)[0])  # a format that transformers asks for
             for variable in content:
-                for index in _row_blocks(variable):
+                for index in _split_rows(variable):
                     values = np.ascontiguousarray(source.read(variable.path, index))
                     sink.write(values.reshape(-1).view(np.uint8).data)
                 weight_map[variable.path] = name
@@ -64,7 +64,7 @@ def write_variables(
 
 
 def _split_files(variables: Sequence[SavedVariable], most: int) -> Iterator[list[SavedVariable]]:
-    """Yield the variables of each file; large elements come first, so that numpy can map all of them."""
+    """Yield the variables of each file. Large elements come first, so that numpy can map all of them."""
     found: list[SavedVariable] = []
     size = 0
     for variable in variables:
@@ -83,11 +83,11 @@ def _split_files(variables: Sequence[SavedVariable], most: int) -> Iterator[list
 
 
 def _sort_by_alignment(variables: list[SavedVariable]) -> list[SavedVariable]:
-    return sorted(variables, key=lambda each: -numpy_dtype(each.dtype).itemsize)
+    return sorted(variables, key=lambda each: -get_numpy_dtype(each.dtype).itemsize)
 
 
-def _row_blocks(variable: SavedVariable) -> Iterator[Index]:
-    """Yield the blocks of a variable that follow each other in a file: rows of its first axis."""
+def _split_rows(variable: SavedVariable) -> Iterator[Index]:
+    """Yield the blocks of a variable that are adjacent in a file: ranges of rows of its first axis."""
     everything = make_full_index(variable.shape)
     if not variable.shape:
         yield everything

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, read without torch and without running anything, for `layoutmap checkpoint convert`.
+"""Read files of `torch.save` without torch and without running code, for `layoutmap checkpoint convert`.
 
 Such a file is an archive with a pickle, of which `TensorUnpickler` makes inert records, as `torch.load` does with
 `weights_only=True`, and with the bytes of each storage. No more is read or written of it than it has bytes.
@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from layoutmap.checkpoint.dtypes import numpy_dtype
-from layoutmap.checkpoint.foreign.archives import Window, stored_files
+from layoutmap.checkpoint.dtypes import get_numpy_dtype
+from layoutmap.checkpoint.foreign.archives import Window, list_stored_files
 from layoutmap.checkpoint.foreign.dcp import is_dense, read_tensor
-from layoutmap.checkpoint.foreign.dcp_pickle import Tensor, TensorUnpickler, unpickled, wrong
+from layoutmap.checkpoint.foreign.dcp_pickle import TensorRecord, TensorUnpickler, make_dcp_error, read_pickle
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
@@ -46,40 +46,44 @@ class TorchFile(Source):  # why: decisions/0085
     def __init__(self, path: str | os.PathLike[str], part: str | None = None):
         super().__init__(os.fspath(path), {})
         self._file = ByteFile(path)
-        self._tensors: dict[str, tuple[Tensor, Window]] = {}
+        self._tensors: dict[str, tuple[TensorRecord, Window]] = {}
         whole = Window(self._file, 0, self._file.num_bytes)
-        files = {name.partition("/")[2]: file for name, file in stored_files(whole, self.where, _FIX).items()}
+        files = {
+            name.partition("/")[2]: file for name, file in list_stored_files(whole, self.where, _FIX).items()
+        }
         head = files.get("data.pkl")
         if head is None or head.num_bytes > _MOST_PICKLE_BYTES:
-            raise self._wrong(
+            raise self._make_error(
                 "its pickle is missing, or too large", f"it is data.pkl of {join_names([*files])}"
             )
         order = files.get("byteorder")
         if order is not None and order.read(9) != b"little":
-            raise self._wrong("its bytes are in the other order", "the machine was another")
-        found = unpickled(self.where, head.read(head.num_bytes) or b"", TensorUnpickler)
-        known: dict[Tensor, str] = {}
+            raise self._make_error("its bytes are in the other order", "the machine was another")
+        found = read_pickle(self.where, head.read(head.num_bytes) or b"", TensorUnpickler)
+        known: dict[TensorRecord, str] = {}
         aliases: dict[str, list[str]] = {}
-        for name, tensor in _tensors(self.where, found, head.num_bytes):
+        for name, tensor in _iterate_tensors(self.where, found, head.num_bytes):
             if part is not None and name != part and not name.startswith(f"{part}."):
                 continue
             name = name.removeprefix(f"{part}.")
             if name in self._tensors or name in aliases:
-                raise self._wrong(
+                raise self._make_error(
                     f"{name}: it is there twice", "keys that have dots, and keys in mappings, meet"
                 )
             first = known.setdefault(tensor, name)
             aliases.setdefault(first, []).append(name)
             if first == name:
-                self._tensors[name] = tensor, self._checked(name, tensor, files)
+                self._tensors[name] = tensor, self._find_storage(name, tensor, files)
         self.variables = {
             name: SavedVariable(name, each.shape, each.dtype or "", aliases=tuple(aliases[name][1:]))
             for name, (each, _) in self._tensors.items()
         }
         if not self.variables:
-            raise self._wrong(f"it has no tensors{' in ' * bool(part)}{part or ''}", "only tensors are read")
-        if (total := sum(map(_num_bytes, self._tensors.values()))) > self._file.num_bytes:
-            raise wrong(
+            raise self._make_error(
+                f"it has no tensors{' in ' * bool(part)}{part or ''}", "only tensors are read"
+            )
+        if (total := sum(map(_count_bytes, self._tensors.values()))) > self._file.num_bytes:
+            raise make_dcp_error(
                 self.where,
                 f"its tensors have {total} bytes",
                 f"the file has {self._file.num_bytes}, of which several tensors are views",
@@ -88,49 +92,53 @@ class TorchFile(Source):  # why: decisions/0085
 
     def _read(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
         tensor, data = self._tensors[variable.path]
-        return read_tensor(self._file, data.start, tensor, numpy_dtype(variable.dtype, variable.path), wanted)
+        return read_tensor(
+            self._file, data.start, tensor, get_numpy_dtype(variable.dtype, variable.path), wanted
+        )
 
-    def _checked(self, name: str, tensor: Tensor, files: Mapping[str, Window]) -> Window:
-        """Where the storage of a tensor is."""
+    def _find_storage(self, name: str, tensor: TensorRecord, files: Mapping[str, Window]) -> Window:
+        """Return the storage of a tensor, after a check that all its values are there."""
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None or not tensor.dtype or not is_dense(tensor):
-            raise wrong(
+            raise make_dcp_error(
                 self.where,
                 f"{name}: its values are missing, or not side by side",
                 f"its storage is {tensor.storage[2]}, its strides {tensor.strides}",
                 fix="save tensor.detach().contiguous() in its place",
             )
-        end = (tensor.start + math.prod(tensor.shape)) * numpy_dtype(tensor.dtype, name).itemsize
+        end = (tensor.start + math.prod(tensor.shape)) * get_numpy_dtype(tensor.dtype, name).itemsize
         if end > data.num_bytes:
-            raise self._wrong(f"{name}: its values are missing", f"it needs {end} bytes of {data.num_bytes}")
+            raise self._make_error(
+                f"{name}: its values are missing", f"it needs {end} bytes of {data.num_bytes}"
+            )
         return data
 
-    def _wrong(self, what: str, why: str) -> CheckpointError:
-        return wrong(self.where, what, why)
+    def _make_error(self, what: str, why: str) -> CheckpointError:
+        return make_dcp_error(self.where, what, why)
 
     def __repr__(self) -> str:
         return f"<TorchFile {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
-def _num_bytes(found: tuple[Tensor, Window]) -> int:
+def _count_bytes(found: tuple[TensorRecord, Window]) -> int:
     tensor, _ = found
-    return math.prod(tensor.shape) * numpy_dtype(tensor.dtype or "").itemsize
+    return math.prod(tensor.shape) * get_numpy_dtype(tensor.dtype or "").itemsize
 
 
-def _tensors(where: str, found: object, most: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in mappings and lists, by path; what is there many times by reference is as many as it says."""
+def _iterate_tensors(where: str, found: object, most: int) -> Iterator[tuple[str, TensorRecord]]:
+    """Yield the tensors in nested mappings and lists by path, and refuse more than `most` parts."""
     left: list[tuple[tuple[str, ...], object]] = [((), found)]
     count = 0
     while left:
         path, value = left.pop()
         count += 1
         if count > most or len(path) > _MOST_DEPTH or sum(map(len, path)) > _MOST_NAME:
-            raise wrong(
+            raise make_dcp_error(
                 where,
                 "its mappings refer to each other",
                 "they have more parts than the pickle has bytes, or names too long",
             )
-        if isinstance(value, Tensor):
+        if isinstance(value, TensorRecord):
             yield ".".join(path) or "tensor", value
         elif isinstance(value, Mapping):
             parts = cast("Mapping[Any, Any]", value).items()

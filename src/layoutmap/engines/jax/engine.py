@@ -89,7 +89,7 @@ class JaxEngine:
         return self._layouts.make_sharding(layout)
 
     def get_layout(self, array: object) -> Layout | None:
-        """Return the layout of an array, or `None` if it is on no mesh of named dims, or a sum that is pending."""
+        """Return the layout of an array, or None without a mesh with named dims or for a partial sum."""
         return self._layouts.get_layout(array)
 
     def describe_placement(self, array: object, meshes: Sequence[Mesh] = ()) -> Layout | Unplaced:
@@ -160,7 +160,7 @@ class JaxEngine:
             return self._layouts.record_layout(made, assignment.layout)
 
     def get_writable_memory(self, array: object) -> tuple[()]:
-        """Nothing: arrays of JAX never change."""
+        """Return no memory, since JAX arrays are immutable."""
         return ()
 
     def relayout(self, array: object, layout: Layout) -> jax.Array:

@@ -71,7 +71,7 @@ class ArrayLayouts:  # why: decisions/0033
         return known
 
     def get_layout(self, array: Any) -> Layout | None:
-        """The layout of an array, or `None` if it is on no mesh of named dims."""
+        """Return the layout of an array, or None without a mesh with named dims."""
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
             return None

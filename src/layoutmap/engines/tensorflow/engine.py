@@ -139,7 +139,7 @@ class TensorFlowEngine:
             return from_blocks(variable.shape, assignment.layout, wrap_reader(variable, read), copy=copy)
 
     def get_writable_memory(self, array: object) -> tuple[()]:
-        """Nothing: numpy has copies of what TensorFlow holds."""
+        """Return no memory, since numpy gets copies of TensorFlow's values."""
         return ()
 
     @tf.autograph.experimental.do_not_convert

@@ -89,7 +89,7 @@ class LayoutLaws(EngineCases):
         assert self.engine.get_layout(array) is None
 
     def test_an_array_without_layout_is_reported_as_unplaced(self):
-        """`found` returns `Unplaced` for an array without a layout, and otherwise the layout."""
+        """`describe_placement` returns `Unplaced` for an array without a layout, and otherwise the layout."""
         unplaced = self.engine.describe_placement(self.make_array(np.zeros(2, np.float32)))
         layout = Layout(["x"], self.make_mesh("x=2"))
         array = self.engine.relayout(np.zeros(2, np.float32), layout)

@@ -73,7 +73,7 @@ def load_on_other_engine(trial: Trial) -> Iterator[str]:
     if case.library != "keras":
         raise NotApplicable("its library has one engine")
     engine = _OTHER_ENGINE[trial.adapter.engine_name]
-    if trial.group.several or not case.devices.simulated or engine not in list_installed_engines():
+    if trial.group.has_others or not case.devices.simulated or engine not in list_installed_engines():
         raise NotApplicable(f"{engine} may have other devices, or none")
     if not trial.choices.is_one_in(8):
         raise NotApplicable("one case in eight is tried")

@@ -41,7 +41,7 @@ def compare_built_model(trial: Trial) -> Iterator[str]:
     """Compare paths, layouts, and bytes on each device with the plan, also after training steps."""
     engine = get_engine(trial.adapter.engine_name)
     planned = {a.variable.path: a for a in trial.plan.assignments}
-    stored = {each.variable.path: each.array for each in trial.adapter.stored(trial.pair[1])}
+    stored = {each.variable.path: each.array for each in trial.adapter.list_stored_variables(trial.pair[1])}
     for path, variable in trial.adapter.variables(trial.pair[1]).items():
         if path not in planned:
             if not path.startswith("optimizer."):  # a plan cannot predict all slots of an optimizer

@@ -11,7 +11,7 @@ import numpy as np
 
 from layoutmap.core.mesh import Mesh
 from layoutmap.inspecting.inspect import inspect
-from layoutmap.inspecting.parity import compared, compared_numbers, compared_variables
+from layoutmap.inspecting.parity import compare_logs, compare_models, compare_variables
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Trial, flatten_arrays
 from layoutmap.testing.models.cases import QUANTIZED
 from layoutmap.testing.products import allowed_tf32
@@ -19,14 +19,14 @@ from layoutmap.testing.products import allowed_tf32
 
 def compare_initial_values(trial: Trial) -> Iterator[str]:
     """Compare the bits of all initial values with the unsharded model."""
-    for row in compared_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
+    for row in compare_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
         if not row.agrees:
             yield str(row)
 
 
 def compare_predictions(trial: Trial) -> Iterator[str]:
     """Compare `predict` and `evaluate` of Keras, with a last batch of fewer rows, for a third of the cases."""
-    if trial.case.library != "keras" or trial.group.several:  # in several processes, they take local rows
+    if trial.case.library != "keras" or trial.group.has_others:  # in several processes, they take local rows
         raise NotApplicable("its library has no predict, or several processes compute")
     if not trial.choices.is_one_in(3):
         raise NotApplicable("one case in three is tried")
@@ -37,7 +37,7 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
         logs = model.evaluate(*batch, batch_size=size, verbose=0, return_dict=True)
         # Only the total loss is compared: for several outputs, Keras on TensorFlow averages each loss over batches.
         results.append({f"output {n}": output for n, output in enumerate(outputs)} | {"loss": logs["loss"]})
-    rows = compared_numbers("forward", results[0], results[1], TOLERANCE)
+    rows = compare_logs("forward", results[0], results[1], TOLERANCE)
     yield from map(str, trial.exclude_rounding(list(rows)))
 
 
@@ -56,13 +56,13 @@ def compare_uncompiled(trial: Trial) -> Iterator[str]:
     """
     if trial.adapter.engine_name != "jax":
         raise NotApplicable("on the other engines, all laws run without a compiler")
-    if trial.group.several:
+    if trial.group.has_others:
         raise NotApplicable("JAX requires the compiler in several processes")
     if not trial.choices.is_one_in(8):
         raise NotApplicable("one case in eight is tried")
     pair = trial.make_pair()
     with importlib.import_module("jax").disable_jit():
-        report = compared(trial.adapter, *pair, trial.case.batch, steps=1, tolerance=TOLERANCE)
+        report = compare_models(trial.adapter, *pair, trial.case.batch, steps=1, tolerance=TOLERANCE)
         yield from map(str, trial.exclude_rounding(report.rows))
 
 

@@ -20,11 +20,11 @@ from layoutmap.engines import get_engine
 from layoutmap.inspecting.parity import (
     ROUNDINGS,
     ParityRow,
-    compared,
-    compared_numbers,
-    compared_variables,
+    compare_logs,
+    compare_models,
+    compare_variables,
+    make_unsharded_model,
     measure_rounding,
-    plain_beside,
     scale_rows,
 )
 from layoutmap.scope.plan import Plan
@@ -111,7 +111,7 @@ class Trial:
     def make_unsharded(self) -> Any:
         """Return another unsharded model, with all variables that training creates."""
         self.adapter.set_seed(_SEED)
-        model = plain_beside(self.adapter, self.case.make_model, self.case.layout_map)
+        model = make_unsharded_model(self.adapter, self.case.make_model, self.case.layout_map)
         self.adapter.complete(model, self.case.batch)
         return model
 
@@ -202,7 +202,7 @@ class Trial:
             else:
                 wide_trial = Trial(replace(self.case, precision="float64"))
                 other = self._copy_weights(wide_trial.make_unsharded(), reference)
-            yield from compared(
+            yield from compare_models(
                 adapter, reference, other, self.case.batch, tolerance=TOLERANCE, left_out=self._left_out
             ).rows
 
@@ -236,7 +236,7 @@ class Trial:
         """
         batch, adapter = self.case.batch, self.adapter
         left_out = None if is_pair else self._left_out
-        report = compared(adapter, reference, other, batch, tolerance=TOLERANCE, left_out=left_out)
+        report = compare_models(adapter, reference, other, batch, tolerance=TOLERANCE, left_out=left_out)
         if is_pair:
             self._left_out = report.only_rounding
         yield from (row for row in report.rows if row.stage != "weights")
@@ -246,15 +246,17 @@ class Trial:
         expected, actual = self._train_step(reference, fewer), self._train_step(other, fewer)
         # Some models diverge at the common learning rate.
         if all(np.isfinite(number).all() for number in expected.values()):
-            yield from compared_numbers(stage, expected, actual, TOLERANCE)
+            yield from compare_logs(stage, expected, actual, TOLERANCE)
             if all(np.all(np.abs(number) < DIVERGES) for number in expected.values()):
-                yield from compared_variables(
+                yield from compare_variables(
                     adapter, stage, reference, other, TOLERANCE, report.only_rounding
                 )
 
     def _train_step(self, model: Any, fewer_rows: object) -> dict[str, float]:
         """Train with another batch size. Keras models run `fit` with a smaller last batch."""
-        if self.case.library != "keras" or self.group.several:  # in several processes, `fit` takes local rows
+        if (
+            self.case.library != "keras" or self.group.has_others
+        ):  # in several processes, `fit` takes local rows
             return self.adapter.train_step(model, fewer_rows)
         size = self.case.rows * 2 // 3
         history = model.fit(*self.case.batch, batch_size=size, shuffle=False, verbose=0).history

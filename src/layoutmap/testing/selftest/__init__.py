@@ -24,7 +24,7 @@ from layoutmap.cost.machines import machine_named
 from layoutmap.engines import ENGINES, list_installed_engines
 from layoutmap.engines.launchers import Launcher, detect_launcher
 from layoutmap.engines.tested import TESTED
-from layoutmap.scope.progress import Waiting
+from layoutmap.scope.progress import ElapsedTime
 from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.selftest.report import Report
 from layoutmap.testing.selftest.speeds import Speeds
@@ -60,7 +60,7 @@ def run_selftest(options: Any) -> Report | None:
     engines = [options.engine] if options.engine else list_installed_engines()
     with (
         tempfile.TemporaryDirectory(prefix="layoutmap-selftest-", dir=options.folder) as folder,
-        Waiting(f"trying laws for {options.minutes:g} minutes") as waiting,
+        ElapsedTime(f"trying laws for {options.minutes:g} minutes") as waiting,
     ):
         schedule = Schedule(
             _choose_subjects(engines, options.only or ()),
