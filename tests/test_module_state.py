@@ -60,7 +60,7 @@ STATE = {
     "cost.jax.attention._calls": "the step that is traced on this thread, whose calls of attention are named",
     "engines.jax.shardy.check": "whether jaxlib has Shardy's passes, asked once",
     "rules.zoo.models": "the list of published models, read once",
-    "cost.machines.known_devices": "the devices of machines.yaml, read once",
+    "cost.machines.load_devices": "the devices of machines.yaml, read once",
 }
 
 MUTABLE = {

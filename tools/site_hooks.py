@@ -1,6 +1,6 @@
 """Prepare the site besides mkdocs: linked files outside of docs/, notebooks, and GitHub's Markdown."""
 
-# why: decisions/0089
+# Pages must work on GitHub and as a site, so this small hook converts notebooks and links (decisions/0089).
 from __future__ import annotations
 
 import json

@@ -49,9 +49,7 @@ def test_the_order_of_devices_says_which_dim_runs_over_which_network(mesh, netwo
     """The last dim runs fastest, so its devices are neighbours."""
     mesh, machine = Mesh(None, mesh), machine_named("h100:64")
 
-    assert networks == {
-        dim: machine.describe_network(machine.find_group(mesh, [dim])) for dim in mesh.dim_names
-    }
+    assert networks == {dim: machine.network_text(machine.group(mesh, [dim])) for dim in mesh.dim_names}
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data())
@@ -110,7 +108,7 @@ def test_a_file_of_ones_own_describes_a_device(tmp_path):
     assert ("big:8", 48 * 2**30, 180e12, 4) == (
         str(machine),
         machine.device.memory_bytes,
-        machine.device.rate("bfloat16"),
+        machine.device.get_flops_rate("bfloat16"),
         machine.device.node_size,
     )
 

@@ -198,7 +198,7 @@ def test_what_is_printed_before_code_is_made_is_what_xla_says_of_the_whole(targe
     printed = compile_modules([module], 8, target)[0]
     environment = compiler.make_environment(TARGETS[target], 8)
     plain = environment | {"XLA_FLAGS": environment["XLA_FLAGS"].partition(" --xla_dump")[0]}
-    monkeypatch.setattr(compiled, "environment", lambda *args: plain)
+    monkeypatch.setattr(compiled, "make_environment", lambda *args: plain)
     whole = compile_modules([module], 8, target)[0]
     assert (printed.argument_bytes, printed.peak_bytes) == (whole.argument_bytes, whole.peak_bytes)
     assert printed.collectives == whole.collectives

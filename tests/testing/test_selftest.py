@@ -251,7 +251,7 @@ def test_a_step_is_counted_as_it_is_taken_on_one_device():
 
     assert 0 == done.returncode, done.stderr[-2000:]
     counted = json.loads(done.stdout)
-    products = 11 * 2 * 1024**3 / machine_named("h100").device.rate("float32")
+    products = 11 * 2 * 1024**3 / machine_named("h100").device.get_flops_rate("float32")
     assert products <= counted["step"] < 4 * products  # torch fuses nothing: its memory takes longer
     assert 4 * 4 * 1024**2 == counted["created_bytes"]
 

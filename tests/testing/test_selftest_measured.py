@@ -27,7 +27,7 @@ def measured(machine, dims, slower=None):
             "mesh": dims,
             "dim": dim.name,
             "bytes": 2**28,
-            "seconds": machine.estimate_seconds(kind, 2**28, machine.find_group(mesh, [dim.name]))
+            "seconds": machine.estimate_seconds(kind, 2**28, machine.group(mesh, [dim.name]))
             * (4 if (kind, dim.name) == slower else 1),
         }
         for dim in mesh.mesh_dims

@@ -42,7 +42,8 @@ The last one is for what the others do not own: its models may be of any type.
 """
 
 
-REFUSED = {  # why: decisions/0011
+# DTensor trains tf.keras variables wrongly, so the library is refused by name (decisions/0011).
+REFUSED = {
     "tf_keras": (
         "tf.keras of TF_USE_LEGACY_KERAS=1 makes variables and takes data in ways that DTensor trains wrongly",
         "build the model with Keras 3: unset TF_USE_LEGACY_KERAS, or import keras with KERAS_BACKEND=tensorflow",

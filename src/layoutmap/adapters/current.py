@@ -63,7 +63,8 @@ class _SessionLink:
 _current: ContextVar[_SessionLink | None] = ContextVar("layoutmap_scope", default=None)
 
 
-def get_current_session() -> Any:  # why: decisions/0031
+# Tasks may outlive or overlap the block, so a scope affects only its own thread and task (decisions/0031).
+def get_current_session() -> Any:
     """Return the session of the innermost scope that is open in this thread and task, or None."""
     return next(_iterate_sessions(), None)
 
@@ -73,7 +74,8 @@ def is_session_active(session: Any) -> bool:
     return any(each is session for each in _iterate_sessions())
 
 
-def warn_in_inner_task(library: str, name: str) -> None:  # why: decisions/0031
+# A task copies the context, so a model built there would stay unsharded without a hint (decisions/0031).
+def warn_in_inner_task(library: str, name: str) -> None:
     """Warn once per scope about a model that is built in a task or thread started inside the scope."""
     link = _current.get()
     entry = link and link.entry()

@@ -156,7 +156,8 @@ class Session(Protocol):
 
 
 @runtime_checkable
-class Building(Protocol):  # why: decisions/0171
+# An adapter knows no rules and devices, so that a small one supports plan, build, scope, apply (decisions/0171).
+class Building(Protocol):
     """Adapter that can plan, build, and shard the models of one library.
 
     Nine methods are to be written; two have a default, which is for a library whose models cannot be built unseen and

@@ -17,7 +17,8 @@ FIX = "restore it from a copy, or save it again"
 
 
 @contextlib.contextmanager
-def translate_parser_errors(where: str) -> Generator[None]:  # why: decisions/0085
+# No list of parser errors is complete, so every error of a parser becomes a `CheckpointError` (decisions/0085).
+def translate_parser_errors(where: str) -> Generator[None]:
     """Raise a `CheckpointError` in place of any error that a damaged file causes in a parser.
 
     Args:

@@ -62,7 +62,7 @@ class SavedStep:
         return other.step != self.step and self.lines.get(other.line, -1) >= other.step
 
 
-# why: decisions/0136
+# A run can go back and save again, so each manifest names its parent and its line (decisions/0136).
 def extend_lineage(
     step: int, token: str, position: SavedStep | None, there: Iterable[SavedStep]
 ) -> SavedStep:
@@ -90,7 +90,8 @@ def extend_lineage(
     return SavedStep(step, position.parent if is_again else position.step, lines, order)
 
 
-class History:  # why: decisions/0136
+# Later steps may belong to another run, so a manager loads and deletes only on its own line (decisions/0136).
+class History:
     """The steps of a directory, with the ancestors of each.
 
     Args:

@@ -74,7 +74,8 @@ class ProcessPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:  # why: decisions/0086
+# The manifest is written last, so a step exists only if all its chunks do (decisions/0086).
+class Manifest:
     """The content of one step of a checkpoint.
 
     Args:

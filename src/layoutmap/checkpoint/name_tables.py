@@ -112,7 +112,8 @@ class Renaming:
 
 
 @dataclass(frozen=True, slots=True)
-class NameTable:  # why: decisions/0084
+# A table moves values and computes none, so it is exact in both directions and by shards (decisions/0084).
+class NameTable:
     """A name table: lines that map paths of a model to names in another library.
 
     Args:

@@ -232,7 +232,8 @@ class StepSource(Source):
             scratch = self._local.scratch = np.empty(run[-1].end - start, np.uint8)
         data = scratch[: run[-1].end - start]
         count = self._storage.read_into(self._folder, file.name, start, data.data)
-        with self._lock:  # why: decisions/0127
+        # Several threads read, so the lock lets one at a time count, check, and copy (decisions/0127).
+        with self._lock:
             self.bytes_read += count
             for found in run:
                 part = data[found.start - start : found.end - start]

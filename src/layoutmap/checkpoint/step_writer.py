@@ -67,7 +67,8 @@ def begin_step(storage: Storage, step: int, token: str, total_bytes: int) -> str
     return storage.begin(step, token)
 
 
-class StepWriter:  # why: decisions/0079
+# A collective on a second thread can deadlock, so processes communicate through files (decisions/0079).
+class StepWriter:
     """Writer of one process's part of a step. As a context manager, it abandons the step on an error.
 
     Args:
@@ -235,7 +236,8 @@ class StepWriter:  # why: decisions/0079
                 if seen != signs:
                     signs, last = seen, now
                 # A launcher ends this process, too, when another one dies; this is for programs without one (0179).
-                elif now - last > self._patience_seconds:  # why: decisions/0179
+                # (delete the cite: the comment in the line above states the cause and names 0179).
+                elif now - last > self._patience_seconds:
                     self._silent = tuple(missing())
                     raise CheckpointError(
                         f"{self.where}: other processes do not respond",

@@ -23,7 +23,8 @@ Count = Callable[[Way], Cost]
 Ways = Callable[[], Iterable[Way | None]]
 
 
-def advise(  # why: decisions/0120
+# Advice without a figure may not be enough, so each change is counted like a plan (decisions/0120).
+def advise(
     before: Way,
     plan: PlanTable,
     needed: int,
@@ -59,7 +60,7 @@ def advise(  # why: decisions/0120
             "weights sharded over the dim of the batch": lambda: (
                 [before.shard_weights(data, plan)] if data else _shard_batch(before)
             ),
-            "other layouts of what blocks return": lambda: _vary_activations(before, blocks),
+            "other layouts of what blocks return": lambda: _change_activations(before, blocks),
             "twice as many devices": lambda: map(before.doubled, before.mesh.dim_names),
             "half the batch": lambda: [before.halve_batch()],
         }
@@ -147,7 +148,7 @@ def _shard_batch(before: Way) -> Iterator[Way]:
             yield replace(before, batch_dim=dim.name)
 
 
-def _vary_activations(before: Way, blocks: Sequence[Blocks]) -> Iterator[Way]:
+def _change_activations(before: Way, blocks: Sequence[Blocks]) -> Iterator[Way]:
     """Yield ways with other rules for the outputs of blocks."""
     names = " and ".join(merge_paths(each.paths) for each in blocks)
     others = [dim.name for dim in before.mesh.mesh_dims if dim.size > 1 and dim.name != before.data]

@@ -82,7 +82,8 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Cost:  # why: decisions/0092
+# Nobody measured these machines, so time is a roofline of peak figures with known sources (decisions/0092).
+class Cost:
     """Cost of a training step on a machine. When printed, it shows the collectives and the parts of the time.
 
     Args:
@@ -231,7 +232,7 @@ class Cost:  # why: decisions/0092
     def _groups(self) -> dict[tuple[tuple[str, ...], int], DeviceGroup]:
         mesh = self.step.mesh
         return {
-            (c.dims, c.group): self.machine.find_group(mesh, c.dims).make_subgroup(c.group)
+            (c.dims, c.group): self.machine.group(mesh, c.dims).make_subgroup(c.group)
             for c in self.step.collectives
         }
 
@@ -240,7 +241,7 @@ class Cost:  # why: decisions/0092
         """Network of each mesh dim by name, without dims of size 1."""
         mesh, machine = self.step.mesh, self.machine
         return {
-            dim.name: machine.describe_network(machine.find_group(mesh, [dim.name]))
+            dim.name: machine.network_text(machine.group(mesh, [dim.name]))
             for dim in mesh.mesh_dims
             if dim.size > 1
         }
@@ -262,7 +263,7 @@ class Cost:  # why: decisions/0092
                 sum(c.calls for c in group),
                 sum(c.count_sent_bytes(self.step.mesh) for c in group),
                 sum(map(self.time_collective, group)),
-                self.machine.describe_network(self._groups[group[0].dims, group[0].group]),
+                self.machine.network_text(self._groups[group[0].dims, group[0].group]),
                 self.is_overlapped(group[0]),
             )
             for group in groups.values()

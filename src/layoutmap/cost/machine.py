@@ -101,13 +101,13 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.device.name}:{self.num_devices}"
 
-    def find_group(self, mesh: Mesh, dims: Iterable[str]) -> DeviceGroup:
+    def group(self, mesh: Mesh, dims: Iterable[str]) -> DeviceGroup:
         """Return the devices that exchange in a collective over mesh dims.
 
         Example:
             >>> from layoutmap.core.mesh import Mesh
             >>> from layoutmap.cost.machines import machine_named
-            >>> machine_named("h100:64").find_group(Mesh(None, "data=16,model=4"), ["data"])
+            >>> machine_named("h100:64").group(Mesh(None, "data=16,model=4"), ["data"])
             DeviceGroup(size=16, nodes=8)
         """
         inside = set(dims)
@@ -122,7 +122,7 @@ class Machine:
         )
         return DeviceGroup(len(offsets), nodes)
 
-    def describe_network(self, group: DeviceGroup) -> str:
+    def network_text(self, group: DeviceGroup) -> str:
         """Return the networks that connect a group, as text."""
         fast, slow = self.device.fast.name, self.device.slow.name
         if group.nodes == 1:

@@ -9,7 +9,8 @@ from typing import Any
 from layoutmap.core.steps import TrainingStep
 from layoutmap.scope.context import Scope
 
-_MODULES = {  # why: decisions/0196
+# Only the cost needs a step's description, so it is kept here and not in the adapters (decisions/0196).
+_MODULES = {
     "keras": "layoutmap.cost.jax.keras_step",
     "jax": "layoutmap.cost.jax.pytree_step",
     "torch": "layoutmap.cost.torch_module_step",

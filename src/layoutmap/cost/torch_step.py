@@ -59,7 +59,8 @@ _EAGER = "each operation reads what it takes and writes what it returns, as with
 _ACCUMULATED = "weights of a block are gathered together, under the name of the first of them"
 
 
-class LoweredStep:  # why: decisions/0156
+# A formula is wrong where layouts conflict, so the step runs on fake tensors and is counted (decisions/0156).
+class LoweredStep:
     """Training step of a torch module, which can be counted in any layouts.
 
     Args:

@@ -47,7 +47,7 @@ def _gather_padded(own: NumpyArray, gather: Gather) -> list[NumpyArray]:
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-# why: decisions/0079
+# If one process failed alone, the others would wait for it, so all exchange errors and all raise (decisions/0079).
 def run_together(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
     """Return the function's result, or raise in all processes if it raises in one."""
     result: Any = None

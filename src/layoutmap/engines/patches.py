@@ -110,7 +110,8 @@ class Item:
         self._items.pop(self._key, None)
 
 
-class Patches:  # why: decisions/0025
+# Ctrl-C can arrive inside `__exit__`, so the finalizer of a use removes the patches, too (decisions/0025).
+class Patches:
     """Patches that are installed while any thread uses them.
 
     Args:

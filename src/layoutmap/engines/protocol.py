@@ -34,7 +34,8 @@ class Unplaced:
     is_copied: bool = False
 
 
-class Engine(Protocol):  # why: decisions/0032
+# A plan starts no framework, so layouts and element types have checks that use no device (decisions/0032).
+class Engine(Protocol):
     """Arrays of one framework, in layouts.
 
     Laws: shards round-trip bit for bit and cover each element once; every relayout is bit-exact; `create` returns the
@@ -90,7 +91,8 @@ class Engine(Protocol):  # why: decisions/0032
         """
         ...
 
-    def check_layout(self, layout: Layout) -> None:  # why: decisions/0032
+    # A plan is made before its devices exist, so this check uses the layout alone (decisions/0032).
+    def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that no array of the framework can have, on any machine.
 
         The answer depends on the layout alone: no device is asked for and nothing is started, so that plans can ask.
@@ -183,7 +185,9 @@ class Engine(Protocol):  # why: decisions/0032
         """
         ...
 
-    def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:  # why: decisions/0127
+    # A second copy takes most of the time of a load, so values are read into the array's own memory
+    # (decisions/0127).
+    def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
         """Return writable memory of this process's shards, or an empty sequence if there is none.
 
         What is written there is in the array. Who writes there assigns the array to itself afterwards, as the framework

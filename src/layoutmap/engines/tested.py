@@ -72,7 +72,8 @@ def make_unsupported_error(
     )
 
 
-class Needed:  # why: decisions/0149
+# Private names change between releases, so a missing one raises an error with the tested releases (decisions/0149).
+class Needed:
     """Context that imports names of a framework, and raises `make_unsupported_error` if one is missing."""
 
     def __init__(self, package: str, kind: type[LayoutMapError] = EngineError) -> None:

@@ -1,6 +1,6 @@
 """Guard a training loop: every n-th step, the layouts and replicas of the model are compared with a plan."""
 
-# why: decisions/0162
+# Comparing all values takes seconds, so only the first and each n-th step are checked, by checksums (decisions/0162).
 from __future__ import annotations
 
 from collections.abc import Mapping

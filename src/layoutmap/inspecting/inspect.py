@@ -25,7 +25,7 @@ from layoutmap.scope.plan import Plan
 Place = Layout | Unplaced
 
 
-# why: decisions/0162
+# A guessed layout would mislead, so an array without a known layout is left out with a warning (decisions/0162).
 def inspect(
     model: object, optimizer: object = None, *, batch_dim: str | None = None, across: bool = False
 ) -> Plan:

@@ -255,7 +255,8 @@ def make_unsharded_model(adapter: Training, make_model: Callable[[], object], la
     return adapter.move_to_one_device(make_model(), str(mesh.device_type))
 
 
-def compare_rounded(  # why: decisions/0008
+# Rounding depends on the model, so a second unsharded model, moved by one rounding, measures it (decisions/0008).
+def compare_rounded(
     adapter: Training,
     plain: Any,
     other: Any,
@@ -366,7 +367,8 @@ def _check_separate(adapter: Training, plain: object, sharded: object) -> None:
         )
 
 
-def _compare_stages(  # why: decisions/0008
+# Adam turns the rounding of a zero gradient into a full step, so such elements are left out (decisions/0008).
+def _compare_stages(
     adapter: Training,
     plain: object,
     sharded: object,

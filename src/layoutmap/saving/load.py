@@ -261,7 +261,8 @@ def _mark_partial_load() -> Generator[None]:
         raise CheckpointError(error.what, facts=error.facts, why=why, fix=error.fix) from error
 
 
-class _Loading:  # why: decisions/0127
+# New memory and a second copy take most of a load's time, so values go into the array's own memory (decisions/0127).
+class _Loading:
     """A load into an existing model."""
 
     def __init__(
@@ -413,7 +414,8 @@ class _Loading:  # why: decisions/0127
             progress(variable.path)
 
 
-def _report_unread(loading: _Loading, values: ModelValues, model: object) -> None:  # why: decisions/0081
+# A model may get its optimizer after the load, so the next `compile` restores the skipped slots (decisions/0081).
+def _report_unread(loading: _Loading, values: ModelValues, model: object) -> None:
     """Warn of saved slots that were not read, and read them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 

@@ -11,7 +11,8 @@ from typing import Any
 from layoutmap.core.errors import CheckpointError
 
 
-class Preemption:  # why: decisions/0079
+# SIGTERM announces the end of the machine, so it is recorded and all processes save the same step (decisions/0079).
+class Preemption:
     """Record of SIGTERM, which no longer ends the program. An earlier handler is still called."""
 
     def __init__(self, seconds: float):

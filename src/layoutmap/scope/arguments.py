@@ -115,7 +115,8 @@ def check_step_options(on: object, num_devices: int, options: Mapping[str, objec
             )
 
 
-def check_remat(remat: Any) -> None:  # why: decisions/0094
+# The cost counts recomputed layers, so `remat` must be a regex that can name them (decisions/0094).
+def check_remat(remat: Any) -> None:
     """Raise unless `remat` is `None` or a regex for the layers that recompute activations."""
     try:
         if remat is not None:

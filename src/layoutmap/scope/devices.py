@@ -14,7 +14,8 @@ from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
 from layoutmap.engines import ENGINES, get_engine, list_installed_engines
 
 
-def create_mesh(  # why: decisions/0001
+# Plans need no devices, so a mesh stays abstract unless `engine` or `device_type` is passed (decisions/0001).
+def create_mesh(
     mesh_dims: str | Mapping[str, int] | Iterable[MeshDimension | tuple[str, int]],
     mesh_name: str = "",
     devices: Iterable[str] | None = None,

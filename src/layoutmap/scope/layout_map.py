@@ -21,7 +21,8 @@ from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, scope
 
 
-class LayoutMap(ImportedMaps):  # why: decisions/0038
+# Rules must not import adapters, so methods that need one are in this subclass of `RuleSet` (decisions/0038).
+class LayoutMap(ImportedMaps):
     """A dict from a regex over variable paths to a layout.
 
     Reading (`layout_map[path]`, `layout_map.get(path)`) looks the path up: an exact key first, then `re.match` over the

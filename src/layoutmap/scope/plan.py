@@ -24,7 +24,8 @@ from layoutmap.rules.rule_set import RuleSet
 P = ParamSpec("P")
 
 
-class Plan(PlanTable):  # why: decisions/0038
+# Plan tables must not import reports, so methods that need one are in this subclass of `PlanTable` (decisions/0038).
+class Plan(PlanTable):
     """Layouts of all variables of a model: a mapping from path to `Assignment`.
 
     A variable is found under each of its paths, and iteration gives its first one. Where several models have a variable

@@ -332,7 +332,7 @@ def _open_scope(layout_map: RuleSet, adapter: Building, given: Mapping[str, Any]
     return context
 
 
-# why: decisions/0171
+# Adapters have options of their own, so they check those and the scope checks the rest (decisions/0171).
 def _check_options(adapter: Building, given: Mapping[str, Any], mesh: Mesh, across: bool) -> ScopeOptions:
     """Return the options that were given by name, after a check."""
     options = ScopeOptions(**{name: value for name, value in given.items() if name in NEUTRAL})

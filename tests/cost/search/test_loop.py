@@ -200,7 +200,7 @@ def test_a_search_begun_again_asks_for_nothing(tmp_path):
 
     def kept_run(fingerprint):
         file = FigureCache(tmp_path / "figures.json")
-        found = run(of, file.around(evaluate, fingerprint), most=60).best.layout_map
+        found = run(of, file.wrap_evaluate(evaluate, fingerprint), most=60).best.layout_map
         file.write()
         return found, len(asked)
 

@@ -98,7 +98,8 @@ def _make_recomputing_call(call: Any) -> Callable[..., object]:
 _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
-def set_output(module: nnx.Module, output: OutputLayout | TracedOutput) -> None:  # why: decisions/0073
+# Python finds `__call__` on the class, so a module with a rule gets a subclass of its own class (decisions/0073).
+def set_output(module: nnx.Module, output: OutputLayout | TracedOutput) -> None:
     """Make a module constrain its output to a layout, or report its calls to a tracer."""
     remove_output(module)
     is_pytree = not jax.tree_util.all_leaves([module])

@@ -14,7 +14,8 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 
 
-def check_immutable(model: object) -> None:  # why: decisions/0073
+# A mutable array stays where it was made and cannot be sharded later, so it is refused by name (decisions/0073).
+def check_immutable(model: object) -> None:
     """Refuse a model with a mutable array, or with a traced array that JAX does not find.
 
     Args:

@@ -108,7 +108,8 @@ def _infer_kind(variable: nnx.Variable[object]) -> Kind:
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
-def _read_annotation(variable: nnx.Variable[object]) -> str:  # why: decisions/0073
+# Only the layout map shards, so flax's annotations have no effect and the plan notes each one (decisions/0073).
+def _read_annotation(variable: nnx.Variable[object]) -> str:
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # of a Format of JAX
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""

@@ -48,7 +48,9 @@ def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
     return _is_of_nnx(state, "Optimizer")
 
 
-class StepObjects:  # why: decisions/0186
+# `nnx.split` takes milliseconds for a large model, so objects are split once and compared by identity
+# (decisions/0186).
+class StepObjects:
     """nnx objects in one call of a step, inspected together so that arrays they share are found once.
 
     Args:

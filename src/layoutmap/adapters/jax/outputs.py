@@ -38,8 +38,12 @@ class Input:
 
 
 def choose_shardings(
-    results: object, jaxpr: Jaxpr, inputs: Sequence[Input], arguments: Sequence[Place]
-) -> list[object]:  # why: decisions/0186
+    results: object,
+    jaxpr: Jaxpr,
+    inputs: Sequence[Input],
+    arguments: Sequence[Place],
+    # Shapes cannot tell swapped trees apart, so the traced operations must show an update (decisions/0186).
+) -> list[object]:
     """Return the sharding of each result that replaces an argument, and `None` for each other.
 
     The first result replaces the first argument, the second result the second, if it has the structure and shapes of

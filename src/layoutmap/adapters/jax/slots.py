@@ -49,7 +49,7 @@ class StateLeaf:
     dtype: str
 
 
-# why: decisions/0020
+# Rules rarely name slots, so each slot follows its parameter axis by axis (decisions/0020).
 def describe_slots(params: Mapping[Parts, VariableSpec], leaves: Sequence[StateLeaf]) -> list[VariableSpec]:
     """Return the leaves of an optimizer's state as variables, each with its parameter and axes.
 

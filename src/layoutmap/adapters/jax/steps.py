@@ -182,7 +182,8 @@ class _Call:
 
 
 @dataclass(slots=True, eq=False)
-class _Program:  # why: decisions/0186
+# `jax.jit` takes shardings and donation per leaf, so a step is compiled as a function of leaves (decisions/0186).
+class _Program:
     """Step that is compiled for certain shapes and layouts, as a function of its arguments' leaves."""
 
     shardings: Sequence[NamedSharding]  # of the leaves
@@ -602,7 +603,8 @@ class JitStep:
         return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
 
 
-# why: decisions/0186
+# A function or a text cannot be an argument of a compiled program, so it is part of the program's key
+# (decisions/0186).
 def find_constants(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object]:
     """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
 

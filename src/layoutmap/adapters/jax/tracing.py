@@ -48,7 +48,8 @@ def is_key(value: Any) -> bool:
 
 def trace(
     make: Callable[[], tuple[object, Sequence[object]]],
-) -> tuple[Any, Sequence[Any]]:  # why: decisions/0073
+    # A program may use a JAX array at once, so arrays are traced here and made later in their layouts (decisions/0073).
+) -> tuple[Any, Sequence[Any]]:
     """Trace a function that makes a model.
 
     Args:

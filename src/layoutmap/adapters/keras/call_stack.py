@@ -23,7 +23,8 @@ def is_in_build() -> bool:
     return any(method == "build" for method, _ in _iterate_running_layers())
 
 
-def describe_reader() -> str:  # why: decisions/0027
+# Some layers read a weight while they are built, so errors name the reading layer (decisions/0027).
+def describe_reader() -> str:
     """Return a text about the layer with a running `build` or `call`, or an empty text."""
     for method, layer in _iterate_running_layers():
         return f"{type(layer).__name__}.{method} of layer {layer.name!r}"

@@ -60,7 +60,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._num_before = 0  # batches of the present epoch that were trained on before it was resumed
         self._is_new = False  # whether there is a step that was not offered to the manager
 
-    def batches(self) -> Iterator[object]:  # why: decisions/0081
+    # Keras reads ahead of training, so the data state is recorded after each batch (decisions/0081).
+    def batches(self) -> Iterator[object]:
         """Yield batches for `fit`, starting after the last batch that was trained on.
 
         Keras reads some batches before it trains on them. So the state of the data is noted after each batch, and

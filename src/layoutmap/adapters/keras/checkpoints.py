@@ -102,7 +102,7 @@ class KerasKeeping(Keeping):
         get_backend(get_backend_name()).restore_random_states(states)
         random_states.restore_states(states)  # last: a generator of Keras's is made with a number of Python's
 
-    # why: decisions/0081
+    # A load without an optimizer drops saved slots, so the next `compile` restores them (decisions/0081).
     def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
         """Call a function once, after the next `compile` that gives the model an optimizer."""
         before = model.__dict__.get("compile")
@@ -154,7 +154,8 @@ def _describe_model(model: Any, optimizer: Any = None) -> list[Entry]:
 
 
 @contextmanager
-def _renumbered_names(layers: Iterable[object]) -> Generator[None]:  # why: decisions/0081
+# Unsharded models are saved under scope paths, so that either kind loads the other's file (decisions/0081).
+def _renumbered_names(layers: Iterable[object]) -> Generator[None]:
     """Treat default-looking names of layers outside any scope as numbered by Keras until the block ends."""
     unknown = [layer for layer in layers if not is_noted(layer)]
     for layer in unknown:

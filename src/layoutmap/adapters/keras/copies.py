@@ -33,8 +33,10 @@ _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
 def make_copy_wraps(
-    layer: Any, session: KerasSession
-) -> dict[str, Callable[..., object]]:  # why: decisions/0056
+    layer: Any,
+    session: KerasSession,
+    # A copy can lose its layouts, so copies are sharded again, and pickles and clones warn (decisions/0056).
+) -> dict[str, Callable[..., object]]:
     """Return the methods to wrap on a layer so that copies are sharded or warned about."""
     own = getattr(layer, "__deepcopy__", None)
     plain_reduce, plain_config = layer.__reduce_ex__, layer.get_config

@@ -47,7 +47,8 @@ class Derivation:
     axes: Axes
 
 
-def find_derivations(layers: Iterable[Any]) -> dict[int, Derivation]:  # why: decisions/0020
+# Rules rarely name derived variables, so they follow their parent axis by axis (decisions/0020).
+def find_derivations(layers: Iterable[Any]) -> dict[int, Derivation]:
     """Return the known derivations of variables in some layers, by the id of the variable."""
     found: dict[int, Derivation] = {}
     for layer in layers:

@@ -11,7 +11,8 @@ from layoutmap.adapters.keras.paths import list_sublayers
 from layoutmap.core.errors import ScopeError
 
 
-def make_existing_error(thing: Any, plan_only: bool) -> ScopeError:  # why: decisions/0027
+# A plan has no values for variables of existing objects, so they are refused (decisions/0027).
+def make_existing_error(thing: Any, plan_only: bool) -> ScopeError:
     """Return the error for an existing layer or optimizer that would create variables in a scope."""
     kinds = {keras.Optimizer: "optimizer", keras.Model: "model"}
     kind = next((name for each, name in kinds.items() if isinstance(thing, each)), "layer")

@@ -34,7 +34,8 @@ def is_noted(layer: object) -> bool:
     return _GIVEN in layer.__dict__
 
 
-def renumber_names(layers: Sequence[Any]) -> list[str]:  # why: decisions/0005
+# Keras numbers layers over the whole process, so numbers restart within each parent (decisions/0005).
+def renumber_names(layers: Sequence[Any]) -> list[str]:
     """Return the names of sibling layers, with Keras's automatic numbers restarted."""
     names = {id(layer): layer.name for layer in layers}
     numbered = [(*found, layer) for layer in layers if (found := _parse_automatic_name(layer)) is not None]

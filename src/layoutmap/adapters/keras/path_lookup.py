@@ -17,7 +17,8 @@ from layoutmap.adapters.keras.paths import name_sublayers
 from layoutmap.adapters.keras.registry import Registry
 
 
-class PathLookup:  # why: decisions/0005
+# Full paths need the whole model, so single variables are looked up from their layer (decisions/0005).
+class PathLookup:
     """Lookup of the paths of single variables in a scope."""
 
     def __init__(self, registry: Registry):

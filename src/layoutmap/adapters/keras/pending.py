@@ -23,7 +23,8 @@ from layoutmap.adapters.keras.private import in_stateless_scope
 _classes: dict[type, type] = {}
 
 
-class _Pending:  # why: decisions/0006
+# No device may have a full weight, so a variable gets its value only with its layout (decisions/0006).
+class _Pending:
     """Overridden methods of a variable that has no value yet."""
 
     shape: tuple[int, ...]

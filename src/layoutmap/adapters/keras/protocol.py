@@ -125,7 +125,8 @@ class KerasSession(Protocol):  # a protocol, since the module of `Session` impor
         ...
 
 
-class Backend(ABC):  # why: decisions/0171
+# Each backend stores variables differently, so all other code goes through this class (decisions/0171).
+class Backend(ABC):
     """One backend of Keras. Methods with a body here suit most backends."""
 
     engine_name: ClassVar[str]

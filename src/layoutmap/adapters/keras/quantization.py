@@ -15,7 +15,8 @@ _GONE = object()
 
 
 @contextmanager
-def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:  # why: decisions/0056
+# Quantizing can fail halfway, so the layer is restored: all changes or none (decisions/0056).
+def restore_on_error(layer: keras.Layer, session: KerasSession) -> Generator[None]:
     """Restore a layer's variables if the block, such as `quantize` or `enable_lora`, raises a plan error.
 
     The layouts of the new ones are found when all are known. If they cannot be, the layer and those below it get their

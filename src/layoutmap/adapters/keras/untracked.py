@@ -31,7 +31,8 @@ _NOT_SEARCHED = (
 )
 
 
-def find_loose_ids(registry: Registry) -> set[int]:  # why: decisions/0005
+# Python frees cycles at any time, so objects in no model are found and collected first (decisions/0005).
+def find_loose_ids(registry: Registry) -> set[int]:
     """Return the ids of objects in no model, and of the models if there are several, as some may be garbage."""
     layers = registry.layers()
     tops = find_roots(layers)

@@ -49,7 +49,8 @@ def load_writer(name: str) -> Callable[..., None]:
     return import_module(WRITERS[name]).write_variables
 
 
-def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:  # why: decisions/0085
+# Files may be malicious, so formats are read without their frameworks and pickles are refused (decisions/0085).
+def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
     """Open a checkpoint of this library or of another one.
 
     Args:

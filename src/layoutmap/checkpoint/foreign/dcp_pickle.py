@@ -111,7 +111,8 @@ class _Maker:
         raise ValueError("a pickle changes a function")
 
 
-class TensorUnpickler(pickle.Unpickler):  # why: decisions/0182
+# torch's own readers run code or allocate without bound, so pickles are read here as inert records (decisions/0182).
+class TensorUnpickler(pickle.Unpickler):
     """Unpickler that makes inert records of tensors, and allows only mappings, lists, numbers, and texts."""
 
     writer = "torch.save writes of tensors"

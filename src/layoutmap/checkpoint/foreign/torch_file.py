@@ -26,7 +26,8 @@ _MOST_NAME = 4096
 _FIX = "save the state dict again with torch.save, which has made such archives since torch 1.6"
 
 
-class TorchFile(Source):  # why: decisions/0085
+# A pickle can run code, so only inert records of known names are made from it (decisions/0085).
+class TorchFile(Source):
     """The tensors of a file of `torch.save`.
 
     Paths are the keys of its mappings and lists, joined by dots. What is no tensor is left out.

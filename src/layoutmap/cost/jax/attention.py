@@ -36,7 +36,8 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
 
 @dataclass
-class AttentionCalls:  # why: decisions/0165
+# A fused kernel stores no scores, so a call counts as fused only if the model or you ask for one (decisions/0165).
+class AttentionCalls:
     """Attention calls of a step while it is traced.
 
     Args:

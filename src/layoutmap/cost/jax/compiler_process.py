@@ -111,8 +111,11 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
 
 
 def answer_from_dump(
-    answer: Callable[[str], object], name: str, read: Callable[[Path], str]
-) -> None:  # why: decisions/0156
+    answer: Callable[[str], object],
+    name: str,
+    read: Callable[[Path], str],
+    # XLA cannot stop after a pass, so the process ends once the file is printed (decisions/0156).
+) -> None:
     """Answer from a file that XLA prints while it compiles, and end the process.
 
     Args:

@@ -219,13 +219,13 @@ def _report_calls(tracer: Tracer, path: str, plain: Call, state: Sequence[object
     def call(*args: object, **kwargs: object) -> object:
         if not args and first in kwargs:  # as the decoders of Whisper are called
             args = (kwargs.pop(first),)
-        function = _rematerialize(plain, state) if tracer.should_recompute(path) else plain
+        function = _make_recomputing_call(plain, state) if tracer.should_recompute(path) else plain
         return tracer.call(path, function, args, kwargs)
 
     return call
 
 
-def _rematerialize(plain: Call, state: Sequence[object]) -> Call:
+def _make_recomputing_call(plain: Call, state: Sequence[object]) -> Call:
     """Return a layer's call that stores only its input for the backward pass, and recomputes the rest.
 
     Not Keras's own: that traces all arguments, `training` too, of which layers need the value.

@@ -42,7 +42,8 @@ _KEPT = 2
 """How many of equal blocks are always counted: the first and the last one."""
 
 
-class LoweredStep:  # why: decisions/0156
+# Tracing all equal blocks is slow, so two and three are counted and the rest extrapolated (decisions/0156).
+class LoweredStep:
     """Training step on JAX that is traced once without layouts, and then counted quickly in any layouts.
 
     Of equal blocks two and three are traced; what the third one adds is what each of the others adds. Where layouts
@@ -105,9 +106,7 @@ class LoweredStep:  # why: decisions/0156
             for each in self._step.batch
         ]
         arguments = sum(a.shard_bytes for a in (*assignments, *batch))
-        collectives = [
-            replace(each, calls=number) for each, number in _settle_negative_counts(counts.collectives)
-        ]
+        collectives = [replace(each, calls=number) for each, number in _balance_counts(counts.collectives)]
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
@@ -269,7 +268,8 @@ class LoweredStep:  # why: decisions/0156
         placed = self._place_module(self._lower_cached({}), layouts, policy)
         return self._compile_modules([shardy.serialize_module(placed)], policy.mesh.size, target, on_wait)[0]
 
-    def _compile_modules(  # why: decisions/0156
+    # A GPU compile takes seconds to minutes, so each module is compiled only once (decisions/0156).
+    def _compile_modules(
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
         """Return the compiled steps of modules. A module is compiled only once."""
@@ -361,7 +361,7 @@ class _LoweredModule:
     attention_notes: Sequence[str]
 
     def make_output_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
-        """Return what gives the layout of an array that a layer returns, by the layer's path and the array's shape."""
+        """Return a lookup of an output's layout by the layer's path and the output's shape."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
         for path, shapes in self.outputs.items():
             rule = policy.find_activation_layout(path)
@@ -568,7 +568,7 @@ def _mark_array(array: object) -> object:
     return jax.lax.with_sharding_constraint(array, NamedSharding(_MARKED, open_axes))
 
 
-def _settle_negative_counts(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
+def _balance_counts(numbers: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
     """Yield the calls of each collective. Equal collectives make up for negative counts.
 
     The count that two and three blocks give for many may be negative for one cause, where a collective has another

@@ -48,8 +48,11 @@ one kind of collectives that XLA combines at most.
 
 
 def estimate_upper_bound(
-    num_bytes: int, collectives: Iterable[Collective] = (), recomputes: bool = False
-) -> int:  # why: decisions/0165
+    num_bytes: int,
+    collectives: Iterable[Collective] = (),
+    recomputes: bool = False,
+    # XLA adds copies and gaps that no rule predicts, so a margin makes the count an upper bound (decisions/0165).
+) -> int:
     """Return an upper bound of the bytes that XLA for GPUs needs besides a step's arguments.
 
     Args:
@@ -66,7 +69,8 @@ def estimate_upper_bound(
     return int(num_bytes * (_RECOMPUTED if recomputes else _MORE)) + _WORKSPACE + combined
 
 
-def order_gradients_last(ops: Sequence[Op]) -> list[Op]:  # why: decisions/0165
+# XLA's latency-hiding scheduler puts weight gradients last, so their operands stay longer (decisions/0165).
+def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
     """Return operations as XLA prefers them: weight gradients after the backward pass, updates last.
 
     XLA's scheduler begins with the last operations, the all-reduces of these gradients, since nothing but the update

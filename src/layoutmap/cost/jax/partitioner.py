@@ -20,7 +20,8 @@ ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_C
 """The variables of the environment that the process needs."""
 
 
-def main(num_devices: str) -> None:  # why: decisions/0156
+# Only XLA's partitioner decides the collectives, so its module is counted, not a formula (decisions/0156).
+def main(num_devices: str) -> None:
     """Partition the module in this folder, answer with the result, and end this process."""
     with answer_and_exit() as answer:
         # For one device there is nothing to partition.

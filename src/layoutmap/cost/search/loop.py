@@ -198,7 +198,7 @@ class _Search:
             ends.append((self._score(space)(point), space, point))
         if ends:
             _, space, point = min(ends, key=lambda end: end[0])
-            self._untie_groups(space, point, seed)
+            self._separate_groups(space, point, seed)
 
     def _score(self, space: Space) -> Callable[[Point], Score]:
         return lambda point: self.evaluate_map(_FOUND, space.make_layout_map(point)).score
@@ -212,7 +212,7 @@ class _Search:
                 point = simpler
         return point
 
-    def _untie_groups(self, space: Space, point: Point, seed: int) -> None:
+    def _separate_groups(self, space: Space, point: Point, seed: int) -> None:
         """Give similar groups separate layouts if that is worth the extra rules."""
         layouts, blocks = space.get_layouts(point)
         untied = Space(space.model, space.grid, tied=False, also=[(layouts, blocks)])
@@ -244,7 +244,8 @@ def is_better(new: Candidate, old: Candidate) -> bool:
     return (new.score[0], new.score[1]) < (old.score[0], old.score[1] * (1 - TIE))
 
 
-def search_maps(  # why: decisions/0094
+# The budget is a number of maps and not a time, so that a seed gives one result (decisions/0094).
+def search_maps(
     model: Model,
     experts: Iterable[ExpertMap],
     evaluate: Evaluate,

@@ -24,7 +24,8 @@ from layoutmap.engines.jax.devices import (
 from layoutmap.engines.protocol import Unplaced
 
 
-class ArrayLayouts:  # why: decisions/0033
+# Equal meshes share one JAX mesh, so a weak table stores the mesh that each array was made with (decisions/0033).
+class ArrayLayouts:
     """Table that finds the layouts of arrays.
 
     Two meshes of ours, an abstract one and the same one bound, are one mesh of JAX's. Arrays are on the first that was

@@ -39,7 +39,8 @@ Needs = tuple[str, list[tuple[tf.Tensor, bool]]]
 Known = dict[Hashable, tf.Tensor]
 
 
-class PieceProgram:  # why: decisions/0006
+# No device may store a full weight, so random numbers are computed in runs of at most 16 MiB (decisions/0006).
+class PieceProgram:
     """Traced initializer that can compute its result in pieces.
 
     Attributes:

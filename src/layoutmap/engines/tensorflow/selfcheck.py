@@ -48,7 +48,8 @@ class Fault(NamedTuple):
     is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]
 
 
-def wait_for_devices() -> None:  # why: decisions/0009
+# An asynchronous error would stop DTensor's queue for good, so operations wait for their devices (decisions/0009).
+def wait_for_devices() -> None:
     """Make DTensor's operations wait for their devices, unless the process has used DTensor already.
 
     By default it does not, and one that fails on a device makes all later ones fail, such as reads of weights.
@@ -58,7 +59,8 @@ def wait_for_devices() -> None:  # why: decisions/0009
             api.reset_dtensor_device(is_async=False)
 
 
-def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:  # why: decisions/0009
+# Two of DTensor's default passes give wrong numbers, so a small test of each runs before training (decisions/0009).
+def check_computing(native_mesh: tf.experimental.dtensor.Mesh) -> None:
     """Refuse a process in which DTensor computes wrong values.
 
     One small computation is made for each of its faults, once for each kind of device. On a mesh of one device there is

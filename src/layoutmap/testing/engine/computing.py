@@ -103,7 +103,7 @@ class ComputingLaws(EngineCases):
 
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
     def test_canonical_predicts_the_element_type(self, dtype: str):
-        """An array from numpy values has the element type of `canonicalize`, which changes canonical values no further."""
+        """An array of numpy values has the element type of `canonicalize`, which is idempotent."""
         values = np.ones(4, dtype)
         canonical = self.engine.canonicalize(values)
         array = self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))

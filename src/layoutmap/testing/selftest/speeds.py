@@ -79,7 +79,7 @@ class Speeds:
             if "kind" not in figure:
                 continue
             mesh = Mesh(None, figure["mesh"])
-            group = Machine(_make_unit_device(self.node_size), mesh.size).find_group(mesh, [figure["dim"]])
+            group = Machine(_make_unit_device(self.node_size), mesh.size).group(mesh, [figure["dim"]])
             # At one byte per second, the seconds of a collective equal its bytes on the slowest network.
             device = _make_unit_device(self.node_size, fast=1.0 if group.nodes == 1 else math.inf)
             num_bytes = Machine(device, mesh.size).estimate_seconds(figure["kind"], figure["bytes"], group)

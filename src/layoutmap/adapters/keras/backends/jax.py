@@ -78,8 +78,13 @@ class JaxBackend(Backend):
         return tag
 
     def relayout_output(
-        self, array: object, layout: Layout, session: KerasSession
-    ) -> object:  # why: decisions/0007
+        self,
+        array: object,
+        layout: Layout,
+        session: KerasSession,
+        # `with_sharding_constraint` works in a trace and outside one, so no `Distribution` is needed
+        # (decisions/0007).
+    ) -> object:
         """Constrain an array in a trace to a layout, or redistribute it outside one."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))
 

@@ -33,7 +33,8 @@ _REPORTED = "_layoutmap_reported"
 _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
-class Rows:  # why: decisions/0019
+# A process owns some devices only, so it passes just its own rows (decisions/0019).
+class Rows:
     """Division of a batch's rows between the processes of a mesh.
 
     Args:

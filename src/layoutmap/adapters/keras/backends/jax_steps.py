@@ -35,7 +35,8 @@ _STEPS = ("train", "test", "predict")
 _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEPS))
 
 
-def make_training_wraps(model: keras.Model, session: KerasSession) -> Wraps:  # why: decisions/0007
+# A `Distribution` is global and refuses uneven batches, so methods are wrapped (decisions/0007).
+def make_training_wraps(model: keras.Model, session: KerasSession) -> Wraps:
     """Return methods to wrap on a model: place batches, keep layouts, and restore values after a failed step."""
     lent = _LastValues(model)
     wraps: dict[str, Method] = {name: _wrap_entry(getattr(model, name), lent) for name in _ENTRIES}
@@ -101,7 +102,8 @@ def place_on_mesh(batch: object, session: KerasSession) -> Any:
 # -- the state of a model
 
 
-class _LastValues:  # why: decisions/0007
+# Keras removes values from variables during a step, so the last ones are kept for failures (decisions/0007).
+class _LastValues:
     """Last known values of a model's variables, which Keras removes from them during a step."""
 
     def __init__(self, model: keras.Model) -> None:

@@ -50,7 +50,8 @@ class _MeshStep:
         self._compiled = Regathered(self._compile_step, session, f"{model.name}: the {name} step")
 
     def _compile_step(self) -> Callable[..., object]:
-        """Return the step as a `tf.function`."""  # why: decisions/0010
+        # DTensor may refuse the step, so it can be compiled again with more gathered (decisions/0010).
+        """Return the step as a `tf.function`."""
         return tf.function(self._step, autograph=False, jit_compile=bool(self._model.jit_compile) or None)
 
     def _step(self, batch: object) -> object:

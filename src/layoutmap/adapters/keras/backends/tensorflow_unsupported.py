@@ -29,7 +29,8 @@ L = keras.layers
 
 _IN_FEW_BITS = ("int8", "int4", "gptq", "awq")  # they are unpacked and scaled by operations without a rule
 _MANY_STEPS = 64  # each takes a tenth of a second to compile, in each function
-_NEED_REPLICATED_WEIGHTS = (  # why: decisions/0010
+# DTensor lacks rules for these layers' sharded weights, so the weights are gathered (decisions/0010).
+_NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),
     *(L.DepthwiseConv1D, L.DepthwiseConv2D, L.SeparableConv1D, L.SeparableConv2D),
     *(L.Conv1DTranspose, L.Conv2DTranspose, L.Conv3DTranspose),
@@ -37,7 +38,8 @@ _NEED_REPLICATED_WEIGHTS = (  # why: decisions/0010
 )
 
 
-def get_reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:  # why: decisions/0010
+# A weight stays stored as planned and is gathered only as far as its layer needs (decisions/0010).
+def get_reading_layout(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
     """Return a function from a weight's layout to one that DTensor computes with, or None if they are equal."""
     in_few_bits = getattr(layer, "quantization_mode", None) in _IN_FEW_BITS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):

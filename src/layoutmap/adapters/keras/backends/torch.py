@@ -45,7 +45,8 @@ _num_draws: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 Found = tuple[dict[str, Any], list[object]]
 
 
-class TorchBackend(Backend):  # why: decisions/0018
+# PyTorch cannot mix DTensors and unsharded tensors, so the outermost call converts both ways (decisions/0018).
+class TorchBackend(Backend):
     """Keras on torch (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "torch"
