@@ -14,7 +14,7 @@ pytestmark = OF_MAPS
 class TestKerasOnTensorFlow(KerasContract):
     meshes = ("model=8", "batch=2,model=4", "batch=4,model=2")  # DTensor compiles slowly
 
-    def one_model(self):
+    def get_first_model(self):
         return one_model()
 
     def num_arrays(self):

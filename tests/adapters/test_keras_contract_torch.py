@@ -14,7 +14,7 @@ pytestmark = [OF_MAPS, OF_ARRAYS]
 class TestKerasOnTorch(KerasContract):
     meshes = ("model=8", "batch=2,model=4", "batch=4,model=2")  # simulated devices run one after the other
 
-    def one_model(self):
+    def get_first_model(self):
         return one_model()
 
     def num_arrays(self):
