@@ -44,8 +44,7 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
     return LocalStorage(text[found.end() :]) if found[1] == "file" else RemoteStorage(text)
 
 
-# Object stores cannot rename, so files have a token in their path and the manifest decides the winner
-# (decisions/0086).
+# Object stores cannot rename, so paths have a token and the manifest decides the winner (decisions/0086).
 class RemoteStorage:
     """Storage of steps in an object store.
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from layoutmap.core.escaping import escape_text
 
-__all__ = [  # why: decisions/0060
+# A public name is removed only after a deprecation, so the public errors are listed here (decisions/0060).
+__all__ = [
     "CheckpointError",
     "EngineError",
     "LayoutError",

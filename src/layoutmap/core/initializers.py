@@ -31,7 +31,8 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Initializer:  # why: decisions/0181
+# Shards have no element in common, so processes compare the recipes of their initializers (decisions/0181).
+class Initializer:
     """First value of one variable.
 
     Args:

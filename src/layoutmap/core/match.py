@@ -21,7 +21,8 @@ AS_FOUND = "it is as it was found: no map was asked"
 AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
-def check_rest(value: object, where: str) -> Rest | None:  # why: decisions/0054
+# A last rule `.*` has only one rank, so this setting replicates variables without a rule (decisions/0054).
+def check_rest(value: object, where: str) -> Rest | None:
     """Return a layout map's `rest` setting for variables without a rule, after a check.
 
     Raises:

@@ -105,7 +105,8 @@ class Mesh:
         return tuple(dim.name for dim in self.mesh_dims)
 
     @property
-    def shape(self) -> tuple[int, ...]:  # why: decisions/0001
+    # `shape` is a property in numpy, JAX, and PyTorch, so it is no method as in TensorFlow (decisions/0001).
+    def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh dims, in order."""
         return tuple(dim.size for dim in self.mesh_dims)
 

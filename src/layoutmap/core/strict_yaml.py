@@ -17,7 +17,8 @@ _MAX_ALIASED = 100_000
 _INT, _NULL = "tag:yaml.org,2002:int", "tag:yaml.org,2002:null"
 
 
-def read_yaml(text: str, where: str = "rules file") -> Any:  # why: decisions/0199
+# YAML readers disagree about numbers, so only null and decimal integers are not text (decisions/0199).
+def read_yaml(text: str, where: str = "rules file") -> Any:
     """Return the data of one YAML document, or `None` if it is empty.
 
     Args:

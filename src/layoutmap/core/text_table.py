@@ -79,7 +79,7 @@ def format_table(
     return [*lines, "; ".join([*said, ALL_COLUMNS])] if said else lines
 
 
-# why: decisions/0034
+# A terminal has a limited width, so columns are dropped and shortened to fit (decisions/0034).
 def _fit_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
     """Return the widths of the columns that fit: some columns are dropped first, then the widest are shortened."""
     shown, least = dict(widths), [*drop]

@@ -183,7 +183,8 @@ def read_mesh_proto(message: Any) -> MeshFields:
     return MeshFields(proto.name, dims, devices, local_ids)
 
 
-def format_layout(fields: LayoutFields) -> str:  # why: decisions/0004
+# TensorFlow refuses colons in dim names, so it cannot misread dims that a colon joins (decisions/0004).
+def format_layout(fields: LayoutFields) -> str:
     """Return a layout as text."""
     specs = "".join(":".join(spec) + "," for spec in fields.specs)
     return f"{_LAYOUT_PREFIX}{specs}{_MESH_PREFIX}{format_mesh(fields.mesh)}"
@@ -254,7 +255,8 @@ def serialize_message(message: Any) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _import_messages() -> Any:  # why: decisions/0179
+# The protobuf package reads the messages and is an optional extra, so it may be missing (decisions/0179).
+def _import_messages() -> Any:
     """Import the module of the protobuf messages when it is first used, because few programs need it.
 
     Raises:

@@ -78,7 +78,8 @@ def _find_largest_subset(dims: Sequence[str], size: int, layout: Layout) -> tupl
     return max((s for s in subsets if size % counts[s] == 0), key=lambda s: counts[s])
 
 
-def keep_largest_dims(layout: Layout) -> Layout:  # why: decisions/0004
+# TensorFlow shards an axis over one dim only, so the plan uses the largest of several (decisions/0004).
+def keep_largest_dims(layout: Layout) -> Layout:
     """Return the layout with each axis over only the largest of its mesh dims. A tie goes to the more major dim.
 
     An axis whose other dims have one device stays as it is: they shard nothing.

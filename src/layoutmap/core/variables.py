@@ -125,7 +125,8 @@ class VariableSpec:
 
 
 @dataclass(frozen=True)
-class Assignment:  # why: decisions/0001
+# Plans are made without an engine, so assignments import no framework (decisions/0001).
+class Assignment:
     """Variable with the layout that the plan gives it.
 
     Args:
@@ -186,7 +187,8 @@ def has_several_models(variables: Iterable[VariableSpec]) -> bool:
     return len({v.model for v in variables} - {""}) > 1
 
 
-def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:  # why: decisions/0005
+# Two models may have variables with one path, so the model's name precedes it (decisions/0005).
+def format_variable_names(variables: Sequence[VariableSpec]) -> list[str]:
     """Return the paths of variables, each after its model's name if there are several models.
 
     Example:

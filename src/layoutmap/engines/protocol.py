@@ -185,8 +185,7 @@ class Engine(Protocol):
         """
         ...
 
-    # A second copy takes most of the time of a load, so values are read into the array's own memory
-    # (decisions/0127).
+    # A second copy takes most of a load's time, so values are read into the array's memory (decisions/0127).
     def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
         """Return writable memory of this process's shards, or an empty sequence if there is none.
 

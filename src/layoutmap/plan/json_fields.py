@@ -32,7 +32,8 @@ _WANTED = (  # the first pattern that is in msgspec's message names what belongs
 )
 
 
-class PlanObject(msgspec.Struct, forbid_unknown_fields=True):  # why: decisions/0190
+# A struct is both form and check, so unknown fields of a plan are refused (decisions/0190).
+class PlanObject(msgspec.Struct, forbid_unknown_fields=True):
     """Object in a plan's JSON."""
 
 

@@ -64,7 +64,8 @@ class PlanTable(Mapping[str, Assignment]):
                 aliases.setdefault(path, []).append(key)
         return {**aliases, **own}
 
-    def __iter__(self) -> Iterator[str]:  # why: decisions/0038
+    # Several models may share a path, so a plan iterates over unique keys (decisions/0038).
+    def __iter__(self) -> Iterator[str]:
         return iter(self._assignments_by_key)
 
     def __len__(self) -> int:

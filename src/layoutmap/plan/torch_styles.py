@@ -43,7 +43,7 @@ class StyledModule:
     output: int | None = None
 
 
-# why: decisions/0014
+# A nearly correct export would train with a wrong layout, so other layouts are refused (decisions/0014).
 def list_ruled_variables(plan: PlanTable, call: str) -> list[Assignment]:
     """Return the variables of a plan for which another library has rules: all except slots and metrics.
 

@@ -26,7 +26,8 @@ from layoutmap.core.mesh import Mesh
 _FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))+")
 
 
-def is_keras_rule(text: str) -> bool:  # why: decisions/0014
+# Keras matches its own variable names, so rules for them start with `keras:` (decisions/0014).
+def is_keras_rule(text: str) -> bool:
     """Return whether a rule or path starts with `keras:` and so refers to Keras's own variable names."""
     return text.startswith(KERAS)
 

@@ -61,7 +61,8 @@ def _is_part_of_leaf(value: Any) -> bool:
     return value is None or isinstance(value, (str, int)) or str(value) == _FREE
 
 
-def read_shapes(parameters: object, where: str) -> dict[str, Shape]:  # why: decisions/0014
+# A `PartitionSpec` has no rank, so the shapes of all arrays are needed (decisions/0014).
+def read_shapes(parameters: object, where: str) -> dict[str, Shape]:
     """Return the shapes of all arrays by path, from a plan or from dicts of shapes or of objects with a shape.
 
     Raises:

@@ -56,7 +56,8 @@ def refuse_slow_pattern(pattern: str, rule: str) -> None:
         )
 
 
-def find_slow_part(pattern: str) -> str:  # why: decisions/0199
+# A regex from a stranger can hang, so the patterns of a file have limits (decisions/0199).
+def find_slow_part(pattern: str) -> str:
     """Return the limit that a regex exceeds, or an empty string.
 
     Example:

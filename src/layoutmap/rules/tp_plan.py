@@ -128,7 +128,8 @@ def is_model_function(source: object) -> bool:
     return callable(source) and not isinstance(source, type) and not any(hasattr(source, n) for n in named)
 
 
-def convert_tp_plan(  # why: decisions/0014
+# A tensor-parallel plan lacks ranks, so parameter shapes can be passed with it (decisions/0014).
+def convert_tp_plan(
     plan: Mapping[str, str],
     *,
     dim: str,

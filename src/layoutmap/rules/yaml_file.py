@@ -64,7 +64,8 @@ class RulesFields:
     rest: Rest | None = None
 
 
-def to_yaml(fields: RulesFields) -> str:  # why: decisions/0199
+# A rules file may not contain tags, so it is written as plain lists and mappings (decisions/0199).
+def to_yaml(fields: RulesFields) -> str:
     """Return the text of a rules file."""
     import yaml
 

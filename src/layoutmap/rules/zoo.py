@@ -65,7 +65,8 @@ class PublishedModel:
 
 
 @functools.cache
-def list_models() -> Mapping[str, PublishedModel]:  # why: decisions/0024
+# Libraries name the same weight differently, so each model states the preset that fits it (decisions/0024).
+def list_models() -> Mapping[str, PublishedModel]:
     """Return all published models by name.
 
     Example:

@@ -133,8 +133,7 @@ class CheckpointManager:
         self.wait()
         return self._history.line(self._position or self._history.last())
 
-    # Training may change values during a save, so writable memory is copied into reused buffers first
-    # (decisions/0080).
+    # Training may change values during a save, so writable memory is copied first (decisions/0080).
     def save(
         self,
         model: object,

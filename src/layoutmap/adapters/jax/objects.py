@@ -48,8 +48,7 @@ def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
     return _is_of_nnx(state, "Optimizer")
 
 
-# `nnx.split` takes milliseconds for a large model, so objects are split once and compared by identity
-# (decisions/0186).
+# `nnx.split` takes milliseconds, so objects are split once and compared by identity (decisions/0186).
 class StepObjects:
     """nnx objects in one call of a step, inspected together so that arrays they share are found once.
 

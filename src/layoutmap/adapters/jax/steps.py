@@ -603,8 +603,7 @@ class JitStep:
         return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
 
 
-# A function or a text cannot be an argument of a compiled program, so it is part of the program's key
-# (decisions/0186).
+# A compiled program takes no functions or texts, so they are part of the program's key (decisions/0186).
 def find_constants(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object]:
     """Return the leaves of a tree that are no arrays: functions, texts, and numbers that are in a module of Equinox.
 

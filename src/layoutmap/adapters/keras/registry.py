@@ -123,7 +123,7 @@ class Registry:
         record.layout = layout  # at last: an interrupt before leaves the variable to be placed again
 
     def get_layout(self, variable: object) -> Layout | None:
-        """Return where a variable has been placed; `None`: nowhere yet."""
+        """Return the layout in which a variable has been placed, or `None` if it has not been placed yet."""
         record = self._records.get(id(variable))
         return record.layout if record is not None else None
 

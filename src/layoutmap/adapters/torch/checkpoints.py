@@ -42,7 +42,8 @@ _NEEDS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "mome
 """Settings for which an optimizer makes slots in its first step, and fails later where these are missing."""
 
 
-def list_stored(  # why: decisions/0082
+# Torch creates slots in the first step, so saved slots are listed before they exist (decisions/0082).
+def list_stored(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: Saved | None = None
 ) -> list[Stored]:
     """Return a model's tensors and its optimizer's slots, including saved slots that the optimizer lacks so far."""

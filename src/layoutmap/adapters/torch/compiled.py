@@ -110,7 +110,8 @@ def reuse_compiler(compiler: Any) -> Compiler:
     return Compiler(id(compiler), compiled, is_full_graph(compiler), compiler)
 
 
-class Compiled:  # why: decisions/0105
+# Dynamo cannot trace DTensors and gathers, so it sees one function of tensors per module (decisions/0105).
+class Compiled:
     """Callable that computes a module by graphs from torch.compile, or uncompiled where recording a graph fails.
 
     Args:

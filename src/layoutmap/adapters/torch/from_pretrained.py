@@ -33,7 +33,8 @@ _REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantizat
 """Arguments with which transformers places or stores weights in its own way."""
 
 
-class FromPretrainedPatches(Closing):  # why: decisions/0096
+# transformers reads full tensors, so a patched function reads only the shards of a process (decisions/0096).
+class FromPretrainedPatches(Closing):
     """Patches for `from_pretrained` while a scope is open, or none if transformers is not imported."""
 
     _used: Closing | None = None

@@ -64,7 +64,8 @@ class ModelCall:
             self.is_open = False
 
 
-class GatherGroup:  # why: decisions/0017
+# `fully_shard` does not support all layouts, so this library gathers the other weights (decisions/0017).
+class GatherGroup:
     """Weights that this library gathers together when a module is called.
 
     Args:

@@ -47,7 +47,8 @@ def note_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
     check_optimizers()
 
 
-def check_optimizers() -> None:  # why: decisions/0044
+# After a step the weights have changed, so optimizers are checked before it (decisions/0044).
+def check_optimizers() -> None:
     """Check each optimizer of this process before it steps, as long as a DTensor is alive."""
     change(_HOOK)
 
@@ -90,7 +91,8 @@ def _refuse_stale(optimizer: torch.optim.Optimizer, path: str) -> None:
     )
 
 
-def _make_adafactor_slots(parameter: DTensor) -> dict[str, torch.Tensor]:  # why: decisions/0044
+# Adafactor cannot create its slots from a shard, so they are made before its first step (decisions/0044).
+def _make_adafactor_slots(parameter: DTensor) -> dict[str, torch.Tensor]:
     """Return Adafactor's initial slots for a parameter: means over the last axis, and over the one before it."""
     *outer, rows, columns = parameter.shape
     return {

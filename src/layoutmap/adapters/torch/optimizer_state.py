@@ -52,7 +52,8 @@ _MAX_COPIED = 4096  # elements of a tensor whose values a step may read, as thos
 _NOT_COPIED = ("state", "param_groups")
 
 
-def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:  # why: decisions/0044
+# After a step the weights have changed, so a copy of the optimizer first steps meta tensors (decisions/0044).
+def check_state_kinds(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer if its state for a sharded weight differs from the state for the unsharded weight.
 
     Nothing is changed: the steps are those of a copy, on tensors without values.

@@ -100,7 +100,8 @@ def _check_use(made: TorchOptions, options: ScopeOptions, across: bool) -> None:
             )
 
 
-def _check_fully_shard(options: Mapping[str, object]) -> None:  # why: decisions/0017
+# The layout map decides which weights are sharded, so only three options are passed on (decisions/0017).
+def _check_fully_shard(options: Mapping[str, object]) -> None:
     """Refuse `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
     # Late: it takes a tenth of a second to load.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

@@ -67,9 +67,10 @@ class _Start(NamedTuple):
     start: int
 
 
+# A gather would send all bytes over the network, so each process writes its own bytes (decisions/0096).
 def save_shards(
     save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
-) -> bool:  # why: decisions/0096
+) -> bool:
     """Save a model from all processes of its mesh, which must all call it.
 
     The files are made in a hidden folder beside the directory, which becomes the directory. Into one that exists they

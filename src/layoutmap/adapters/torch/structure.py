@@ -121,7 +121,8 @@ def _find_globals(function: Function) -> tuple[tuple[str, dict[str, object]], ..
     return tuple((name, known) for name in names if name in known and is_constant(known[name]))
 
 
-def find_change(before: Structure, after: Structure) -> str:  # why: decisions/0105
+# A module that changes its attributes runs uncompiled, so the warning names the change (decisions/0105).
+def find_change(before: Structure, after: Structure) -> str:
     """Return the name of the first difference between two structures of a module, or an empty text."""
     for number, (one, other) in enumerate(zip(before.parts, after.parts, strict=False)):
         if one != other:

@@ -45,7 +45,7 @@ class Training:
 _trainings: weakref.WeakKeyDictionary[torch.nn.Module, Training] = weakref.WeakKeyDictionary()
 
 
-# why: decisions/0008
+# A torch model does not know its loss and optimizer, so this function sets them (decisions/0008).
 def train_with(
     model: Model, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None, num_passes: int = 1
 ) -> Model:

@@ -140,8 +140,7 @@ class _Segment:
     last_use_of: tuple[Var, ...]
 
 
-# XLA rounds a fused multiply and add once, so programs are split after each rounding to keep the bits
-# (decisions/0006).
+# XLA rounds a fused multiply and add once, so programs are split after each rounding (decisions/0006).
 class ShardedProgram:
     """Traced program that is compiled step by step for one sharding.
 

@@ -74,7 +74,7 @@ def fit_layout(
 
 
 def get_layout(array: torch.Tensor) -> Layout | None:
-    """The layout of a DTensor, or `None` if it is on no mesh of named dims, or is a sum that is still to be reduced."""
+    """Return the layout of a DTensor, or `None` if its mesh has no named dims or it is a partial sum."""
     if not isinstance(array, DTensor):
         return None
     noted = getattr(array, _LAYOUT, None)
@@ -161,7 +161,7 @@ def iterate_shards(array: torch.Tensor, *, copy: bool = True) -> Iterator[tuple[
 
 
 def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
-    """The memory of the shards that this process holds; see `Engine.own_memory`. Simulated replicas have several."""
+    """Return memory of this process's shards (see `Engine.get_writable_memory`). Simulated replicas have several."""
     pieces = [(index, _get_numpy_memory(piece)) for index, piece in _iterate_pieces(array)]
     has_all = not (simulation.is_simulated() and isinstance(array, DTensor)) or len(pieces) == len(
         simulation.list_ranks(array.device_mesh)
@@ -210,7 +210,7 @@ def _iterate_pieces(array: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]
 
 
 def iterate_by_device(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
-    """The values that each rank of this process holds, with the name of its device."""
+    """Yield the values on each rank of this process, with the name of its device."""
     if array.is_meta:
         return
     kind = _format_device_type(array.device)

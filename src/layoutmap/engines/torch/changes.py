@@ -53,7 +53,8 @@ def keep_patches(what: object) -> None:
     _kept.add(what)
 
 
-def restore_torch() -> None:  # why: decisions/0150
+# Weak references cannot show when the last tensor is gone, so garbage collection triggers this (decisions/0150).
+def restore_torch() -> None:
     """Remove all patches of torch."""
     with _lock:
         for patch in reversed(_made):  # one may be on top of another

@@ -83,10 +83,10 @@ def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
 
 
 def canonicalize(values: NumpyArray) -> NumpyArray:
-    """Numpy values as torch holds them, which is as they are.
+    """Return numpy values as torch stores them, which is unchanged.
 
     Raises:
-        EngineError: Torch holds no such elements.
+        EngineError: Torch cannot store such elements.
     """
     to_torch(values[:0] if values.ndim else values)
     return values

@@ -157,7 +157,8 @@ def get_group() -> dist.ProcessGroup | None:
     return _group if _simulation is not None else dist.group.WORLD
 
 
-def simulate(number: int) -> None:  # why: decisions/0150
+# In torch each device is a process, so a program without a launcher simulates ranks (decisions/0150).
+def simulate(number: int) -> None:
     """Set the number of simulated ranks (see `Engine.simulate`)."""
     global _num_devices
     if not is_simulated():

@@ -41,7 +41,8 @@ def count(memory: torch.UntypedStorage) -> None:
         number[0] += 1
 
 
-def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:  # why: decisions/0151
+# A backward pass with changed values would be silently wrong, so changes are counted (decisions/0151).
+def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
     """Return the change counters of the DTensors among some tensors, with their current values."""
     found: list[tuple[list[int], int]] = []
     for each in tensors:

@@ -53,7 +53,8 @@ def _swap_specs(w: Weight, old: int, new: int) -> Layout:
     return Layout(specs, w.layout.mesh)
 
 
-def _find_swapped_axes(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
+# A valid layout can still be a mistake, so lint compares consecutive kernels (decisions/0022).
+def _find_swapped_axes(linted: Linted) -> Iterator[Problem]:
     """Yield a problem for each pair of consecutive kernels with sharding that does not match."""
     for block in linted.blocks:
         for first, then in _iterate_kernel_pairs(linted, block):

@@ -28,7 +28,8 @@ class _Odd:
     share: str
 
 
-def find_odd_blocks(linted: Linted) -> Iterator[Problem]:  # why: decisions/0022
+# A block with less sharding than its siblings is likely a mistake, so lint reports it (decisions/0022).
+def find_odd_blocks(linted: Linted) -> Iterator[Problem]:
     """Yield a problem for each block that is not sharded over all the mesh dims of its siblings."""
     found: dict[int, _Odd] = {}
     for group in _group_siblings(linted).values():

@@ -64,7 +64,8 @@ def make_checkpoint_page(contents: Contents, problems: Sequence[Problem] | None)
     return _fill_template("checkpoint", f"Checkpoint {format_contents_line(contents)}", data)
 
 
-def _fill_template(kind: str, title: str, data: Mapping[str, object]) -> str:  # why: decisions/0021
+# A page must work offline, so its style, scripts, and data are in one file (decisions/0021).
+def _fill_template(kind: str, title: str, data: Mapping[str, object]) -> str:
     scripts = "\n".join(_read_asset(f"{name}.js") for name in _SCRIPTS)
     parts = {
         "kind": kind,

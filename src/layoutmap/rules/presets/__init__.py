@@ -57,7 +57,7 @@ def describe_preset(name: str) -> str:
     return _read_file(name).partition("\n")[0].removeprefix("# ")
 
 
-# why: decisions/0024
+# Meshes have different dim names, so yours replace `model` and `fsdp` of a preset (decisions/0024).
 def read_preset(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None) -> RulesFields:
     """Return the rules of a preset for a mesh.
 

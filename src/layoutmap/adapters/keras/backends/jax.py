@@ -77,13 +77,12 @@ class JaxBackend(Backend):
             own["_direct_assign"] = functools.partial(_assign, variable)
         return tag
 
+    # `with_sharding_constraint` works with and without a trace, so no `Distribution` is needed (decisions/0007).
     def relayout_output(
         self,
         array: object,
         layout: Layout,
         session: KerasSession,
-        # `with_sharding_constraint` works in a trace and outside one, so no `Distribution` is needed
-        # (decisions/0007).
     ) -> object:
         """Constrain an array in a trace to a layout, or redistribute it outside one."""
         return jax.lax.with_sharding_constraint(array, session.engine.native(layout, layout.rank))

@@ -51,7 +51,8 @@ class Recipe:
         except NeedsAll as reason:
             self.why_global = str(reason)
 
-    def global_value(self) -> torch.Tensor:  # why: decisions/0006
+    # Bits must equal the unsharded program's, so all operations are replayed if pieces fail (decisions/0006).
+    def global_value(self) -> torch.Tensor:
         """Return the unsharded tensor, with the strides that the unsharded program gives it."""
         if not self.why_global:
             tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")

@@ -51,7 +51,8 @@ SMALLEST = 4096
 _SNAPSHOT = 1 << 12  # constants of more elements are kept by reference until something changes them
 
 
-class Tape:  # why: decisions/0006
+# No device may store a full weight, so operations are recorded and replayed in pieces (decisions/0006).
+class Tape:
     """Record of the operations that compute deferred tensors.
 
     Args:

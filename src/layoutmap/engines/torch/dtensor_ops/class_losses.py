@@ -50,7 +50,8 @@ _NAMES = (
 _LABELS = (torch.int64, torch.uint8)
 
 
-def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0111
+# Logits sharded over classes are too large to gather, so the shards compute the loss (decisions/0111).
+def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     reduction = pop_reduction(given)
     x, target, weight = (given.pop(name, None) for name in _NAMES[:3])

@@ -201,7 +201,8 @@ def distribute_tensor(
         return own(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
 
-class _GradientLayout:  # why: decisions/0151
+# Devices may compute with different parts of a local tensor, so its gradient is summed (decisions/0151).
+class _GradientLayout:
     """Placements of a DTensor's gradient. Without `named` ones, they follow from the DTensor's own."""
 
     def __init__(self, placements: Sequence[Placement], named: Sequence[Placement] | None = None) -> None:

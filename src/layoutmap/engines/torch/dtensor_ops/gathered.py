@@ -81,7 +81,8 @@ def find_changed(function: Function, args: Args, kwargs: Kwargs) -> list[torch.T
     return [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
 
 
-def compute_custom_operator(function: Function, args: Args, kwargs: Kwargs) -> object:  # why: decisions/0057
+# No sharding is known for a custom operator, so it runs on gathered tensors (decisions/0057).
+def compute_custom_operator(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute a custom operator on gathered tensors, because its kernels expect unsharded memory."""
     if not all(is_replicated(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
         warn_of_gathering(format_function(function), "DTensor does not know what a custom operator computes")

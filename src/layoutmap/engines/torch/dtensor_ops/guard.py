@@ -122,9 +122,9 @@ def is_guarded(device_mesh: DeviceMesh) -> bool:
     return device_mesh in meshes
 
 
-# why: decisions/0057
 @skip_function_modes
 @torch.no_grad()
+# DTensor computes some operators incorrectly, so it answers only proven ones (decisions/0057).
 def _answer_operator(own: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """Return DTensor's own result of an operator if that is proven, or this library's result."""
     if mesh not in meshes:  # DTensors of the program itself

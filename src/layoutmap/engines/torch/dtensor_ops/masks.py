@@ -28,7 +28,8 @@ _LARGE_PIECE = 1 << 22  # on other devices
 Places = tuple[Sequence[int], ...]  # along each axis
 
 
-def draw_sharded_mask(  # why: decisions/0102
+# A mask must not depend on the mesh, so devices hash the positions of their elements (decisions/0102).
+def draw_sharded_mask(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,

@@ -41,7 +41,8 @@ outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Copies that have former values."""
 
 
-class _Origin(NamedTuple):  # why: decisions/0151
+# A slice of a DTensor may be a copy, so its source is stored to receive later writes (decisions/0151).
+class _Origin(NamedTuple):
     """Tensor that a redistributed copy was made from.
 
     Attributes:

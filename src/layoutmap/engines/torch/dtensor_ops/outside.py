@@ -61,7 +61,8 @@ with Needed("torch"):
 check_names("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropower_via_newtonschulz"))
 
 
-def prepare_mesh(device_mesh: DeviceMesh) -> None:  # why: decisions/0151
+# Programs also use weights outside a model's call, so torch is patched for the mesh (decisions/0151).
+def prepare_mesh(device_mesh: DeviceMesh) -> None:
     """Patch torch so that DTensors on a mesh compute correctly also outside of `enable_dtensor_ops`.
 
     Args:
@@ -96,9 +97,8 @@ def _assign_data(own: Callable[..., None], tensor: DTensor, value: torch.Tensor)
 
 @skip_function_modes
 @torch.no_grad()
-def _swap_tensors(
-    own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor
-) -> None:  # why: decisions/0151
+# Conversions such as `model.double()` must work, so a swap exchanges layouts too (decisions/0151).
+def _swap_tensors(own: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
     """Replace `torch.utils.swap_tensors(t1, t2)`: swap values, types, and layouts of two DTensors."""
     both = [each for each in (t1, t2) if isinstance(each, DTensor) and is_guarded(each.device_mesh)]
     if len(both) < 2:

@@ -97,9 +97,8 @@ def take_local_shard(
     return take_shard(tensor, gradient)
 
 
-def join_shards(
-    local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None]
-) -> DTensor:  # why: decisions/0057
+# DTensor computes some operators incorrectly, so corrections join the shards' results (decisions/0057).
+def join_shards(local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None]) -> DTensor:
     """Return the DTensor of all devices' shards, which have equal sizes. See `take_local_shard`."""
     return from_shards(local, mesh, make_placements(mesh, axes))
 

@@ -21,8 +21,8 @@ from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, make
 from layoutmap.engines.torch.storages import get_storage_key
 
 
-# why: decisions/0017
 @contextmanager
+# Saved tensors would keep gathered weights in memory, so autograd saves references (decisions/0017).
 def save_references(tensors: Sequence[DTensor], again: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
     """Make autograd save references to gathered tensors and their views, not the tensors, while open.
 

@@ -57,7 +57,8 @@ class _CallOrder:
     ahead: set[Unit] = field(default_factory=set["Unit"])
 
 
-class Unit(torch.nn.Module):  # why: decisions/0017
+# Your modules keep their class and hooks, so `fully_shard` runs on these helper modules (decisions/0017).
+class Unit(torch.nn.Module):
     """Parameters that one call of `fully_shard` gathers together.
 
     Args:

@@ -27,7 +27,8 @@ from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, rep
 _MAX_BYTES = 256 << 20  # of gradients that are copied to be summed up in one collective
 
 
-class Gradients:  # why: decisions/0017
+# A gradient hook must see the full sum, so the gradient is reduced before the hook runs (decisions/0017).
+class Gradients:
     """Hooks that redistribute the gradient of each DTensor parameter to the parameter's placements.
 
     A pass adds to gradients that exist already, as always. Gradients that `torch.autograd.grad` returns are left as
