@@ -30,7 +30,7 @@ STATE = {
     "adapters.torch.optimizer_hooks._replaced": "tensors that a model had before a layout, while they live",
     "adapters.torch.optimizer_hooks._compared": "optimizers that all processes have compared, while they live",
     "engines.tensorflow.selfcheck._sound": "whether DTensor computes right in this process: found by experiments",
-    "engines.torch.deferred_init.jump.works": "whether torch's generators jump as they should: found by one experiment",
+    "engines.torch.deferred_init.jump.is_exact": "whether torch's generators jump as they should, by an experiment",
     # what is known of a framework's objects that cannot be told from the objects
     "engines.tensorflow.arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",
     "engines.torch.dtensor_ops.local_values._marks": "what was taken out of DTensors, weakly: an attribute is saved",
@@ -51,7 +51,7 @@ STATE = {
     "engines.torch.specs._of_meshes": "the caches of what is known of meshes, emptied as DTensor's are",
     "engines.torch.dtensor_ops.gathered._warned": "each function is warned of once in a process",
     "engines.torch.deferred_init.streams._rooms": "memory for random numbers, one piece on each thread",
-    "engines.torch.malloc._malloc_trim": "the C library's function",
+    "engines.torch.malloc._find_malloc_trim": "the C library's function",
     "engines.jax.corrections._for_good": "our rules in JAX's tables: they stay, since programs and arrays do",
     "engines.jax.corrections._without_devices": "whether this thread lowers for devices that are not there",
     "engines.jax.corrections._devices": "for how many devices this thread lowers a form",

@@ -25,7 +25,7 @@ def test_nine_methods_are_enough_to_build():
     }
 
     assert 9 == len(written)
-    assert {"refused", "own_options"} == methods - written
+    assert {"refused", "read_own_options"} == methods - written
     assert None is Least().read_own_options({}, ScopeOptions(), across=False)
     with Least().refused("keras"):
         assert isinstance(Least(), protocol.Building)
@@ -34,9 +34,9 @@ def test_nine_methods_are_enough_to_build():
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        (protocol.Training, "forward, gradients, on_one_device, train_step, with_optimizer"),
-        (protocol.Keeping, "restore_settings, restore_with_optimizer, restored, settings, stored"),
-        (protocol.Inspecting, "context_of, described, gathered_dims"),
+        (protocol.Training, "forward, gradients, move_to_one_device, set_optimizer, train_step"),
+        (protocol.Keeping, "list_stored_variables, restore_settings, restore_variables, restore_with_optimizer, settings"),
+        (protocol.Inspecting, "describe_variables, find_context, gathered_dims"),
     ],
 )
 def test_what_an_adapter_does_not_know_is_refused_by_name(capability, missing):

@@ -43,7 +43,7 @@ def parse_axes(text: str) -> tuple[Side, Side]:
         ValueError: It cannot be read; says why.
 
     Example:
-        >>> parse("(heads size) width -> width heads size")
+        >>> parse_axes("(heads size) width -> width heads size")
         ((('heads', 'size'), ('width',)), (('width',), ('heads',), ('size',)))
     """
     left, arrow, right = text.partition("->")
@@ -70,10 +70,10 @@ def solve_sizes(sides: Sequence[tuple[Side, Sequence[int]]]) -> dict[str, int] |
     """Return the size of each axis name from array shapes, or `None` if they do not determine all sizes.
 
     Example:
-        >>> here, there = parse("(heads size) width -> width heads size")
-        >>> solve([(here, (32, 16)), (there, (16, 4, 8))])
+        >>> here, there = parse_axes("(heads size) width -> width heads size")
+        >>> solve_sizes([(here, (32, 16)), (there, (16, 4, 8))])
         {'width': 16, 'heads': 4, 'size': 8}
-        >>> solve([(here, (32, 16))])
+        >>> solve_sizes([(here, (32, 16))])
     """
     if any(len(side) != len(shape) for side, shape in sides):
         return None

@@ -56,7 +56,7 @@ class SavedStep:
 
         Example:
             >>> left, new = SavedStep(50, lines={"a": 50}), SavedStep(34, lines={"a": 30, "b": 34})
-            >>> [new.comes_from(SavedStep(20, lines={"a": 20})), new.comes_from(left), left.comes_from(new)]
+            >>> [new.is_descendant(SavedStep(20, lines={"a": 20})), new.is_descendant(left), left.is_descendant(new)]
             [True, False, False]
         """
         return other.step != self.step and self.lines.get(other.line, -1) >= other.step
@@ -76,7 +76,7 @@ def extend_lineage(
 
     Example:
         >>> there = [SavedStep(n, lines={"a": n}, order=n) for n in (1, 2, 3)]
-        >>> following(4, "b", there[2], there).lines, following(2, "b", there[0], there).lines
+        >>> extend_lineage(4, "b", there[2], there).lines, extend_lineage(2, "b", there[0], there).lines
         ({'a': 4}, {'a': 1, 'b': 2})
     """
     known = list(there)

@@ -80,7 +80,7 @@ class Retention:
         """Return the steps from best to worst, without those that lack a finite metric.
 
         Example:
-            >>> Retention(best="loss").ranking({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": -math.inf}})
+            >>> Retention(best="loss").rank_steps({1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": -math.inf}})
             [2, 1]
         """
         name = self.best or ""

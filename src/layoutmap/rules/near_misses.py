@@ -14,9 +14,9 @@ def find_nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[s
     """Return the candidates most similar to a path or pattern, best first, ignoring digits and regex signs.
 
     Example:
-        >>> nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
+        >>> find_nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
         ['d1.kernel']
-        >>> nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
+        >>> find_nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
         ['layers.3.self_attention.query_dense.kernel']
     """
     return Candidates(candidates).find_nearest(text, count)

@@ -23,9 +23,9 @@ class Activations(Rules):
     A layer's output is not known before it runs, so another rank is an error when that layer is first called.
     """
 
-    _number_rule = "activation rule"
+    _rule_kind = "activation rule"
     _paths = "layers' paths"
-    _format_rules = "layout_map.activations"
+    _written = "layout_map.activations"
     _example = r"blocks\.\d+"
     _otherwise = "its output stays as it is"
 

@@ -57,7 +57,7 @@ class Rules(MutableMapping[str, Layout]):
     """
 
     # What messages call a rule and its paths, what they say to type, and what is done where no rule matches.
-    _number_rule = "rule"
+    _rule_kind = "rule"
     _paths = "variable paths"
     _written = "layout_map"
     _example = r".*\.kernel"
@@ -182,7 +182,7 @@ class Rules(MutableMapping[str, Layout]):
     ) -> Entry:
         if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleError(
-                f"{self._number_rule} {pattern!r} is not text",
+                f"{self._rule_kind} {pattern!r} is not text",
                 why=f"a rule is a regex over {self._paths}",
                 fix=f'write it as in {self._written}[r"{self._example}"]',
             )
@@ -190,29 +190,29 @@ class Rules(MutableMapping[str, Layout]):
         there = self._table.entries.get(pattern) or beside.get(pattern)
         if there is not None:
             raise RuleError(
-                f"{self._number_rule} {pattern!r} is in the map already",
+                f"{self._rule_kind} {pattern!r} is in the map already",
                 facts={"there": there.rule.layout, "new": layout},
                 why="one pattern has one layout",
                 fix=f"del {self._written}[{pattern!r}] first, or change one of the patterns",
             )
-        compiled = compile_pattern(pattern, self._number_rule)
+        compiled = compile_pattern(pattern, self._rule_kind)
         try:
             value = convert_layout(layout, mesh)
         except LayoutMapError as error:
             raise RuleError(
-                f"{self._number_rule} {pattern!r}: {error.what}",
+                f"{self._rule_kind} {pattern!r}: {error.what}",
                 facts=error.facts,
                 why=error.why,
                 fix=error.fix,
             ) from error
         if mesh is not None and value.mesh != mesh:
             raise RuleError(
-                f"{self._number_rule} {pattern!r}: its layout is on another mesh",
+                f"{self._rule_kind} {pattern!r}: its layout is on another mesh",
                 facts=_describe_difference(mesh, value.mesh),
                 why="all variables of a model are on one mesh",
                 fix="use the map's mesh, or make another map",
             )
-        own = None if uneven is None else check_uneven(uneven, f"{self._number_rule} {pattern!r}")
+        own = None if uneven is None else check_uneven(uneven, f"{self._rule_kind} {pattern!r}")
         number = len(self._table.in_order) + len(beside) + 1
         return Entry(Rule(number, pattern, value, own or self._default_uneven), compiled, own is not None)
 
@@ -322,7 +322,7 @@ class Rules(MutableMapping[str, Layout]):
         """
         if isinstance(other, Rules):
             return (
-                self._number_rule == other._number_rule
+                self._rule_kind == other._rule_kind
                 and self.mesh == other.mesh
                 and self.rules == other.rules
             )
@@ -343,7 +343,7 @@ class Rules(MutableMapping[str, Layout]):
 
     def format_name(self, rule: Rule) -> str:
         """Return a rule's name for messages, such as `rule 2  .*kernel` or `activation rule 1  blocks`."""
-        return f"{self._number_rule} {rule.number}  {rule.pattern}"
+        return f"{self._rule_kind} {rule.number}  {rule.pattern}"
 
     def title(self) -> str:
         """Return the first line of the map's text: the kind of rules and their mesh."""

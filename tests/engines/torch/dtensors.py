@@ -50,7 +50,7 @@ def alone() -> Generator[None]:
     OPERATORS_GUARDED.remove()
     changes.meshes.clear()
     with (
-        patch.object(devices, "look_after"),  # which each use of the mesh has called
+        patch.object(devices, "prepare_mesh"),  # which each use of the mesh has called
         warnings.catch_warnings(),
         simulation.simulate_ranks(native.mesh.flatten().tolist()),
     ):

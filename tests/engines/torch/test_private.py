@@ -10,9 +10,9 @@ PROCESSES = ("core",)
 SOURCE = Path(layoutmap.__file__).parent
 OWN = ("self", "cls")
 NOT_OF_TORCH = {
-    "_alone",
+    "_call_outside_graph",
     "_as_called",
-    "_compiled_or_called",
+    "_call_without_dynamo",
     "_replace",
     "_getframe",
     "_current_frames",

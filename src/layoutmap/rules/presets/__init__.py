@@ -38,7 +38,7 @@ def list_presets() -> tuple[str, ...]:
     """Return the names of all presets.
 
     Example:
-        >>> names()
+        >>> list_presets()
         ('bert', 'gemma', 'gemma_nnx', 'gpt2', 'gpt2_nnx', 'llama', 'llama_nnx', 'mixtral', 'qwen', 'qwen_nnx', ...)
     """
     return tuple(sorted(name[:-5] for name in os.listdir(_FOLDER) if name.endswith(".yaml")))
@@ -51,7 +51,7 @@ def describe_preset(name: str) -> str:
         RuleError: There is none of that name.
 
     Example:
-        >>> about("t5")
+        >>> describe_preset("t5")
         'T5 of keras-hub, first version, 1.1 and Flan: T5Backbone, alone or in T5Seq2SeqLM.'
     """
     return _read_file(name).partition("\n")[0].removeprefix("# ")
@@ -72,7 +72,7 @@ def read_preset(name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | No
 
     Example:
         >>> from layoutmap import Mesh
-        >>> read("llama", Mesh(None, "tp=4"), "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
+        >>> read_preset("llama", Mesh(None, "tp=4"), "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
         ('tp', None)
     """
     fields, dims = from_yaml(_read_file(name)), {"model": model_dim, "fsdp": fsdp_dim}
