@@ -26,7 +26,7 @@ STATE = {
     "engines.torch.changes._ends": "what ends with them",
     "engines.torch.changes._kept": "modules in layouts and open calls, weakly: nothing is taken back meanwhile",
     "engines.torch.simulation._num_devices": "how many ranks will be simulated, until they are",
-    "adapters.torch.from_pretrained._patches": "what replaces functions of transformers while scopes are open",
+    "adapters.torch.from_pretrained._make_patches": "what replaces functions of transformers while scopes are open",
     "adapters.torch.optimizer_hooks._replaced": "tensors that a model had before a layout, while they live",
     "adapters.torch.optimizer_hooks._compared": "optimizers that all processes have compared, while they live",
     "engines.tensorflow.selfcheck._sound": "whether DTensor computes right in this process: found by experiments",
@@ -59,7 +59,7 @@ STATE = {
     "engines.jax.corrections._inside": "whether this thread lowers one of our forms: JAX's own rules hold in it",
     "cost.jax.attention._calls": "the step that is traced on this thread, whose calls of attention are named",
     "engines.jax.shardy.check": "whether jaxlib has Shardy's passes, asked once",
-    "rules.zoo.models": "the list of published models, read once",
+    "rules.zoo.list_models": "the list of published models, read once",
     "cost.machines.load_devices": "the devices of machines.yaml, read once",
 }
 

@@ -91,23 +91,23 @@ FAULTS = (
     Fault(
         "gradients of the shards of a batch are averaged, not summed up",
         "engines/torch/gather/gradients.py",
-        "joined = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)",
-        "joined = summed_over(joined, parameters[0].device_mesh, dim, reduce_op)\n"
+        "joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)",
+        "joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)\n"
         "    joined = joined / parameters[0].device_mesh.size(dim)",
         "torch",
     ),
     Fault(
         "the mean of a normalization is that of one shard",
         "engines/torch/dtensor_ops/norms.py",
-        "mean = sum_of_devices(y.sum(axes, keepdim=True), mesh, summed) / count",
+        "mean = sum_over_devices(y.sum(axes, keepdim=True), mesh, summed) / count",
         "mean = y.mean(axes, keepdim=True)",
         "torch,keras-torch",
     ),
     Fault(
         "the gradient of one shard of the batch stands for all",
         "engines/torch/gather/gradients.py",
-        "part.clone().view(piece.shape), placed_over(",
-        "piece.clone().view(piece.shape), placed_over(",
+        "part.clone().view(piece.shape), replace_placement(",
+        "piece.clone().view(piece.shape), replace_placement(",
         "torch",
     ),
     Fault(
@@ -131,8 +131,8 @@ FAULTS = (
     Fault(
         "the bytes of a shard are those of the whole tensor",
         "core/variables.py",
-        "return math.ceil(math.prod(self.shard_shape) * itemsize(self.variable.dtype))",
-        "return math.ceil(math.prod(self.variable.shape) * itemsize(self.variable.dtype))",
+        "return math.ceil(math.prod(self.shard_shape) * get_itemsize(self.variable.dtype))",
+        "return math.ceil(math.prod(self.variable.shape) * get_itemsize(self.variable.dtype))",
     ),
     Fault(
         "rules that match nothing are not reported",
@@ -144,16 +144,16 @@ FAULTS = (
         "an axis that does not divide is no problem",
         "core/layout.py",
         "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
-        '        """The axes of a shape of this rank that cannot be split evenly."""\n',
+        '        """Return the axes of a shape of this rank that the layout cannot split evenly."""\n',
         "    def find_uneven_axes(self, global_shape: Sequence[int | None]) -> tuple[int, ...]:\n"
-        '        """The axes of a shape of this rank that cannot be split evenly."""\n'
+        '        """Return the axes of a shape of this rank that the layout cannot split evenly."""\n'
         "        return ()\n",
     ),
     Fault(
         "the command line drops the limit of memory",
         "cli/main.py",
-        "made.judged(device_memory=options.device_memory,",
-        "made.judged(device_memory=None,",
+        "made.set_limits(device_memory=options.device_memory,",
+        "made.set_limits(device_memory=None,",
     ),
     Fault(
         "the page has a verdict of its own",
@@ -170,7 +170,7 @@ FAULTS = (
     Fault(
         "a slot is not laid out as its weight",
         "core/uneven.py",
-        "return Layout([parent.mesh_dims_of(of[0]) if of else () for of in axes], parent.mesh)",
+        "return Layout([parent.list_mesh_dims(of[0]) if of else () for of in axes], parent.mesh)",
         "return Layout([() for _ in axes], parent.mesh)",
         "keras-jax",
     ),
@@ -211,8 +211,8 @@ FAULTS = (
     Fault(
         "a dropped element is dropped in one shard only",
         "engines/torch/dtensor_ops/randomness.py",
-        "mask = like(plain(_in_memory_as(x).fill_(1), p, True), x)",
-        "mask = like(plain(_in_memory_as(x).fill_(1), p, True).flip(0), x)",
+        "mask = place_like(plain(_allocate_like(x).fill_(1), p, True), x)",
+        "mask = place_like(plain(_allocate_like(x).fill_(1), p, True).flip(0), x)",
         "torch",
     ),
     Fault(

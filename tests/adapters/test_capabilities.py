@@ -35,7 +35,10 @@ def test_nine_methods_are_enough_to_build():
     ("capability", "missing"),
     [
         (protocol.Training, "forward, gradients, move_to_one_device, set_optimizer, train_step"),
-        (protocol.Keeping, "list_stored_variables, restore_settings, restore_variables, restore_with_optimizer, settings"),
+        (
+            protocol.Keeping,
+            "list_stored_variables, restore_settings, restore_variables, restore_with_optimizer, settings",
+        ),
         (protocol.Inspecting, "describe_variables, find_context, gathered_dims"),
     ],
 )

@@ -322,9 +322,7 @@ class Rules(MutableMapping[str, Layout]):
         """
         if isinstance(other, Rules):
             return (
-                self._rule_kind == other._rule_kind
-                and self.mesh == other.mesh
-                and self.rules == other.rules
+                self._rule_kind == other._rule_kind and self.mesh == other.mesh and self.rules == other.rules
             )
         return self._table.layouts() == other if isinstance(other, Mapping) else NotImplemented
 
