@@ -72,7 +72,7 @@ def _kinds():
         for call in ast.walk(ast.parse(source))
         if isinstance(call, ast.Call)
         and call.args
-        and ast.unparse(call.func) in ("Problem", "_problem", "_describe_layout_error")
+        and ast.unparse(call.func) in ("Problem", "_make_problem", "_describe_layout_error")
     ]
     kinds = [call.args[0] for call in calls]
     assert {"kind"} == {ast.unparse(kind) for kind in kinds if not isinstance(kind, ast.Constant)}
