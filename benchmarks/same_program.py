@@ -139,10 +139,10 @@ def measure_kind(kind: str, blocks: int) -> dict[str, float]:
     # These compare batches and torch's random numbers. A step that is not due counts count_call alone.
     timers = [
         Timer(agreement.check_alike, is_gathering=True),
-        Timer(agreement.checksum),
+        Timer(agreement.compute_checksum),
         Timer(agreement.CallSchedule.count_call),
     ]
-    agreement.check_program, agreement.check_alike, agreement.checksum = programs, *timers[:2]  # type: ignore[assignment]
+    agreement.check_program, agreement.check_alike, agreement.compute_checksum = programs, *timers[:2]  # type: ignore[assignment]
     due = list[bool]()
 
     def count_call(schedule: agreement.CallSchedule) -> bool:

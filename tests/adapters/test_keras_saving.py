@@ -175,13 +175,13 @@ def test_loading_in_a_scope_reads_each_value_once_and_draws_nothing(name, tmp_pa
 def test_loading_looks_through_a_model_as_often_whatever_its_layers(tmp_path, monkeypatch):
     """What is done once for a model is not done again for each layer whose weights are read."""
     looks = collections.Counter()
-    plain = session.describe
+    plain = session.describe_variables
 
     def counted(registry):
         looks[depth] += 1
         return plain(registry)
 
-    monkeypatch.setattr(session, "describe", counted)
+    monkeypatch.setattr(session, "describe_variables", counted)
     for depth in (2, 8):
         path = str(tmp_path / f"{depth}.keras")
         keras.Sequential([keras.Input((4,)), *(L.Dense(4) for _ in range(depth))]).save(path)
