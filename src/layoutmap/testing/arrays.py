@@ -34,7 +34,7 @@ first, second = (lm.Layout(specs, mesh) for specs in {specs!r})
 
 
 def check(array, layout):
-    assert engine.layout_of(array) == layout, (engine.layout_of(array), layout)
+    assert engine.get_layout(array) == layout, (engine.get_layout(array), layout)
     shards = {{get_slice_ends(index): shard for index, shard in engine.to_shards(array)}}
     expected = [layout.shard_slices(values.shape, device) for device in engine.bind(mesh).local_device_ids]
     assert set(shards) == set(map(get_slice_ends, expected)), (set(shards), expected)
