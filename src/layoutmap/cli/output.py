@@ -19,7 +19,7 @@ from layoutmap.core.escaping import escape_text
 from layoutmap.core.text_table import ALL_COLUMNS, wrap_lines
 
 WELL, PROBLEMS, CANNOT, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
-"""Exit codes; `layoutmap.cli.main` documents them."""
+"""Exit codes, documented in `layoutmap.cli.main`."""
 _NARROWEST = 60  # columns of a terminal: in a narrower one lines are broken by the terminal
 
 

@@ -16,6 +16,7 @@ from layoutmap.core import tf_format
 from layoutmap.core.arguments import as_int, check_axis, check_rank, check_shape, describe_type
 from layoutmap.core.errors import LayoutError, LayoutMapError
 from layoutmap.core.mesh import UNSHARDED, Mesh, convert_mesh, is_dtensor_class
+from layoutmap.core.old_names import OldName
 from layoutmap.core.specs import ShardingSpec, format_specs, list_spec_dims, read_specs, spec_from_dims
 
 __all__ = ["UNSHARDED", "Layout", "convert_layout"]
@@ -340,6 +341,12 @@ class Layout:
             why=f"{size} is not a multiple of {count}",
             fix=f"pad axis {axis} to {-(-size // count) * count}, or leave it unsharded: {format_specs(fitting)}",
         )
+
+    mesh_dims_of = OldName("list_mesh_dims")
+    shard_offset = OldName("locate_shard")
+    uneven_axes = OldName("find_uneven_axes")
+    rank_error = OldName("make_rank_error")
+    uneven_error = OldName("make_uneven_error")
 
     # -- forms
 

@@ -182,7 +182,7 @@ def check_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None) 
 
 
 def check_equal(named_texts: Iterable[tuple[str, str]], gather: Gather, what: str, **parts: str) -> None:
-    """Raise a `ScopeError` if named texts differ between the processes. `what` describes the first difference."""
+    """Raise a `ScopeError` if named texts differ between the processes."""
     found = find_difference(named_texts, gather)
     if found is not None:
         path, texts = found

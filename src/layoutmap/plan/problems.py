@@ -8,6 +8,7 @@ from typing import Literal
 
 from layoutmap.core.errors import format_message
 from layoutmap.core.escaping import escape_text
+from layoutmap.core.old_names import OldName
 from layoutmap.core.paths import format_path_pattern, merge_paths, split_at_numbers
 
 Severity = Literal["error", "warning", "note"]
@@ -47,6 +48,8 @@ class Problem:
     def name_model(self, model: str) -> Problem:
         """Return the problem with the model's name in its headline, or unchanged for `""`."""
         return replace(self, what=f"{model}: {self.what}", model=model) if model else self
+
+    of_model = OldName("name_model")
 
     def __str__(self) -> str:
         return format_message(escape_text(self.what), dict(self.facts), self.why, self.fix)

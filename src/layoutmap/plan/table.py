@@ -14,6 +14,7 @@ from typing import Any, Self
 from layoutmap.core.errors import PlanError, join_names
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
+from layoutmap.core.old_names import OldName
 from layoutmap.core.paths import replace_numbers
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import PlanCost
@@ -173,6 +174,11 @@ class PlanTable(Mapping[str, Assignment]):
         if self.cost is None:
             return replace(self, device_memory=device_memory, strict=strict)
         return replace(self, cost=self.cost.on_memory(device_memory), strict=strict)
+
+    with_problem = OldName("add_problem")
+    with_problems = OldName("add_problems")
+    with_cost = OldName("add_cost")
+    judged = OldName("set_limits")
 
     def check(self, *, strict: bool = False) -> Self:
         """Raise one error with all errors of the plan, or return the plan if it has none.

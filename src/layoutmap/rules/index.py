@@ -108,7 +108,7 @@ def _cut(text: str, width: int) -> list[str]:
 
 
 def find_required_literals(pattern: str) -> list[str]:
-    """Return texts that every match of a regex contains, or an empty list if they cannot be told.
+    """Return texts that every match of a regex contains, or an empty list if none is certain.
 
     Only what stands outside groups and classes counts, and a regex with an alternative at its top level has none:
     too few are harmless, one too many would lose a match.

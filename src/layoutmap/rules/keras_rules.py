@@ -33,7 +33,7 @@ def is_keras_rule(text: str) -> bool:
 
 
 def anchor_pattern(pattern: str) -> str:
-    """Return a rule's regex anchored at the start of a path: `keras:(?:a|b)\\\\Z` for `keras:a|b`."""
+    """Return a rule's regex anchored at the start of a path: `keras:(?:a|b)\\Z` for `keras:a|b`."""
     if not is_keras_rule(pattern):
         return pattern
     body = pattern.removeprefix(KERAS)

@@ -15,6 +15,7 @@ from layoutmap.core.errors import LayoutMapError, RuleError, format_count
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.match import Match, Rule, format_rule_layout
 from layoutmap.core.mesh import Mesh
+from layoutmap.core.old_names import OldName
 from layoutmap.core.uneven import Uneven, check_uneven
 from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.near_misses import find_nearest
@@ -342,6 +343,8 @@ class Rules(MutableMapping[str, Layout]):
     def format_name(self, rule: Rule) -> str:
         """Return a rule's name for messages, such as `rule 2  .*kernel` or `activation rule 1  blocks`."""
         return f"{self._rule_kind} {rule.number}  {rule.pattern}"
+
+    name_of = OldName("format_name")
 
     def title(self) -> str:
         """Return the first line of the map's text: the kind of rules and their mesh."""

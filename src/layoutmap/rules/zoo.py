@@ -71,7 +71,7 @@ def list_models() -> Mapping[str, PublishedModel]:
 
     Example:
         >>> from layoutmap.rules import zoo
-        >>> zoo.models()["llama3_405b"].num_parameters
+        >>> zoo.list_models()["llama3_405b"].num_parameters
         405853388800
     """
     import yaml
@@ -96,7 +96,7 @@ def find_model(name: str) -> PublishedModel:
     Example:
         >>> import layoutmap as lm
         >>> from layoutmap.rules import zoo
-        >>> bert = zoo.model("bert_large")
+        >>> bert = zoo.find_model("bert_large")
         >>> lm.plan(bert.make, lm.LayoutMap.preset(bert.preset, lm.Mesh(None, "batch=64,model=8")), library="keras")
         <Plan: 464 variables on batch=64, model=8, 1.2 GiB, 162.1 MiB per device; no problems>
     """

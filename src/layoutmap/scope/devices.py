@@ -85,7 +85,7 @@ def list_device_names(engine: str | None = None, device_type: str | None = None)
         EngineError: No engine is in use, or several are; or there are no devices of that type.
 
     Example:
-        >>> devices("jax", "CPU")[0]
+        >>> list_device_names("jax", "CPU")[0]
         'CPU:0'
     """
     return get_engine(choose_engine_name() if engine is None else engine).devices(device_type)
@@ -108,7 +108,7 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
 
     Example:
         >>> simulate_devices(8, engine="jax")
-        >>> devices("jax")[-1]
+        >>> list_device_names("jax")[-1]
         'CPU:7'
     """
     wanted = as_int(number)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from layoutmap.core.old_names import warn_about_old_name
 from layoutmap.testing.engine.cases import assert_same_bits, generate_values, list_all_specs
 from layoutmap.testing.engine.computing import ComputingLaws
 from layoutmap.testing.engine.creation import CreationLaws
 from layoutmap.testing.engine.layouts import LayoutLaws
 from layoutmap.testing.engine.shards import ShardLaws
-from layoutmap.testing.old_names import warn_about_old_name
 
 __all__ = ["EngineContract", "assert_same_bits", "generate_values", "list_all_specs"]
 _OLD_NAMES = {"all_specs": "list_all_specs", "random_values": "generate_values"}

@@ -1,15 +1,11 @@
-"""Old spellings of public names, which work with a warning until the next minor version."""
+"""Keep the old names of methods that subclasses of the contracts define."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-
-def warn_about_old_name(old: str, new: str) -> None:
-    """Warn that a name has a new spelling."""
-    warnings.warn(f"{old} has the new name {new}", DeprecationWarning, stacklevel=3)
+from layoutmap.core.old_names import warn_about_old_name
 
 
 class OldMethodNames:

@@ -30,7 +30,7 @@ CASES_PER_PROCESS = 20
 CASE_SECONDS = 300.0
 """The longest duration of a case."""
 TURN_SECONDS = 60.0
-"""How far a subject may be ahead of others before its process ends. It takes seconds to import a framework again."""
+"""Most seconds that a subject runs ahead of others before its process ends. A new process imports a framework."""
 _GRACE_SECONDS = 5.0
 """The time in which a process can end by itself, so that no other process waits for it."""
 

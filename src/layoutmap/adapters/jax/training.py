@@ -18,6 +18,7 @@ from layoutmap.adapters.jax.pytrees import Parts, format_key
 from layoutmap.adapters.jax.steps import jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError, shorten_repr
+from layoutmap.core.old_names import OldName
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
@@ -53,6 +54,9 @@ class TrainState:
         """The compiled functions of the model, by name."""
         self._steps = self._steps or Steps(self)
         return self._steps
+
+    weights = OldName("list_weights")
+    slots = OldName("list_slots")
 
     def list_weights(self) -> dict[str, jax.Array]:
         """Return the trained arrays by path."""

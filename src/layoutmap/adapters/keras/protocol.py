@@ -38,7 +38,7 @@ class OnThread(threading.local):
     """The state of one scope's models on the present thread."""
 
     opened_at: int = 0
-    """How many frames the thread had where the scope was opened: see `reading.count_user_frames`."""
+    """Frame count of the thread at the opening of the scope, from `call_stack.count_user_frames`."""
 
     call_depth: int = 0
     """In how many calls of layers, or steps, the thread is; 0: outside of any."""

@@ -13,11 +13,14 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.paths import Holder
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
+from layoutmap.engines.tested import check_names
 from layoutmap.engines.torch.dtensor_ops import note_redistributed
 from layoutmap.engines.torch.gather import Cast, Gather, can_gather, describe_early_change, save_references
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.storages import get_version
 from layoutmap.engines.torch.unseen import get_memory
+
+check_names("torch", (torch.nn.RNNBase, "_flat_weights"))
 
 
 @dataclass(slots=True, eq=False)
@@ -82,23 +85,24 @@ class GatherGroup:
     @contextmanager
     def gathered(self, context: ScopeContext) -> Generator[None]:
         """Gather the weights into their modules until the block ends."""
-        found, together = self._gather(context)
+        weights = [(weight, held) for weight in self._weights if (held := weight.held) is not None]
+        found = _StoredWeights(self, weights, context)
+        together = skip_function_modes(found.tensors)()
         if not together:  # the model's own call has gathered them
             yield
             return
-        held = [(weight, each, together[id(each)]) for weight, each in found.held if id(each) in together]
+        held = [(weight, each, together[id(each)]) for weight, each in weights if id(each) in together]
         for _, stored, tensor in held:
             note_redistributed(stored, tensor)  # a module may change it, as spectral norms do
         memories = [get_memory(tensor) for _, _, tensor in held]
         keys = () if self._is_kept else found.keys  # what stays gathered needs not be gathered again
-        versions = {id(tensor): get_version(tensor) for _, tensor in found.held}
+        # Names and no modules: the graph keeps this, and a module that stored a gathered weight would never be freed.
+        versions = [(weight.name, tensor, get_version(tensor)) for weight, tensor in weights]
 
         def gather_again() -> list[DTensor]:
-            for weight, tensor in found.held:
-                if get_version(tensor) != versions[id(tensor)]:
-                    raise RuntimeError(
-                        describe_early_change(weight.name, tuple(tensor.shape))
-                    )  # as torch does
+            for name, tensor, version in versions:
+                if get_version(tensor) != version:
+                    raise RuntimeError(describe_early_change(name, tuple(tensor.shape)))  # as torch does
             anew = found.tensors()
             return [anew[key] for key in keys]
 
@@ -110,12 +114,6 @@ class GatherGroup:
             for (weight, _, tensor), memory in zip(held, memories, strict=True):
                 if get_memory(tensor) is not memory:
                     raise _make_data_error(weight.name)
-
-    @skip_function_modes
-    def _gather(self, context: ScopeContext) -> tuple[_StoredWeights, dict[int, DTensor]]:
-        weights = [(weight, held) for weight in self._weights if (held := weight.held) is not None]
-        found = _StoredWeights(self, weights, context)
-        return found, found.tensors()
 
 
 def _make_data_error(name: str) -> EngineError:
@@ -132,7 +130,7 @@ class _StoredWeights:
     def __init__(
         self, own: GatherGroup, held: Sequence[tuple[Weight, torch.Tensor]], context: ScopeContext
     ) -> None:
-        self.held, self._own, self._context = held, own, context
+        self._engine, self._dtypes = context.engine, (own.dtype, own.reduce_dtype)
         self._relaid: list[tuple[DTensor, Layout]] = []
         self._cast: list[DTensor] = []
         self._groups: dict[tuple[int, bool, torch.dtype, bool], list[DTensor]] = {}
@@ -161,22 +159,23 @@ class _StoredWeights:
 
     def tensors(self) -> dict[int, DTensor]:
         """Gather the weights, and return those that changed by the ids of the stored ones."""
-        together = {
-            id(tensor): self._context.engine.relayout(tensor, layout) for tensor, layout in self._relaid
-        }
+        together = {id(tensor): self._engine.relayout(tensor, layout) for tensor, layout in self._relaid}
         for (mesh_dim, is_number, *_), tensors in self._groups.items():
-            dtypes = (self._own.dtype, self._own.reduce_dtype) if is_number else (None, None)
+            dtypes = self._dtypes if is_number else (None, None)
             together |= zip(
                 map(id, tensors), Gather(tensors, mesh_dim, *dtypes).gather_tensors(), strict=True
             )
         for tensor in self._cast:
-            together[id(tensor)] = Cast.apply(together.get(id(tensor), tensor), self._own.dtype)
+            together[id(tensor)] = Cast.apply(together.get(id(tensor), tensor), self._dtypes[0])
         return together
 
 
 @contextmanager
 def swap_temporarily(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.Tensor]]) -> Generator[None]:
     """Put other tensors into modules until the block ends, given as (place, old tensor, new tensor)."""
+    # A recurrent layer lists its weights in each call, and would store the gathered ones until the next call.
+    recurrent = {place.module for place, *_ in changes if isinstance(place.module, torch.nn.RNNBase)}
+    lists = [(module, module._flat_weights) for module in recurrent]  # pyright: ignore[reportPrivateUsage]
     try:
         for place, _, tensor in changes:
             place.put(tensor)
@@ -184,3 +183,5 @@ def swap_temporarily(changes: Sequence[tuple[Holder, torch.Tensor | None, torch.
     finally:
         for place, tensor, _ in changes:
             place.put(tensor)
+        for module, weights in lists:
+            module._flat_weights = weights  # pyright: ignore[reportPrivateUsage]

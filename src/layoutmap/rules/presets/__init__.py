@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.mesh import Mesh, check_dim
+from layoutmap.core.old_names import warn_about_old_name
 from layoutmap.rules.yaml_file import RulesFields, from_yaml
 
 _FOLDER = os.path.dirname(__file__)  # not of `pathlib`, which takes long to import
@@ -31,6 +32,7 @@ _FITS = {
     "electra": "bert",
 }
 """Families of keras-hub that a preset of another name fits without a problem, in lower case."""
+_OLD_NAMES = {"names": "list_presets", "about": "describe_preset", "read": "read_preset"}
 _CLOSE = 0.85  # two families' names may be as alike as those of bart and bert: 0.75
 
 
@@ -108,3 +110,10 @@ def _rename_dims(
     rules: Mapping[str, tuple[str | None, ...]], dims: Mapping[str, str | None]
 ) -> dict[str, tuple[str | None, ...]]:
     return {pattern: tuple(spec and dims[spec] for spec in specs) for pattern, specs in rules.items()}
+
+
+def __getattr__(name: str) -> object:
+    if name in _OLD_NAMES:
+        warn_about_old_name(name, _OLD_NAMES[name])
+        return globals()[_OLD_NAMES[name]]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

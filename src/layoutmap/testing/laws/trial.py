@@ -34,11 +34,11 @@ from layoutmap.testing.models.cases import EPSILONS, QUANTIZED, Case
 from layoutmap.testing.models.choices import Choices
 
 _COARSE_ROUNDINGS = 8
-"""How many roundings a model may differ by in coarse precisions, where 30 would exceed a factor of two."""
+"""Tolerance of coarse precisions in roundings, below 30, which would exceed a factor of two."""
 _MAX_CANCELLATION = 1e-2
 """The largest relative error of float32 in a drawn model, which occurs where a sum cancels."""
 _REFERENCE_FACTOR = 4
-"""How many times larger the difference to a sharded model may be than to a model with other rounding."""
+"""Largest ratio of the difference to the sharded model and to an unsharded model with other rounding."""
 DIVERGES = 1e3
 """A loss above which an infinite next step is no fault, since some drawn models diverge at the common learning rate."""
 _SEED = 0

@@ -282,7 +282,7 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
     """Yield blocks that together cover a run of elements, in row-major order.
 
     Example:
-        >>> list(boxes((4, 3), 2, 9))
+        >>> list(split_into_boxes((4, 3), 2, 9))
         [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
     """
     if start >= stop:

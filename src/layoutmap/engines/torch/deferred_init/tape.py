@@ -68,9 +68,9 @@ class Tape:
 
     Example:
         >>> tape = Tape()
-        >>> with tape.recording():
+        >>> with tape.record_operations():
         ...     layer = torch.nn.Linear(100, 100)
-        >>> tape.holds(layer.weight), tape.holds(layer.bias)
+        >>> tape.is_deferred(layer.weight), tape.is_deferred(layer.bias)
         (True, False)
         >>> recipe = tape.recipe(layer.weight)
         >>> [block] = recipe.blocks([(slice(0, 50), slice(0, 100))])
@@ -115,7 +115,7 @@ class Tape:
 
     @property
     def is_recording(self) -> bool:
-        """Whether it is inside `recording()`."""
+        """Whether it is inside `record_operations()`."""
         return bool(self._depth)
 
     def is_deferred(self, tensor: torch.Tensor) -> bool:
@@ -137,7 +137,7 @@ class Tape:
                 "the tape holds no such tensor",
                 facts={"tensor": f"{type(tensor).__name__} {tuple(tensor.shape)}"},
                 why="it was made outside of recording(), or is small enough to be made at once",
-                fix="ask tape.holds(tensor) first",
+                fix="ask tape.is_deferred(tensor) first",
             )
         return Recipe(self._steps, self._view(tensor), len(self._steps), self._piece)
 
