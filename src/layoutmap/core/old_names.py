@@ -25,6 +25,7 @@ class OldName:
         ...     cells = OldName("count_cells")
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
         ...     Grid().cells(), str(caught[0].message)
         (4, 'Grid.cells has the new name count_cells')
     """

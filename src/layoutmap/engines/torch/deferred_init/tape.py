@@ -7,7 +7,7 @@ them exist. A value that is read from a deferred tensor, as by `.item()`, is mad
 Random operations on deferred tensors make no tensor: the tape keeps the state of the generator, and leaves it as the
 operation would have. So what follows draws the same numbers as in a plain program.
 
-A tape records one thread, the one that opened `recording()`. Deferred tensors stay fake after it; `recipe` says how to
+A tape records one thread, the one that opened `record_operations()`. Deferred tensors stay fake after it; `recipe` says how to
 make their values.
 """
 
@@ -136,7 +136,7 @@ class Tape:
             raise EngineError(
                 "the tape holds no such tensor",
                 facts={"tensor": f"{type(tensor).__name__} {tuple(tensor.shape)}"},
-                why="it was made outside of recording(), or is small enough to be made at once",
+                why="it was made outside of record_operations(), or is small enough to be made at once",
                 fix="ask tape.is_deferred(tensor) first",
             )
         return Recipe(self._steps, self._view(tensor), len(self._steps), self._piece)
@@ -156,7 +156,7 @@ class Tape:
                 raise EngineError(
                     f"{op} changes deferred tensors and real ones at once",
                     why="a tape either does an operation or defers it",
-                    fix="make all tensors inside of recording(), or all before it",
+                    fix="make all tensors inside of record_operations(), or all before it",
                 )
             return self._run_evaluated(op, args, kwargs, written)
         try:
