@@ -7,8 +7,8 @@ them exist. A value that is read from a deferred tensor, as by `.item()`, is mad
 Random operations on deferred tensors make no tensor: the tape keeps the state of the generator, and leaves it as the
 operation would have. So what follows draws the same numbers as in a plain program.
 
-A tape records one thread, the one that opened `record_operations()`. Deferred tensors stay fake after it; `recipe` says how to
-make their values.
+A tape records one thread, the one that opened `record_operations()`. Deferred tensors stay fake after it; `recipe` says
+how to make their values.
 """
 
 from __future__ import annotations
