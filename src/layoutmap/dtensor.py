@@ -136,7 +136,8 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
 
     Args:
         tensor: A framework array, sharded or not, or a numpy array.
-        layout: The target layout.
+        layout: The target layout: a `Layout`, a `jax.sharding.NamedSharding`, or, for a tensor on a mesh, specs such as
+            `(None, "model")` or `jax.P(None, "model")`.
         engine: The engine of the result if `tensor` is a numpy array. `None` means the framework in use.
 
     Raises:
@@ -153,7 +154,9 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
         `tf.experimental.dtensor.relayout`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/relayout
     """
-    return _choose_engine(tensor, engine).relayout(tensor, convert_layout(layout))
+    target = _choose_engine(tensor, engine)
+    present = target.get_layout(tensor) if isinstance(tensor, target.array_types) else None
+    return target.relayout(tensor, convert_layout(layout, present and present.mesh, np.ndim(tensor)))
 
 
 def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
@@ -183,7 +186,7 @@ def copy_to_mesh(tensor: Any, layout: Layout, *, engine: str | None = None) -> A
             why="copy_to_mesh takes an unsharded tensor",
             fix="use relayout(tensor, layout)",
         )
-    return target.relayout(tensor, convert_layout(layout))
+    return target.relayout(tensor, convert_layout(layout, rank=np.ndim(tensor)))
 
 
 def call_with_layout(

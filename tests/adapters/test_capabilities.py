@@ -34,7 +34,7 @@ def test_nine_methods_are_enough_to_build():
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        (protocol.Training, "forward, gradients, move_to_one_device, set_optimizer, train_step"),
+        (protocol.Training, "forward, gradients, make_on_one_device, set_optimizer, train_step"),
         (
             protocol.Keeping,
             "list_stored_variables, restore_settings, restore_variables, restore_with_optimizer, settings",

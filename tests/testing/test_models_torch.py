@@ -85,13 +85,15 @@ def test_a_plain_model_computes_on_the_device_of_its_weights(first):
 
 def test_a_plain_model_is_on_a_device_of_the_meshs_type():
     """Torch makes it on the CPU; beside a mesh of GPUs it is moved to one, which torch refuses where there is none."""
-    model = torch.nn.Linear(4, 4)
-    assert {"cpu"} == {
-        each.device.type for each in get_adapter("torch").move_to_one_device(model, "CPU").parameters()
-    }
+
+    def make(device_type):
+        mesh = lm.Mesh([f"{device_type}:0"], "model=1")
+        return get_adapter("torch").make_on_one_device(lambda: torch.nn.Linear(4, 4), mesh)
+
+    assert {"cpu"} == {each.device.type for each in make("CPU").parameters()}
     if torch.cuda.is_available():
-        moved = get_adapter("torch").move_to_one_device(model, "GPU")
+        moved = make("GPU")
         assert {"cuda"} == {each.device.type for each in moved.parameters()}
     else:
         with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda"):
-            get_adapter("torch").move_to_one_device(model, "GPU")
+            make("GPU")

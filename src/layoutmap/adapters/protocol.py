@@ -247,9 +247,9 @@ class Training(Building, Protocol):
         """
         ...
 
-    def move_to_one_device(self, model: Any, device_type: str) -> Any:
-        """Move an unsharded model's variables to one device of a type, such as `"GPU"`, and return the model."""
-        return model
+    def make_on_one_device(self, make: Callable[[], Any], mesh: Mesh) -> Any:
+        """Return an unsharded model on one device of a bound mesh's type, such as `"GPU"`."""
+        return make()
 
     def forward(self, model: Any, batch: Any) -> Any:
         """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""

@@ -418,8 +418,14 @@ class Layout:
         return f"Layout({list(self.sharding_specs)!r}, {self.mesh!r})"
 
 
-def convert_layout(value: Any, mesh: Mesh | None = None) -> Layout:
-    """Return a `Layout` for a `Layout`, a TensorFlow layout, or a tuple or list of specs and a mesh.
+def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None) -> Layout:
+    """Return a `Layout` for a layout of this library, of TensorFlow or of JAX, or for sharding specs and a mesh.
+
+    Args:
+        value: A `Layout`, a TensorFlow layout, a `NamedSharding`, or sharding specs: a tuple, a list, or a
+            `PartitionSpec`.
+        mesh: The mesh of sharding specs.
+        rank: The rank of the tensor, up to which JAX's shardings are filled up with unsharded axes.
 
     Raises:
         LayoutError: The value is neither, or the specs are no layout on the mesh.
@@ -429,6 +435,10 @@ def convert_layout(value: Any, mesh: Mesh | None = None) -> Layout:
         return value
     if is_dtensor_class(value, "Layout"):
         return Layout.from_string(value.to_string())
+    if _is_jax_class(value, "NamedSharding"):
+        mesh, value = convert_mesh(value.mesh), value.spec
+    if _is_jax_class(value, "PartitionSpec"):
+        value = (*value, *[None] * ((rank or 0) - len(value)))
     if not isinstance(value, (tuple, list)):
         fix = 'use a Layout, or a tuple of sharding specs such as (None, "model")'
         if isinstance(value, str):
@@ -441,3 +451,10 @@ def convert_layout(value: Any, mesh: Mesh | None = None) -> Layout:
             fix="make the map with one, LayoutMap(mesh), or pass a Layout",
         )
     return Layout(value, mesh)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _is_jax_class(value: object, name: str) -> bool:
+    """Return whether a value is an instance of a class of JAX, without loading JAX."""
+    kind = type(value)
+    # Releases of JAX differ in the module and the name under which a class is shown: `jax.P` is `PartitionSpec`.
+    return kind.__module__.partition(".")[0] == "jax" and kind.__name__ in (name, "P" if name[0] == "P" else name)

@@ -26,7 +26,7 @@ from layoutmap.core.mesh_devices import (
     list_known_ids,
     parse_device_type,
 )
-from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims
+from layoutmap.core.mesh_dims import UNSHARDED, MeshDimension, check_dims, parse_mesh_dims, set_axis_types
 
 __all__ = ["UNSHARDED", "Mesh", "MeshDimension", "check_dim", "convert_mesh", "is_dtensor_class"]
 
@@ -46,6 +46,9 @@ class Mesh:
         mesh_name: A name of your choice, kept in the text and protobuf forms.
         local_device_ids: The places in the mesh of this process's devices; `None` means all whose names are known.
             Not compared: the processes of one program hold equal meshes.
+        axis_types: JAX's types of the dims: `"explicit"` or `"auto"` for all, a list with one for each, or a dict of
+            some by name; `None` means those of `mesh_dims`, which are `"auto"` unless stated. Other engines refuse
+            `"explicit"`. Not compared.
 
     Raises:
         MeshError: A dim name is empty, repeated, `"unsharded"`, or holds a blank or one of `,|=:`; a size is below 1;
@@ -77,6 +80,7 @@ class Mesh:
         mesh_name: str = "",
         *,
         local_device_ids: Iterable[int] | None = None,
+        axis_types: object = None,
     ):
         if mesh_dims is None and isinstance(devices, str):
             devices, mesh_dims = None, devices
@@ -89,6 +93,7 @@ class Mesh:
             )
         dims = parse_mesh_dims(mesh_dims)
         check_dims(dims)
+        dims = set_axis_types(dims, axis_types)
         names = None if devices is None else check_device_names(devices, dims)
         size = math.prod(dim.size for dim in dims)
         check_devices(names, dims, size)
@@ -98,6 +103,11 @@ class Mesh:
         object.__setattr__(self, "mesh_dims", dims)
         object.__setattr__(self, "name", as_text(mesh_name))
         object.__setattr__(self, "local_device_ids", local)
+
+    @property
+    def axis_types(self) -> tuple[str, ...]:
+        """JAX's type of each mesh dim: `"auto"` or `"explicit"`."""
+        return tuple(dim.axis_type for dim in self.mesh_dims)
 
     @property
     def dim_names(self) -> tuple[str, ...]:
@@ -260,7 +270,9 @@ class Mesh:
         local = (
             "" if self.local_device_ids == usual else f", local_device_ids={list(self.local_device_ids)!r}"
         )
-        return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local})"
+        types = {dim.name: dim.axis_type for dim in self.mesh_dims if dim.axis_type != "auto"}
+        explicit = f", axis_types={types!r}" if types else ""
+        return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local}{explicit})"
 
 
 def _check_name(name: str) -> None:
@@ -302,10 +314,10 @@ def convert_mesh(mesh: Any) -> Any:
     if is_dtensor_class(mesh, "Mesh"):
         return Mesh.from_string(mesh.to_string())
     kind = (type(mesh).__module__.partition(".")[0], type(mesh).__name__)
-    if kind == ("jax", "AbstractMesh"):
-        return Mesh(None, dict(mesh.shape))
-    if kind == ("jax", "Mesh"):
-        return Mesh([f"{each.platform.upper()}:{each.id}" for each in mesh.devices.flat], dict(mesh.shape))
+    if kind in (("jax", "AbstractMesh"), ("jax", "Mesh")):
+        devices = None if kind[1] == "AbstractMesh" else mesh.devices.flat
+        names = None if devices is None else [f"{each.platform.upper()}:{each.id}" for each in devices]
+        return Mesh(names, dict(mesh.shape), axis_types=list(mesh.axis_types))
     if kind == ("torch", "DeviceMesh") and mesh.mesh_dim_names:
         names = [f"{mesh.device_type.upper()}:{rank}" for rank in mesh.mesh.flatten().tolist()]
         return Mesh(names, list(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True)))

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layoutmap.core import tf_format
@@ -18,6 +18,8 @@ UNSHARDED = "unsharded"
 
 _FORBIDDEN = re.compile(r"[,|=:\s]")
 _FIX_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
+_FIX_AXIS_TYPES = 'write axis_types="explicit", or by dim: axis_types={"model": "explicit"}'
+AXIS_TYPES = ("auto", "explicit")
 _MOST_DEVICES = 1 << 20  # more is a mistake, and each place of a mesh takes memory
 
 
@@ -28,14 +30,20 @@ class MeshDimension:
     Args:
         name: Its name, as used in layouts.
         size: How many devices are along it.
+        axis_type: JAX's type of it: `"auto"`, or `"explicit"`, where the shardings of arrays are part of their types.
+            Not compared: it changes how programs are written, not where arrays are.
 
     Example:
         >>> MeshDimension("model", 4)
         MeshDimension(name='model', size=4)
+
+    References:
+        https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html
     """
 
     name: str
     size: int
+    axis_type: str = field(default="auto", compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.name}={self.size}"
@@ -146,6 +154,42 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
             why=f"a mesh has at most {_MOST_DEVICES} devices",
             fix="check the sizes: one of them may be a mistake",
         )
+
+
+def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[MeshDimension, ...]:
+    """Return dims with axis types: one for all, one for each, or some by name; `None` changes none.
+
+    Raises:
+        MeshError: A type is neither `"auto"` nor `"explicit"`, or there is no such dim.
+    """
+    if axis_types is None:
+        return dims
+    if isinstance(axis_types, Mapping):
+        by_name: dict[str, Any] = dict(axis_types)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(axis_types, (tuple, list)):
+        each: Sequence[Any] = axis_types  # pyright: ignore[reportUnknownVariableType]
+        if len(each) != len(dims):
+            raise MeshError(
+                f"axis types {shorten_repr(each)} do not fit the mesh",
+                facts={"mesh": ", ".join(map(str, dims))},
+                why=f"there are {len(each)} of them for {len(dims)} dims",
+                fix=_FIX_AXIS_TYPES,
+            )
+        by_name = {dim.name: value for dim, value in zip(dims, each, strict=True)}
+    else:
+        by_name = {dim.name: axis_types for dim in dims}
+    for name, value in by_name.items():
+        # JAX's own types are members of an enum with the names `Auto` and `Explicit`.
+        text = str(getattr(value, "name", value)).lower()
+        if text not in AXIS_TYPES or name not in [dim.name for dim in dims]:
+            raise MeshError(
+                f"axis type {shorten_repr(value)} of mesh dim {name!r} is not allowed",
+                facts={"mesh": ", ".join(map(str, dims))},
+                why="the mesh has no such dim" if text in AXIS_TYPES else 'an axis type is "auto" or "explicit"',
+                fix=_FIX_AXIS_TYPES,
+            )
+        by_name[name] = text
+    return tuple(replace(dim, axis_type=by_name.get(dim.name, dim.axis_type)) for dim in dims)
 
 
 def fill_in_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:

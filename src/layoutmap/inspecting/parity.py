@@ -251,8 +251,7 @@ def check_parity(
 def make_unsharded_model(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
     """Return another unsharded model on one device of the mesh's type."""
     assert layout_map.mesh is not None  # else no model is built
-    mesh = get_engine(adapter.engine_name).bind(layout_map.mesh)
-    return adapter.move_to_one_device(make_model(), str(mesh.device_type))
+    return adapter.make_on_one_device(make_model, get_engine(adapter.engine_name).bind(layout_map.mesh))
 
 
 # Rounding depends on the model, so a second unsharded model, moved by one rounding, measures it (decisions/0008).

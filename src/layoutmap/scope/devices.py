@@ -10,7 +10,7 @@ from layoutmap.core.arguments import as_int
 from layoutmap.core.errors import EngineError, MeshError, shorten_repr
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.mesh_devices import check_device_names
-from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims
+from layoutmap.core.mesh_dims import fill_in_size, parse_mesh_dims, set_axis_types
 from layoutmap.engines import ENGINES, get_engine, list_installed_engines
 
 
@@ -21,6 +21,7 @@ def create_mesh(
     devices: Iterable[str] | None = None,
     device_type: str | None = None,
     engine: str | None = None,
+    axis_types: object = None,
 ) -> Mesh:
     """Make a mesh of the first available devices, of given devices, or of devices chosen later.
 
@@ -34,6 +35,8 @@ def create_mesh(
         devices: The device names, row-major; all are used.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`: the first devices of that type; `None`: of the default type.
         engine: Whose devices: `"jax"`, `"tensorflow"` or `"torch"`; `None` means the framework that is in use.
+        axis_types: JAX's types of the dims, `"auto"` or `"explicit"`: one for all, a list, or a dict by name; `None`:
+            `"auto"`. Layouts on an explicit mesh are part of the types of JAX's arrays (see docs/how-to/jax.md).
 
     Raises:
         MeshError: The mesh cannot be, or there are too few devices, or others than `device_type` were given.
@@ -51,7 +54,7 @@ def create_mesh(
         `tf.experimental.dtensor.create_mesh`,
         https://www.tensorflow.org/api_docs/python/tf/experimental/dtensor/create_mesh
     """
-    dims = parse_mesh_dims(mesh_dims)
+    dims = set_axis_types(parse_mesh_dims(mesh_dims), axis_types)
     open_size = any(dim.size == -1 for dim in dims)
     names = None if devices is None else check_device_names(devices, dims)
     if names is None and device_type is None and engine is None and not open_size:

@@ -5,7 +5,7 @@ The layout of an array is `layoutmap.dtensor.fetch_layout(array)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +22,9 @@ from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.protocol import Adapter, Saved, ScopeContext, Stored
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, shorten_repr
+from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.devices import make_mesh_of_one
 
 __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
 
@@ -60,6 +62,15 @@ class JaxAdapter(Adapter):
 
     def complete(self, model: object, batch: object) -> None:
         """Do nothing, since a JAX model has its arrays once it is made."""
+
+    def make_on_one_device(self, make: Callable[[], Any], mesh: Mesh) -> Any:
+        """Return an unsharded model, made under a mesh of one device that has the dims that its code may name."""
+        alone = make_mesh_of_one(mesh)
+        with jax.set_mesh(alone):
+            model = make()
+        if isinstance(model, TrainState):
+            model.mesh = alone
+        return model
 
     def set_optimizer(self, model: object, optimizer: object) -> object:
         """Return the model unchanged, since a JAX model has no optimizer.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from layoutmap.adapters.jax.models import is_nnx
 from layoutmap.adapters.jax.objects import is_variable
@@ -19,6 +19,7 @@ from layoutmap.core.errors import LayoutError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.programs import leave_program_context, use_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
     """
     weights, layouts = describe_weights(params)
     try:
-        state = jax.eval_shape(init, params)
+        with leave_program_context(), use_mesh(_find_mesh(params)):
+            state = jax.eval_shape(init, params)
     except jax.errors.ConcretizationTypeError as error:
         raise ScopeError(
             "the optimizer's init cannot be traced",
@@ -96,12 +98,18 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
 
 def make_state(init: Callable[[object], object], params: object, layouts: Sequence[Layout]) -> object:
     """Return an optimizer's state, each leaf computed straight in its layout."""
-    tree, native = jax.tree.structure(jax.eval_shape(init, params)), get_engine("jax").native
-    shardings = [native(layout, layout.rank) for layout in layouts]
-    mesh = next((p.sharding.mesh for p in jax.tree.leaves(params)), None)
-    if mesh is not None:  # the parameters' own, whose axes may be of type Explicit
-        shardings = [NamedSharding(mesh, sharding.spec) for sharding in shardings]
-    return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))
+    shardings = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
+    with leave_program_context(), use_mesh(_find_mesh(params)):
+        tree = jax.tree.structure(jax.eval_shape(init, params))
+        return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))
+
+
+def _find_mesh(params: object) -> AbstractMesh:
+    """Return the mesh that parameters are on, or an empty one."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
+    meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
+    found = next(meshes, AbstractMesh((), ()))
+    return found if isinstance(found, AbstractMesh) else found.abstract_mesh
 
 
 def move_state(state: object, layouts: Sequence[Layout]) -> object:

@@ -23,6 +23,7 @@ from layoutmap.core.paths import format_path_pattern
 from layoutmap.core.unsupported import Unsupported
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_values
+from layoutmap.engines.jax.devices import make_abstract_mesh
 
 
 class JaxSession:
@@ -61,7 +62,7 @@ class JaxSession:
             parts = split_model(model)
             return model, [leaf.value for leaf in parts.leaves]
 
-        model, arrays = trace(run)
+        model, arrays = trace(run, make_abstract_mesh(self._context.policy.mesh))
         assignments = self._assign(model, parts, arrays)
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]

@@ -30,6 +30,7 @@ from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
+from layoutmap.engines.jax.programs import leave_ambient_mesh, use_mesh
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -265,12 +266,14 @@ class JitStep:
         given = [(key, value) for key, value in values if key not in self._static]
         positions = [key for key, _ in given if isinstance(key, int)]
         named = {key: value for key, value in given if isinstance(key, str)}
-        return jax.jit(
+        compiled = jax.jit(
             run,
             out_shardings=fill_results(*program.result_shardings),
             donate_argnums=[n for n, key in enumerate(positions) if key in self._donate],
             donate_argnames=[key for key in named if key in self._donate],
-        ).lower(*(value for _, value in given[: len(positions)]), **named)
+        )
+        with leave_ambient_mesh():
+            return compiled.lower(*(value for _, value in given[: len(positions)]), **named)
 
     def _read_call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> _Call:
         keys: tuple[Key, ...] = (*range(len(args)), *sorted(kwargs))
@@ -327,7 +330,8 @@ class JitStep:
                 call.objects.write({at: leaves[n] for at, n in enumerate(program.of_objects) if n in places})
         if len({*map(id, arrays)}) < len(arrays):
             self._check_leaves(call, leaves, program.donated)
-        out, changed = program.compiled(*leaves)
+        with leave_ambient_mesh():
+            out, changed = program.compiled(*leaves)
         if call.objects is not None:
             call.objects.write(changed)
         return _fill(program.tree, program.constants, out)
@@ -374,7 +378,8 @@ class JitStep:
                 # On CPUs, the step before and what is gathered could block each other.
                 jax.block_until_ready(call.leaves)
                 gather = functools.partial(get_engine("jax").all_gather, mesh=mesh)
-                lowered = hash_lowered(self._name, program.compiled.lower(*shapes))
+                with leave_ambient_mesh():
+                    lowered = hash_lowered(self._name, program.compiled.lower(*shapes))
                 check_program(self._name, [*list_versions("jax", "jaxlib"), lowered], gather)
             self._programs[signature] = program
         return self._programs[signature], places
@@ -402,7 +407,8 @@ class JitStep:
                 values[n] = value
             count = variant.num_positional
             named = dict(zip(map(str, variant.keys[count:]), values[count:], strict=True))
-            out = self._function(*values[:count], **named)
+            with use_mesh(shardings[0].mesh):
+                out = self._function(*values[:count], **named)
             self._check_results(out)
             found, program.tree = jax.tree.flatten(out)
             program.constants = find_constants(program.tree, dict(enumerate(found)))
@@ -415,7 +421,8 @@ class JitStep:
         run.__name__ = run.__qualname__ = self._name
         donate = [n for n, each in enumerate(inputs) if each.is_donated]
         # JAX traces a function once for both.
-        traced = jax.jit(run, donate_argnums=donate).trace(*shapes)
+        with leave_ambient_mesh():
+            traced = jax.jit(run, donate_argnums=donate).trace(*shapes)
         arrays, changed = traced.out_info
         results = _fill(program.tree, dict.fromkeys(program.constants), arrays)
         program.result_shardings = (
@@ -512,7 +519,8 @@ class JitStep:
         used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))} | {self._batch_dim}
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
         if idle:  # lowering takes time, so it is done for such meshes alone
-            lines = compiled.lower(*shapes).as_text().splitlines()
+            with leave_ambient_mesh():
+                lines = compiled.lower(*shapes).as_text().splitlines()
             # Shardy names a dim wherever it is used. Another partitioner numbers devices, so nothing is known then.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]

@@ -23,11 +23,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from layoutmap.adapters.jax.private import shorten_messages
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
+from layoutmap.engines.jax.meshless import remove_mesh
 from layoutmap.engines.jax.programs import (
     find_global_reason,
     is_ref,
     leave_program_context,
     make_closed_jaxpr,
+    use_mesh,
 )
 
 _MAX_SEED_SIZE = 1024
@@ -48,12 +50,14 @@ def is_key(value: Any) -> bool:
 
 def trace(
     make: Callable[[], tuple[object, Sequence[object]]],
+    mesh: jax.sharding.AbstractMesh,
     # A program may use a JAX array at once, so arrays are traced here and made later in their layouts (decisions/0073).
 ) -> tuple[Any, Sequence[Any]]:
     """Trace a function that makes a model.
 
     Args:
         make: Makes something, and returns it and arrays: traced ones, or ones that existed.
+        mesh: The mesh of the layout map, which `jax.P` and `jax.shard_map` in the function refer to.
 
     Returns:
         What it made, and for each array the one that existed, or the `Traced` one.
@@ -68,8 +72,8 @@ def trace(
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        with leave_program_context(), shorten_messages():
-            closed = jax.make_jaxpr(run)()
+        with leave_program_context(), shorten_messages(), use_mesh(mesh):
+            closed = remove_mesh(jax.make_jaxpr(run)())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
             "the function that makes the model reads the value of an array that it computes",

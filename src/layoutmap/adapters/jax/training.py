@@ -47,6 +47,7 @@ class TrainState:
         self.optimizer = optimizer
         self.opt_state: Any = None
         self.policy: LayoutPolicy | None = None
+        self.mesh: jax.sharding.Mesh | None = None
         self._steps: Steps | None = None
 
     @property
@@ -145,10 +146,20 @@ class Steps:
             for leaf in self._parts.leaves
             if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
-        compiled = jax.jit if state.policy is None else jit_step
+        compiled = self._compile_unsharded if state.policy is None else jit_step
         self._gradients = compiled(jax.value_and_grad(self._compute_loss, has_aux=True))
         self._update = compiled(self._compute_update)
-        self._forward = jax.jit(self._compute_outputs)
+        self._forward = compiled(self._compute_outputs)
+
+    def _compile_unsharded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function that runs on one device, under a mesh of that device with the dims of the layout map."""
+        compiled = jax.jit(function)
+
+        def run(*args: object) -> Any:
+            with jax.set_mesh(self._state.mesh):  # type: ignore[arg-type]
+                return compiled(*args)
+
+        return run
 
     def compute_outputs(self, batch: object) -> object:
         """Return the model's inference outputs for a batch."""

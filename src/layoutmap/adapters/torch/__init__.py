@@ -142,9 +142,9 @@ class TorchAdapter(Adapter):
         found = [Stored(entry.spec, entry.found.tensor) for entry in make_entries([unwrap_compiled(model)])]
         return found + list_slots(found, optimizer or get_training(model).optimizer)
 
-    def move_to_one_device(self, model: torch.nn.Module, device_type: str) -> object:
-        """Move an unsharded model from the CPU to a device of this type, and return it."""
-        return model.to(convert_device_type(device_type))
+    def make_on_one_device(self, make: Callable[[], torch.nn.Module], mesh: Mesh) -> object:
+        """Return an unsharded model on one device of a bound mesh's type. Torch makes it on the CPU."""
+        return make().to(convert_device_type(str(mesh.device_type)))
 
     def find_context(self, model: torch.nn.Module) -> ScopeContext | None:
         """Return the context of the scope that sharded a model or a module in it, or None."""

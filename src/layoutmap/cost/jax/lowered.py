@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
 from layoutmap.core.layout import Layout
+from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Key, TrainingStep
@@ -36,7 +37,8 @@ from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors,
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.corrections import lowered_without_devices
-from layoutmap.engines.jax.programs import leave_program_context
+from layoutmap.engines.jax.devices import make_abstract_mesh
+from layoutmap.engines.jax.programs import leave_program_context, use_mesh
 
 _KEPT = 2
 """How many of equal blocks are always counted: the first and the last one."""
@@ -61,7 +63,8 @@ class LoweredStep:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_check(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        self._modules: dict[frozenset[str], _LoweredModule] = {}
+        # By the blocks left out, and the mesh if the step names its dims.
+        self._modules: dict[tuple[frozenset[str], Mesh | None], _LoweredModule] = {}
         self._made: dict[
             tuple[bytes, int, str], CompiledStep
         ] = {}  # by the hash of a module with its layouts
@@ -161,7 +164,7 @@ class LoweredStep:
         kept = [dict.fromkeys(tied, _KEPT)]
         kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in tied} for size in sizes]
         try:
-            modules = [self._lower_cached(self._choose_skipped(each)) for each in kept]
+            modules = [self._lower_cached(self._choose_skipped(each), policy.mesh) for each in kept]
         except _UnequalStackError as error:
             self._loose.add(error.stack)
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
@@ -265,7 +268,7 @@ class LoweredStep:
             on_wait: Called several times a second while XLA compiles.
         """
         layouts = {a.variable.key: a.layout for a in assignments}
-        placed = self._place_module(self._lower_cached({}), layouts, policy)
+        placed = self._place_module(self._lower_cached({}, policy.mesh), layouts, policy)
         return self._compile_modules([shardy.serialize_module(placed)], policy.mesh.size, target, on_wait)[0]
 
     # A GPU compile takes seconds to minutes, so each module is compiled only once (decisions/0156).
@@ -292,16 +295,18 @@ class LoweredStep:
         made = self.compile(assignments, policy, target, on_wait)
         return Verified(counted, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
 
-    def _lower_cached(self, skipped: Mapping[str, str]) -> _LoweredModule:
-        key = frozenset(skipped)
-        if key not in self._modules:
+    def _lower_cached(self, skipped: Mapping[str, str], mesh: Mesh) -> _LoweredModule:
+        key, abstract = frozenset(skipped), Mesh(None, mesh.mesh_dims)
+        found = self._modules.get((key, None)) or self._modules.get((key, abstract))
+        if found is None:
             try:
-                self._modules[key] = _lower_without_blocks(self._step, skipped, self._recomputes, self._fuses)
+                found = _lower_without_blocks(self._step, skipped, abstract, self._recomputes, self._fuses)
             except _UnequalBlockError as error:
                 raise _UnequalStackError(
                     next(n for n, s in enumerate(self._step.blocks) if error.path in s)
                 ) from None
-        return self._modules[key]
+            self._modules[key, abstract if found.names_mesh else None] = found
+        return found
 
 
 def _find_peak_tensors(counts: Counts) -> tuple[PeakTensors, ...]:
@@ -360,6 +365,11 @@ class _LoweredModule:
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
     attention_notes: Sequence[str]
 
+    @property
+    def names_mesh(self) -> bool:
+        """Whether the step itself names mesh dims, as in `with_sharding_constraint(x, P("batch"))`."""
+        return shardy.names_mesh(self.module)
+
     def make_output_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
         """Return a lookup of an output's layout by the layer's path and the output's shape."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
@@ -374,13 +384,18 @@ class _LoweredModule:
 
 
 def _lower_without_blocks(
-    step: TrainingStep, skipped: Mapping[str, str], recomputes: Callable[[str], bool] | None, fuses: bool
+    step: TrainingStep,
+    skipped: Mapping[str, str],
+    mesh: Mesh,
+    recomputes: Callable[[str], bool] | None,
+    fuses: bool,
 ) -> _LoweredModule:
     """Trace and lower a step without some of its blocks.
 
     Args:
         step: The step.
         skipped: The path of each block that is left out, and of one that is equal to it.
+        mesh: The mesh that the step is traced under.
         recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
         fuses: Whether each call of attention is one fused kernel.
     """
@@ -400,6 +415,7 @@ def _lower_without_blocks(
     )
     with (
         leave_program_context(),
+        use_mesh(make_abstract_mesh(mesh)),
         lowered_without_devices(),
         name_attention_calls(fuses) as calls,
         _explain_failures(step, tracer),

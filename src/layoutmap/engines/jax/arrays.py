@@ -79,6 +79,18 @@ def from_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
+def constrain(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return a traced array in a sharding. Its mesh keeps the axis types that it has in the program."""
+    mesh = jax.typeof(array).sharding.mesh
+    if mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.axis_names != sharding.mesh.axis_names:
+        return jax.lax.with_sharding_constraint(array, sharding)
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(array, sharding.spec)
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
+
+
 def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
     """Yield the shards of this process, each index once. Random keys are yielded as their data.
 

@@ -1,7 +1,7 @@
 """The JAX engine: `jax.Array`s in `NamedSharding`s.
 
 Devices are named `CPU:0`, `GPU:3`: the platform and JAX's own number of the device. A layout is a `NamedSharding` on a
-`jax.sharding.Mesh` with `Auto` axes. Only public names of JAX are used. The program of an initializer is read with
+`jax.sharding.Mesh` with the mesh's axis types. Only public names of JAX are used. The program of an initializer is read with
 `jax.extend.core`, which JAX keeps public without a promise; tested with JAX 0.9 and 0.10.
 
 References:
@@ -41,6 +41,7 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.jax.arrays import (
     canonicalize,
+    constrain,
     convert_dtype,
     from_blocks,
     iterate_by_device,
@@ -174,7 +175,7 @@ class JaxEngine:
         memory = "" if isinstance(array, jax.core.Tracer) else find_memory(array)
         sharding = self._layouts.make_fitting_sharding(layout, array.shape, memory=memory)
         if isinstance(array, jax.core.Tracer):
-            return jax.lax.with_sharding_constraint(array, sharding)
+            return constrain(array, sharding)
         movable = isinstance(array, jax.Array) and (
             sharding.is_fully_addressable or not array.is_fully_addressable
         )

@@ -56,10 +56,7 @@ class ArrayLayouts:
         return sharding.with_memory_kind(memory) if memory else sharding
 
     def find_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
-        """Return the mesh of a `jax.sharding.Mesh`: the first one used, or one with its devices and axis names.
-
-        The types of its axes (`Auto`, `Explicit`) say how JAX's compiler treats them, not where things are, and are
-        not kept: `sharding` always makes `Auto` axes.
+        """Return the mesh of a `jax.sharding.Mesh`: the first one used, or one with its devices, axes and their types.
 
         Raises:
             MeshError: An axis has a name that a mesh dim cannot have.
@@ -67,7 +64,8 @@ class ArrayLayouts:
         known = self._mesh_of_native.get(native_mesh) or self._read_of_native.get(native_mesh)
         if known is None:
             dims = list(zip(map(str, native_mesh.axis_names), native_mesh.devices.shape, strict=True))
-            known = add_devices(Mesh(None, dims), list(native_mesh.devices.flat))
+            mesh = Mesh(None, dims, axis_types=list(native_mesh.axis_types))
+            known = add_devices(mesh, list(native_mesh.devices.flat))
             self._read_of_native[native_mesh] = known
         return known
 

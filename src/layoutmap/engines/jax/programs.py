@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -54,10 +54,24 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 def leave_program_context() -> Generator[None]:
     """Suspend any tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` while the context is open."""
     with jax.core.eval_context(), ExitStack() as stack:
-        if not jax.sharding.get_abstract_mesh().empty:
-            stack.enter_context(jax.set_mesh(None))  # type: ignore[arg-type]
+        stack.enter_context(leave_ambient_mesh())
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             stack.enter_context(jax.disable_jit(False))
+        yield
+
+
+def leave_ambient_mesh() -> AbstractContextManager[object]:
+    """Suspend the mesh of `jax.set_mesh`, if there is one, while the context is open."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.set_mesh(None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def use_mesh(mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh) -> Generator[None]:
+    """Make a mesh the one that `jax.P`, `jax.shard_map` and `jax.reshard` refer to, inside of a trace, too."""
+    abstract = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(abstract):
         yield
 
 

@@ -1,0 +1,108 @@
+"""Remove meshes and shardings from a traced program.
+
+A model is traced under the mesh of its layout map, so that its code can name mesh dims. Its initial values are then
+computed one operation at a time, on one device or in shards, which needs the same operations without the mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AbstractMesh
+
+from layoutmap.engines.jax.programs import use_mesh
+
+_IDENTITIES = ("sharding_constraint", "reshard", "mesh_cast")
+_SHARDINGS = ("sharding", "out_sharding")
+_JIT_SHARDINGS = ("in_shardings", "out_shardings")
+_EMPTY = AbstractMesh((), ())
+
+
+def remove_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a program without the mesh that it was traced under. Its operations keep their bits."""
+    return closed.replace(jaxpr=_Remover().convert_jaxpr(closed.jaxpr))
+
+
+class _Remover:
+    """Converts one program. Equal layers share inner programs, which stay shared."""
+
+    def __init__(self) -> None:
+        self._vars: dict[Any, Any] = {}
+
+    def convert_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        eqns = [new for eqn in jaxpr.eqns if (new := self._convert_eqn(eqn)) is not None]
+        return jaxpr.replace(
+            constvars=list(map(self._convert_var, jaxpr.constvars)),
+            invars=list(map(self._convert_var, jaxpr.invars)),
+            outvars=list(map(self._convert_var, jaxpr.outvars)),
+            eqns=eqns,
+        )
+
+    def _convert_eqn(self, eqn: JaxprEqn) -> JaxprEqn | None:
+        if eqn.primitive.name in _IDENTITIES:
+            self._vars[eqn.outvars[0]] = self._convert_var(eqn.invars[0])
+            return None
+        return eqn.replace(
+            invars=list(map(self._convert_var, eqn.invars)),
+            outvars=list(map(self._convert_var, eqn.outvars)),
+            params={key: _convert_param(key, value) for key, value in eqn.params.items()},
+            ctx=_make_context(eqn.ctx),
+        )
+
+    def _convert_var(self, var: Any) -> Any:
+        if isinstance(var, Literal) or not _has_mesh(var.aval):
+            return self._vars.get(var, var) if isinstance(var, Var) else var
+        if var not in self._vars:
+            aval = jax.core.ShapedArray(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+            self._vars[var] = Var(aval)
+        return self._vars[var]
+
+
+def _convert_param(key: str, value: Any) -> Any:
+    if key in _SHARDINGS:
+        return None
+    if key in _JIT_SHARDINGS and isinstance(value, tuple):
+        return (_get_unspecified(),) * len(value)
+    if key == "ctx_mesh":
+        return _EMPTY
+    if isinstance(value, ClosedJaxpr):
+        return _remove_from_inner(value)
+    if isinstance(value, Jaxpr):
+        return _remove_from_inner(ClosedJaxpr(value, [])).jaxpr
+    if type(value) is tuple:
+        return tuple(_convert_param("", each) for each in value)
+    return value
+
+
+_inner: weakref.WeakKeyDictionary[Jaxpr, ClosedJaxpr] = weakref.WeakKeyDictionary()
+
+
+def _remove_from_inner(closed: ClosedJaxpr) -> ClosedJaxpr:
+    if closed.consts:
+        return remove_mesh(closed)
+    if closed.jaxpr not in _inner:
+        _inner[closed.jaxpr] = remove_mesh(closed)
+    return _inner[closed.jaxpr]
+
+
+def _has_mesh(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
+    return isinstance(aval, jax.core.ShapedArray) and sharding is not None and not sharding.mesh.empty
+
+
+@functools.cache
+def _get_unspecified() -> Any:
+    """Return the value with which `jax.jit` states that a sharding is not given."""
+    return jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["in_shardings"][0]
+
+
+@functools.lru_cache(256)
+def _make_context(context: Any) -> Any:
+    """Return the context of an operation without its mesh: its random generator and compute type stay."""
+    with context.manager, use_mesh(_EMPTY):
+        return jax.make_jaxpr(lambda x: x + 1)(0.0).eqns[0].ctx
