@@ -6,6 +6,7 @@ import pytest
 import torch
 from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 
+import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.adapters.torch.training import call_model, compute_loss
 from layoutmap.testing import models

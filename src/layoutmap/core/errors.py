@@ -144,6 +144,10 @@ class ScopeError(LayoutMapError):
     """Raised for a scope that is opened or used in a place where it cannot work."""
 
 
+class ShardingRefusedError(ScopeError):
+    """Raised for an operation of which JAX cannot infer the result's sharding under explicit axes."""
+
+
 class CheckpointError(LayoutMapError):
     """Raised for a checkpoint that cannot be written, is damaged, or belongs to another model."""
 

@@ -457,4 +457,7 @@ def _is_jax_class(value: object, name: str) -> bool:
     """Return whether a value is an instance of a class of JAX, without loading JAX."""
     kind = type(value)
     # Releases of JAX differ in the module and the name under which a class is shown: `jax.P` is `PartitionSpec`.
-    return kind.__module__.partition(".")[0] == "jax" and kind.__name__ in (name, "P" if name[0] == "P" else name)
+    return kind.__module__.partition(".")[0] == "jax" and kind.__name__ in (
+        name,
+        "P" if name[0] == "P" else name,
+    )

@@ -272,7 +272,9 @@ class Mesh:
         )
         types = {dim.name: dim.axis_type for dim in self.mesh_dims if dim.axis_type != "auto"}
         explicit = f", axis_types={types!r}" if types else ""
-        return f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local}{explicit})"
+        return (
+            f"Mesh({devices!r}, {[(dim.name, dim.size) for dim in self.mesh_dims]!r}{name}{local}{explicit})"
+        )
 
 
 def _check_name(name: str) -> None:

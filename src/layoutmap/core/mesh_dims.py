@@ -96,8 +96,9 @@ def _read_dim(part: str, text: str) -> tuple[str, int]:
 
 def _to_dim(entry: Any) -> MeshDimension:
     pair: Any = ()
+    axis_type = "auto"
     if isinstance(entry, MeshDimension):
-        pair = (entry.name, entry.size)
+        pair, axis_type = (entry.name, entry.size), entry.axis_type
     elif isinstance(entry, Sequence) and not isinstance(entry, str):
         pair = entry  # pyright: ignore[reportUnknownVariableType]
     why = ""
@@ -111,7 +112,7 @@ def _to_dim(entry: Any) -> MeshDimension:
         why = "its size has more than 63 bits"
     if why:
         raise MeshError(f"mesh dim {shorten_repr(entry)} cannot be read", why=why, fix=_FIX_DIMS)  # pyright: ignore[reportUnknownArgumentType]
-    return MeshDimension(as_text(pair[0]), operator.index(pair[1]))
+    return MeshDimension(as_text(pair[0]), operator.index(pair[1]), axis_type)
 
 
 def check_dims(dims: tuple[MeshDimension, ...]) -> None:
@@ -167,7 +168,7 @@ def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[Me
     if isinstance(axis_types, Mapping):
         by_name: dict[str, Any] = dict(axis_types)  # pyright: ignore[reportUnknownArgumentType]
     elif isinstance(axis_types, (tuple, list)):
-        each: Sequence[Any] = axis_types  # pyright: ignore[reportUnknownVariableType]
+        each: list[Any] = [*axis_types]  # pyright: ignore[reportUnknownVariableType]
         if len(each) != len(dims):
             raise MeshError(
                 f"axis types {shorten_repr(each)} do not fit the mesh",
@@ -185,7 +186,9 @@ def set_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[Me
             raise MeshError(
                 f"axis type {shorten_repr(value)} of mesh dim {name!r} is not allowed",
                 facts={"mesh": ", ".join(map(str, dims))},
-                why="the mesh has no such dim" if text in AXIS_TYPES else 'an axis type is "auto" or "explicit"',
+                why="the mesh has no such dim"
+                if text in AXIS_TYPES
+                else 'an axis type is "auto" or "explicit"',
                 fix=_FIX_AXIS_TYPES,
             )
         by_name[name] = text

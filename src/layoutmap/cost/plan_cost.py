@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError
+from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, ShardingRefusedError
 from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
@@ -23,6 +23,7 @@ from layoutmap.cost.model_steps import make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim
+from layoutmap.plan.problems import Problem
 from layoutmap.plan.variable_problems import find_free_activations
 from layoutmap.plan.ways import Way, find_preset
 from layoutmap.scope.arguments import check_remat
@@ -136,8 +137,17 @@ def add_cost(
     counting = _ModelCounter(plan, context, model, inputs, optimizer, request)
     begin = time.process_time()
     lowered, placed, policy = counting.prepare_count(counting.way)
-    counted = _count_compiled(lowered, placed, policy, request.counted_for) if request.counted_for else None
-    counted = counted or lowered.count(placed, policy, with_held=True)
+    try:
+        counted = (
+            _count_compiled(lowered, placed, policy, request.counted_for) if request.counted_for else None
+        )
+        counted = counted or lowered.count(placed, policy, with_held=True)
+    except ShardingRefusedError as error:  # of the model's code, which the plan tells as it tells of rules
+        facts = tuple((name, str(value)) for name, value in error.facts.items())
+        subject = type(model).__name__
+        return plan.add_problem(
+            Problem("out_sharding", "error", subject, error.what, facts, error.why, error.fix)
+        )
     if context.adapter.engine_name == "jax" and request.device_memory is None:
         counted = replace(counted, notes=(*counted.notes, *_note_memory_setting(counted, request.machine)))
     seconds = time.process_time() - begin

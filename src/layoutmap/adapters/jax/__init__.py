@@ -24,6 +24,7 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, shorten_repr
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.devices import make_mesh_of_one
 
 __all__ = ["JaxAdapter", "TrainState", "adapter", "train_with"]
@@ -120,16 +121,19 @@ class JaxAdapter(Adapter):
 
     def forward(self, model: object, batch: object) -> object:
         """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
-        return _as_numpy(_require_train_state(model).steps.compute_outputs(batch))
+        with leave_ambient_mesh():
+            return _as_numpy(_require_train_state(model).steps.compute_outputs(batch))
 
     def gradients(self, model: object, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the loss of a batch, and its gradient for each weight by path."""
-        loss, gradients = _require_train_state(model).steps.compute_gradients(batch)
+        with leave_ambient_mesh():
+            loss, gradients = _require_train_state(model).steps.compute_gradients(batch)
         return {"loss": float(loss)}, _as_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
         """Run one step of the `train_with` optimizer, and return the loss before it."""
-        return {"loss": float(_require_train_state(model).steps.run_step(batch))}
+        with leave_ambient_mesh():
+            return {"loss": float(_require_train_state(model).steps.run_step(batch))}
 
     def list_stored_variables(
         self, model: object, optimizer: object = None, saved: Saved | None = None

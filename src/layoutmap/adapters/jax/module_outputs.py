@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Tracer
 from layoutmap.engines import get_engine
+from layoutmap.engines.jax.ambient import change_axis_types, differs_from_ambient_mesh, use_mesh
 
 _ATTRIBUTE = "_layoutmap_output"
 _PLAIN = "_layoutmap_plain"
@@ -55,6 +57,28 @@ class OutputLayout:
             if layout is not None:
                 leaves[place] = relayout(leaves[place], layout)
         return jax.tree.unflatten(tree_def, leaves)
+
+
+@dataclass(frozen=True)
+class OwnMesh:
+    """The mesh of a model that is called while `jax.set_mesh` names another one.
+
+    Args:
+        mesh: The mesh that the model's arrays are on.
+    """
+
+    mesh: AbstractMesh
+
+    def call_module(
+        self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        """Return a module's output, computed under its own mesh, on the mesh of `jax.set_mesh`."""
+        if not differs_from_ambient_mesh(self.mesh):
+            return call(*args, **kwargs)
+        with use_mesh(self.mesh):
+            args, kwargs = change_axis_types((args, kwargs), self.mesh)
+            output = call(*args, **kwargs)
+        return change_axis_types(output, jax.sharding.get_abstract_mesh())
 
 
 @dataclass(frozen=True)
@@ -99,8 +123,8 @@ _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
 # Python finds `__call__` on the class, so a module with a rule gets a subclass of its own class (decisions/0073).
-def set_output(module: nnx.Module, output: OutputLayout | TracedOutput) -> None:
-    """Make a module constrain its output to a layout, or report its calls to a tracer."""
+def set_output(module: nnx.Module, output: OutputLayout | OwnMesh | TracedOutput) -> None:
+    """Make a module constrain its output to a layout, run under its own mesh, or report its calls to a tracer."""
     remove_output(module)
     is_pytree = not jax.tree_util.all_leaves([module])
     # Not setattr: flax takes what is set so for an attribute of the model.

@@ -10,12 +10,21 @@ from flax import nnx
 
 from layoutmap.adapters.jax import pytrees
 from layoutmap.adapters.jax.held_arrays import check_all_found, find_attribute_arrays, note_arrays
-from layoutmap.adapters.jax.module_outputs import OutputLayout, TracedOutput, remove_output, set_output
+from layoutmap.adapters.jax.module_outputs import (
+    OutputLayout,
+    OwnMesh,
+    TracedOutput,
+    remove_output,
+    set_output,
+)
 from layoutmap.adapters.jax.pytrees import Leaf, Parts, infer_kind
 from layoutmap.adapters.jax.roles import find_uses
+from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import Tracer
 from layoutmap.core.variables import Kind
+from layoutmap.engines import get_engine
+from layoutmap.engines.jax.ambient import differs_from_ambient_mesh, warn_about_axis_types
 
 _OFF = 0
 """The value that `nnx.use_eager_sharding` is set to: false, and known from the `False` that a program may set."""
@@ -158,6 +167,11 @@ def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
             remove_output(module)
         else:
             set_output(module, OutputLayout(layout, policy.batch_dim, path))
+    remove_output(model)
+    native = get_engine("jax").native(Layout.replicated(policy.mesh, 0), 0).mesh
+    if differs_from_ambient_mesh(native):
+        warn_about_axis_types(native)
+        set_output(model, OwnMesh(native.abstract_mesh))
 
 
 def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:

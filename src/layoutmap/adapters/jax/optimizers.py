@@ -19,7 +19,8 @@ from layoutmap.core.errors import LayoutError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.programs import leave_program_context, use_mesh
+from layoutmap.engines.jax.ambient import use_mesh
+from layoutmap.engines.jax.programs import leave_program_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +100,17 @@ def describe(init: Callable[[object], object], params: object) -> OptimizerVaria
 def make_state(init: Callable[[object], object], params: object, layouts: Sequence[Layout]) -> object:
     """Return an optimizer's state, each leaf computed straight in its layout."""
     shardings = [get_engine("jax").native(layout, layout.rank) for layout in layouts]
-    with leave_program_context(), use_mesh(_find_mesh(params)):
+    mesh = _find_mesh(params)
+    with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         tree = jax.tree.structure(jax.eval_shape(init, params))
         return jax.block_until_ready(jax.jit(init, out_shardings=jax.tree.unflatten(tree, shardings))(params))
 
 
-def _find_mesh(params: object) -> AbstractMesh:
+def _find_mesh(params: object) -> AbstractMesh | jax.sharding.Mesh:
     """Return the mesh that parameters are on, or an empty one."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
-    found = next(meshes, AbstractMesh((), ()))
-    return found if isinstance(found, AbstractMesh) else found.abstract_mesh
+    return next(meshes, AbstractMesh((), ()))
 
 
 def move_state(state: object, layouts: Sequence[Layout]) -> object:

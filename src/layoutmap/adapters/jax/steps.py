@@ -30,7 +30,7 @@ from layoutmap.core.mesh import Mesh, check_dim
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_program
-from layoutmap.engines.jax.programs import leave_ambient_mesh, use_mesh
+from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
 
 _SMALL = 1024  # elements: an array off the mesh that has more may be meant as a batch
 _ARRAYS = (jax.Array, np.ndarray, np.generic)

@@ -23,13 +23,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from layoutmap.adapters.jax.private import shorten_messages
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, Program
+from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.meshless import remove_mesh
 from layoutmap.engines.jax.programs import (
     find_global_reason,
     is_ref,
     leave_program_context,
     make_closed_jaxpr,
-    use_mesh,
 )
 
 _MAX_SEED_SIZE = 1024

@@ -6,7 +6,7 @@ which says how its memory is used.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ from layoutmap.adapters.torch.training import (
 from layoutmap.adapters.torch.variables import Variable
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ScopeError
+from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import convert_device_type
 from layoutmap.engines.torch.gather import find_fully_sharded_dims

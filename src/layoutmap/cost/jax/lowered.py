@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,11 +23,12 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.steps import Key, TrainingStep
+from layoutmap.core.steps import Key, Shape, TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.jax.attention import name_attention_calls
 from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partition_modules
 from layoutmap.cost.jax.counting import Counts, count_collectives, count_flops, count_step
+from layoutmap.cost.jax.explicit_axes import explain_refused_sharding
 from layoutmap.cost.jax.graph import LAYER, UPDATE, parse_place
 from layoutmap.cost.jax.memory import estimate_upper_bound
 from layoutmap.cost.jax.partitioned import parse_step
@@ -36,9 +37,11 @@ from layoutmap.cost.jax.targets import find_target
 from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
+from layoutmap.engines.jax.ambient import use_mesh
+from layoutmap.engines.jax.arrays import constrain
 from layoutmap.engines.jax.corrections import lowered_without_devices
-from layoutmap.engines.jax.devices import make_abstract_mesh
-from layoutmap.engines.jax.programs import leave_program_context, use_mesh
+from layoutmap.engines.jax.devices import make_abstract_mesh, make_partition_spec
+from layoutmap.engines.jax.programs import leave_program_context
 
 _KEPT = 2
 """How many of equal blocks are always counted: the first and the last one."""
@@ -63,8 +66,8 @@ class LoweredStep:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_check(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # By the blocks left out, and the mesh if the step names its dims.
-        self._modules: dict[tuple[frozenset[str], Mesh | None], _LoweredModule] = {}
+        # By the blocks left out, and what else the program depends on: see `_make_key`.
+        self._modules: dict[tuple[frozenset[str], object], _LoweredModule] = {}
         self._made: dict[
             tuple[bytes, int, str], CompiledStep
         ] = {}  # by the hash of a module with its layouts
@@ -164,7 +167,7 @@ class LoweredStep:
         kept = [dict.fromkeys(tied, _KEPT)]
         kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in tied} for size in sizes]
         try:
-            modules = [self._lower_cached(self._choose_skipped(each), policy.mesh) for each in kept]
+            modules = [self._lower_cached(self._choose_skipped(each), layouts, policy) for each in kept]
         except _UnequalStackError as error:
             self._loose.add(error.stack)
             return self._count_blocks(layouts, policy, with_held, target, on_wait)
@@ -268,7 +271,7 @@ class LoweredStep:
             on_wait: Called several times a second while XLA compiles.
         """
         layouts = {a.variable.key: a.layout for a in assignments}
-        placed = self._place_module(self._lower_cached({}, policy.mesh), layouts, policy)
+        placed = self._place_module(self._lower_cached({}, layouts, policy), layouts, policy)
         return self._compile_modules([shardy.serialize_module(placed)], policy.mesh.size, target, on_wait)[0]
 
     # A GPU compile takes seconds to minutes, so each module is compiled only once (decisions/0156).
@@ -295,17 +298,31 @@ class LoweredStep:
         made = self.compile(assignments, policy, target, on_wait)
         return Verified(counted, target, made.sent_by_kind, made.argument_bytes, made.peak_bytes)
 
-    def _lower_cached(self, skipped: Mapping[str, str], mesh: Mesh) -> _LoweredModule:
-        key, abstract = frozenset(skipped), Mesh(None, mesh.mesh_dims)
-        found = self._modules.get((key, None)) or self._modules.get((key, abstract))
+    def _lower_cached(
+        self, skipped: Mapping[str, str], layouts: Mapping[Key, Layout], policy: LayoutPolicy
+    ) -> _LoweredModule:
+        key, mesh = frozenset(skipped), Mesh(None, policy.mesh.mesh_dims)
+        is_explicit = "explicit" in mesh.axis_types
+        # Under explicit axes the layouts are part of the program, and elsewhere at most the mesh is.
+        specs = tuple(layout.sharding_specs for layout in layouts.values())
+        place: object = (mesh, mesh.axis_types, specs, policy.batch_dim) if is_explicit else mesh
+        found = None if is_explicit else self._modules.get((key, None))
+        found = found or self._modules.get((key, place))
         if found is None:
             try:
-                found = _lower_without_blocks(self._step, skipped, abstract, self._recomputes, self._fuses)
+                found = _lower_without_blocks(
+                    self._step,
+                    skipped,
+                    layouts if is_explicit else None,
+                    policy,
+                    self._recomputes,
+                    self._fuses,
+                )
             except _UnequalBlockError as error:
                 raise _UnequalStackError(
                     next(n for n, s in enumerate(self._step.blocks) if error.path in s)
                 ) from None
-            self._modules[key, abstract if found.names_mesh else None] = found
+            self._modules[key, place if is_explicit or found.names_mesh else None] = found
         return found
 
 
@@ -386,7 +403,8 @@ class _LoweredModule:
 def _lower_without_blocks(
     step: TrainingStep,
     skipped: Mapping[str, str],
-    mesh: Mesh,
+    layouts: Mapping[Key, Layout] | None,
+    policy: LayoutPolicy,
     recomputes: Callable[[str], bool] | None,
     fuses: bool,
 ) -> _LoweredModule:
@@ -395,32 +413,39 @@ def _lower_without_blocks(
     Args:
         step: The step.
         skipped: The path of each block that is left out, and of one that is equal to it.
-        mesh: The mesh that the step is traced under.
+        layouts: The layouts of the variables, where the mesh has explicit axes; `None`: the step has none yet.
+        policy: The mesh that the step is traced under, and the layouts of its batch and of layers' outputs.
         recomputes: Whether the activations of a layer are computed again in the backward pass; `None`: of none.
         fuses: Whether each call of attention is one fused kernel.
     """
     variables = [v for v in step.variables if _find_block(v, skipped) is None]
     unread = [v for v in step.variables if _find_block(v, skipped) is not None]
     keys = [variable.key for variable in variables]
-    tracer = _Tracer(skipped, recomputes)
+    tracer = _Tracer(skipped, recomputes, policy=None if layouts is None else policy)
+    mesh = make_abstract_mesh(policy.mesh)
+
+    def describe(each: VariableSpec | Shape, layout: Layout) -> jax.ShapeDtypeStruct:
+        sharding = None if layouts is None else NamedSharding(mesh, make_partition_spec(layout))
+        return jax.ShapeDtypeStruct(each.shape, _convert_dtype(each.dtype), sharding=sharding)
 
     def run(values: Sequence[object], batch: Sequence[object], others: Sequence[object]) -> object:
         tracer.unread = dict(zip((variable.key for variable in unread), others, strict=True))
         after = dict(step.run(tracer, dict(zip(keys, values, strict=True)), batch))
         return [after.pop(key) for key in keys], list(after.values())
 
-    values, batch, others = (
-        [jax.ShapeDtypeStruct(each.shape, _convert_dtype(each.dtype)) for each in arrays]
-        for arrays in (variables, step.batch, unread)
-    )
+    known = layouts or {each.key: policy.replicated(len(each.shape)) for each in step.variables}
+    values, others = ([describe(each, known[each.key]) for each in arrays] for arrays in (variables, unread))
+    batch = [describe(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
     with (
         leave_program_context(),
-        use_mesh(make_abstract_mesh(mesh)),
+        use_mesh(mesh),
         lowered_without_devices(),
         name_attention_calls(fuses) as calls,
         _explain_failures(step, tracer),
+        explain_refused_sharding(step.name) if layouts is not None else nullcontext(),
     ):
-        traced = jax.jit(run, keep_unused=True, in_shardings=_ABSTRACT).trace(values, batch, others)
+        options: dict[str, Any] = {} if layouts is not None else {"in_shardings": _ABSTRACT}
+        traced = jax.jit(run, keep_unused=True, **options).trace(values, batch, others)
         _check_unread(traced.jaxpr.jaxpr, unread, skipped)
         tracer.check_calls()
         with jax.default_device(_StandInDevice()):
@@ -502,6 +527,9 @@ class _Tracer:
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
     unread: Mapping[Key, object] = field(default_factory=dict[Key, object])
     unequal: str = ""
+    policy: LayoutPolicy | None = (
+        None  # under explicit axes, where a layer's output has a layout when it is traced
+    )
     _calls: dict[str, list[object]] = field(default_factory=dict[str, list[object]])
     # Layers that return something else than they are given.
     _changing: set[str] = field(default_factory=set[str])
@@ -528,7 +556,9 @@ class _Tracer:
                 self._changing.add(path)
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
-            return jax.tree.unflatten(tree, [_mark_array(each) for each in leaves])
+            if self.policy is None:
+                return jax.tree.unflatten(tree, [_mark_array(each) for each in leaves])
+            return jax.tree.unflatten(tree, _constrain_output(leaves, self.policy, path))
 
     def check_calls(self) -> None:
         """Refuse to leave out a block that is called less often than its equal."""
@@ -575,6 +605,20 @@ class _StandInDevice:
     def client(self) -> _StandInDevice:
         """The client that JAX asks for the platform."""
         return self
+
+
+def _constrain_output(leaves: Sequence[Any], policy: LayoutPolicy, path: str) -> list[Any]:
+    """Return what a layer returns, with its arrays in the layouts of a rule for activations."""
+    rule = policy.find_activation_layout(path)
+    arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    placed = [*leaves]
+    if rule is not None:
+        layouts = policy.choose_output_layouts(rule, [leaves[n].shape for n in arrays], path)
+        for n, layout in zip(arrays, layouts, strict=True):
+            if layout is not None:
+                sharding = NamedSharding(make_abstract_mesh(layout.mesh), make_partition_spec(layout))
+                placed[n] = constrain(leaves[n], sharding)
+    return placed
 
 
 def _mark_array(array: object) -> object:

@@ -17,6 +17,7 @@ is right in every layout. docs/xla-faults.md has the faults, each as a program o
 Private names of JAX, tested on 0.9.2 and 0.10.2:
 
     jax.interpreters.mlir._lowerings, _platform_specific_lowerings    the rules, by primitive: dataclasses with a `rule`
+    jax._src.interpreters.mlir.lower_with_sharding_in_types           holds a result in the sharding of its type
     jaxlib.mlir.dialects.sdy                                          Shardy's constraints
 """
 
@@ -31,19 +32,22 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from layoutmap.engines.jax import far_products
+from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.patches import Closing, Patches
 from layoutmap.engines.tested import Needed
 
 with Needed("jax"):
+    from jax._src.interpreters.mlir import lower_with_sharding_in_types as _lower_with_sharding
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
     from jaxlib.mlir.dialects import sdy as _sdy
 
@@ -120,9 +124,42 @@ def _lower_corrected(form: Form, plain: Form, context: Any, *operands: object, *
     token = _inside.set(True)
     _devices.set(None if _without_devices.get() else _count_devices(axes))
     try:
-        return mlir.lower_fun(functools.partial(form, **params), multiple_results=False)(context, *operands)
+        if not any(map(_is_explicit, (*context.avals_in, *context.avals_out))):
+            return mlir.lower_fun(functools.partial(form, **params), multiple_results=False)(
+                context, *operands
+            )
+        return _lower_explicit(form, context, operands, params)
     finally:
         _inside.reset(token)
+
+
+def _lower_explicit(
+    form: Form, context: Any, operands: Sequence[object], params: dict[str, Any]
+) -> Sequence[object]:
+    """Lower a form under explicit axes. Its own reshapes name no `out_sharding`, so it is traced without a mesh."""
+    if "out_sharding" in params:
+        params = {**params, "out_sharding": None}
+    untyped = context.replace(
+        avals_in=[*map(_remove_sharding, context.avals_in)],
+        avals_out=[*map(_remove_sharding, context.avals_out)],
+    )
+    with use_mesh(AbstractMesh((), ())):
+        lower = mlir.lower_fun(functools.partial(form, **params), multiple_results=False)
+        results = lower(untyped, *operands)
+    return [
+        _lower_with_sharding(context, result, aval)
+        for result, aval in zip(results, context.avals_out, strict=True)
+    ]
+
+
+def _is_explicit(aval: Any) -> bool:
+    """Return whether the sharding of a value is part of its type."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
+
+
+def _remove_sharding(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _is_partitioned(axes: Any) -> bool:

@@ -1,8 +1,8 @@
 """The JAX engine: `jax.Array`s in `NamedSharding`s.
 
 Devices are named `CPU:0`, `GPU:3`: the platform and JAX's own number of the device. A layout is a `NamedSharding` on a
-`jax.sharding.Mesh` with the mesh's axis types. Only public names of JAX are used. The program of an initializer is read with
-`jax.extend.core`, which JAX keeps public without a promise; tested with JAX 0.9 and 0.10.
+`jax.sharding.Mesh` with the mesh's axis types. Only public names of JAX are used. The program of an initializer is read
+with `jax.extend.core`, which JAX keeps public without a promise; tested with JAX 0.9 and 0.10.
 
 References:
     https://docs.jax.dev/en/latest/notebooks/Distributed_arrays_and_automatic_parallelization.html

@@ -15,7 +15,7 @@ import jax.core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh
 
-from layoutmap.engines.jax.programs import use_mesh
+from layoutmap.engines.jax.ambient import use_mesh
 
 _IDENTITIES = ("sharding_constraint", "reshard", "mesh_cast")
 _SHARDINGS = ("sharding", "out_sharding")

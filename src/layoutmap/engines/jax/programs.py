@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
+
+from layoutmap.engines.jax.ambient import leave_ambient_mesh
 
 _MAX_CONSTANT_SIZE = 1024
 
@@ -57,21 +59,6 @@ def leave_program_context() -> Generator[None]:
         stack.enter_context(leave_ambient_mesh())
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             stack.enter_context(jax.disable_jit(False))
-        yield
-
-
-def leave_ambient_mesh() -> AbstractContextManager[object]:
-    """Suspend the mesh of `jax.set_mesh`, if there is one, while the context is open."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return nullcontext()
-    return jax.set_mesh(None)  # type: ignore[arg-type]
-
-
-@contextmanager
-def use_mesh(mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh) -> Generator[None]:
-    """Make a mesh the one that `jax.P`, `jax.shard_map` and `jax.reshard` refer to, inside of a trace, too."""
-    abstract = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
-    with jax.sharding.use_abstract_mesh(abstract):
         yield
 
 

@@ -1,0 +1,128 @@
+"""Explain an operation that JAX refuses under explicit axes: the user's line, the operands, and what to write there."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from layoutmap.core.errors import ShardingRefusedError
+
+_INSTALLED = tuple(
+    {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
+)
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+@contextmanager
+def explain_refused_sharding(name: str) -> Generator[None]:
+    """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open.
+
+    Args:
+        name: The name of the model.
+    """
+    before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
+    jax.config.update("jax_traceback_filtering", "off")  # so that the operands of JAX's rules can be read
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":  # private to JAX
+            raise
+        raise _make_error(name, error) from error
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+def _make_error(name: str, error: Exception) -> ShardingRefusedError:
+    line = _find_user_line(error)
+    operands, spec = _read_operands(error)
+    facts = {"line": line} | ({"operands": operands} if operands else {})
+    out = (
+        f"out_sharding=jax.{spec}"
+        if spec
+        else "out_sharding=jax.P(..), one entry for each axis of its result"
+    )
+    return ShardingRefusedError(
+        f"{name}: JAX cannot tell the sharding of an operation's result",
+        facts=facts,
+        why=" ".join(str(error).split("\n")[0].split()),
+        fix=f"pass {out}, or reshard an operand first: jax.sharding.reshard(x, jax.P(..)); then plan again",
+    )
+
+
+def _find_user_line(error: BaseException) -> str:
+    """Return the innermost line outside of installed packages: the file, the line number, and the code."""
+    frames = [
+        frame
+        for each in _iterate_causes(error)
+        for frame in traceback.extract_tb(each.__traceback__)
+        if not frame.filename.startswith((*_INSTALLED, _PACKAGE, "<"))
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}" if frames else "unknown"
+
+
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _read_operands(error: BaseException) -> tuple[str, PartitionSpec | None]:
+    """Return the operands that JAX's innermost sharding rule was given, and the sharding of the result, if known."""
+    found: tuple[str, Mapping[str, Any]] | None = None
+    for each in _iterate_causes(error):
+        for name, variables in _iterate_frames(each.__traceback__):
+            if name.endswith("_rule") and any(map(_has_spec, variables.values())):
+                found = name, variables
+    if found is None:
+        return "", None
+    name, variables = found
+    shown = ", ".join(
+        f"{key} {value.str_short(True)}" for key, value in variables.items() if _has_spec(value)
+    )
+    if "dot_general" in name and "dimension_numbers" in variables:
+        return shown, _find_product_spec(variables["lhs"], variables["rhs"], variables["dimension_numbers"])
+    if "gather" in name and "operand" in variables and "indices" in variables:
+        rows, rest = (variables[key].sharding.spec for key in ("indices", "operand"))
+        return shown, _make_spec([*rows[:-1], *rest[1:]])
+    return shown, None
+
+
+def _iterate_frames(frame: TracebackType | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    while frame is not None:
+        yield frame.tb_frame.f_code.co_name, frame.tb_frame.f_locals
+        frame = frame.tb_next
+
+
+def _has_spec(value: Any) -> bool:
+    return hasattr(value, "str_short") and hasattr(getattr(value, "sharding", None), "spec")
+
+
+def _find_product_spec(lhs: Any, rhs: Any, dimension_numbers: Any) -> PartitionSpec:
+    """Return the sharding of a product: that of its operands, without the mesh dims that are summed over."""
+    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    specs = [lhs.sharding.spec[axis] for axis in lhs_batch]
+    for operand, others in ((lhs, (*lhs_summed, *lhs_batch)), (rhs, (*rhs_summed, *rhs_batch))):
+        specs += [operand.sharding.spec[axis] for axis in range(operand.ndim) if axis not in others]
+    return _make_spec(specs)
+
+
+def _make_spec(specs: Iterable[Any]) -> PartitionSpec:
+    """Return a spec of entries, each without the mesh dims of those before it."""
+    used: set[str] = set()
+    out: list[Any] = []
+    for spec in specs:
+        dims = () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
+        kept = tuple(dim for dim in dims if dim not in used)
+        used.update(kept)
+        out.append(kept[0] if len(kept) == 1 else kept or None)
+    return PartitionSpec(*out)

@@ -1,0 +1,72 @@
+"""Enter and leave the mesh that JAX programs refer to by dim names, as `jax.set_mesh` sets it."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.core
+from jax.sharding import AbstractMesh, NamedSharding
+
+from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.users_line import find_user_stacklevel
+
+AnyMesh = AbstractMesh | jax.sharding.Mesh
+
+
+def leave_ambient_mesh() -> AbstractContextManager[object]:
+    """Suspend the mesh of `jax.set_mesh`, if there is one, while the context is open."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.set_mesh(None)  # type: ignore[arg-type]
+
+
+def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
+    """Make a mesh the one that `jax.P`, `jax.shard_map` and `jax.reshard` refer to, inside of a trace, too."""
+    return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+
+
+def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
+    """Return whether `jax.set_mesh` has set a mesh that JAX takes for another one."""
+    ambient = jax.sharding.get_abstract_mesh()
+    return not ambient.empty and (ambient.shape, ambient.axis_types) != (mesh.shape, mesh.axis_types)
+
+
+def change_axis_types(tree: Any, mesh: AbstractMesh) -> Any:
+    """Return a tree with its arrays on a mesh of the same devices and dims, with other axis types, without a copy."""
+
+    def change(leaf: object) -> object:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        sharding = leaf.sharding
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape:
+            return leaf
+        devices: Any = sharding.mesh.devices
+        other = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return jax.device_put(leaf, NamedSharding(other, sharding.spec))
+
+    return jax.tree.map(change, tree)
+
+
+def warn_about_axis_types(mesh: AnyMesh) -> None:
+    """Warn that the mesh of `jax.set_mesh` differs from a model's in its axis types alone."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.shape != mesh.shape:
+        return
+    warning = LayoutMapWarning(
+        "jax.set_mesh has set the layout map's mesh with other axis types",
+        facts={"jax.set_mesh": _format_mesh(ambient), "layout map": _format_mesh(mesh)},
+        why="JAX refuses operations on arrays of both, so calls of the model and its steps run under the map's mesh",
+        fix="make the map on the mesh that is set: LayoutMap(jax.sharding.get_mesh()); or set the map's dims as "
+        "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto, ..))",
+    )
+    warnings.warn(warning, stacklevel=find_user_stacklevel())
+
+
+def _format_mesh(mesh: AnyMesh) -> str:
+    types = (each.name.lower() for each in mesh.axis_types)
+    return ", ".join(
+        f"{name}={size} ({kind})" for (name, size), kind in zip(mesh.shape.items(), types, strict=True)
+    )
