@@ -52,16 +52,22 @@ class Mapped(Plain):
             assert h.shape[1] * jax.sharding.get_abstract_mesh().shape["model"] == 32
             return 2 * h
 
-        return self.down(jax.shard_map(double, in_specs=P("batch", "model"), out_specs=P("batch", "model"))(self.up(x)))
+        return self.down(
+            jax.shard_map(double, in_specs=P("batch", "model"), out_specs=P("batch", "model"))(self.up(x))
+        )
 
 
 class Explicit(Plain):
     """Names the sharding of each product, as code for explicit axes does."""
 
     def __call__(self, x):
-        spec = jax.typeof(self.up.kernel[...]).sharding.spec  # part of the type, once the kernel is in its layout
+        spec = jax.typeof(
+            self.up.kernel[...]
+        ).sharding.spec  # part of the type, once the kernel is in its layout
         assert not is_traced(x) or 1 == jax.sharding.get_abstract_mesh().size or P(None, "model") == spec
-        return self.down(nnx.relu(self.up(x, out_sharding=P("batch", "model"))), out_sharding=P("batch", None))
+        return self.down(
+            nnx.relu(self.up(x, out_sharding=P("batch", "model"))), out_sharding=P("batch", None)
+        )
 
 
 class Resharded(Plain):
@@ -90,7 +96,7 @@ def make_map(axis_types):
 
 @contextlib.contextmanager
 def ambient(name):
-    """Set a mesh of the same devices, of explicit or of auto axes, or none; ignore the warning about other axis types."""
+    """Set a mesh of the same devices with axes of this type, or none, and ignore the warning about other types."""
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.filterwarnings("ignore", "jax.set_mesh has set the layout map's mesh", lm.LayoutMapWarning)
         if name is not None:
@@ -121,7 +127,9 @@ def train_unsharded(cls, tx):
         losses = []
         for _ in range(3):
             loss, gradients = jax.jit(
-                lambda graph, state: jax.value_and_grad(lambda s: mean_square(nnx.merge(graph, s)(X), TARGET))(state),
+                lambda graph, state: jax.value_and_grad(
+                    lambda s: mean_square(nnx.merge(graph, s)(X), TARGET)
+                )(state),
                 static_argnums=0,
             )(*nnx.split(net))
             optimizer.update(net, gradients)
@@ -144,11 +152,16 @@ def test_a_model_trains_as_on_one_device_whatever_mesh_is_set(cls, axis_types, m
         np.testing.assert_allclose(one, np.asarray(other), rtol=1e-4, atol=1e-6)
     kernel = net.up.kernel[...]
     assert {getattr(AxisType, axis_types.title())} == {*kernel.sharding.mesh.axis_types}
-    assert lm.Layout([None, "model"], layout_map.mesh).sharding_specs == lm.dtensor.fetch_layout(kernel).sharding_specs
+    assert (
+        lm.Layout([None, "model"], layout_map.mesh).sharding_specs
+        == lm.dtensor.fetch_layout(kernel).sharding_specs
+    )
 
 
 @pytest.mark.parametrize("mesh", [None, "auto", "explicit"])
-@pytest.mark.parametrize(("cls", "axis_types"), CASES[::-1], ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("cls", "axis_types"), CASES[::-1], ids=lambda value: getattr(value, "__name__", value)
+)
 def test_parity_plan_save_and_load_work_whatever_mesh_is_set(cls, axis_types, mesh, tmp_path):
     def make():
         return train_with(cls(nnx.Rngs(3)), loss=mean_square, optimizer=SGD)
@@ -169,7 +182,9 @@ def test_parity_plan_save_and_load_work_whatever_mesh_is_set(cls, axis_types, me
         assert train(net, optimizer, num=2) == train(new, state, num=2)
 
 
-@pytest.mark.parametrize(("cls", "axis_types"), CASES[::-1], ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("cls", "axis_types"), CASES[::-1], ids=lambda value: getattr(value, "__name__", value)
+)
 def test_first_values_are_those_of_a_plain_model_bit_for_bit(cls, axis_types):
     net, plain = make_map(axis_types).build(lambda: cls(nnx.Rngs(5))), cls(nnx.Rngs(5))
     for one, other in zip(jax.tree.leaves(nnx.state(plain)), jax.tree.leaves(nnx.state(net)), strict=True):

@@ -94,7 +94,7 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
         case: The case.
         only: Keys of `LAWS`. Empty: all laws.
     """
-    with ignore_warnings():
+    with ignore_warnings(), case.use_ambient_mesh():
         trial, laws = Trial(case), [law for law in LAWS if not only or law in only]
         refusal = run_law(laws[0], lambda trial=trial: map(str, trial.plan.errors[:1]))
         if refusal.what == "wrong":

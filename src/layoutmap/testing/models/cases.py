@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -97,6 +98,7 @@ class Case:
         rows: The number of rows of the batch.
         devices: The devices that it runs on.
         precision: A key of `EPSILONS`, or `"float64"`.
+        ambient_mesh: The axis types of the mesh that the program sets by `jax.set_mesh`. Empty: it sets none.
     """
 
     model: DrawnModel
@@ -105,6 +107,7 @@ class Case:
     rows: int
     devices: Devices = EIGHT
     precision: str = "float32"
+    ambient_mesh: str = ""
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
@@ -121,12 +124,32 @@ class Case:
         if self.precision == "TF32":
             engine = get_adapter(self.library).engine_name
             simulation += f"\nimport {engine}\n\n{ALLOW_TF32[engine].format(True)}\n"
-        return f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.source}"
+        program = f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.source}"
+        return (
+            f"{program}import jax\n\njax.set_mesh({self._write_mesh()})\n" if self.ambient_mesh else program
+        )
 
     @property
     def library(self) -> str:
         """The name of the library's adapter."""
         return self.model.library
+
+    @contextmanager
+    def use_ambient_mesh(self) -> Generator[None]:
+        """Set the mesh that the program sets, while the context is open."""
+        if not self.ambient_mesh:
+            yield
+            return
+        import jax
+
+        with jax.set_mesh(eval(self._write_mesh(), {"jax": jax})):
+            yield
+
+    def _write_mesh(self) -> str:
+        mesh = self.layout_map.mesh
+        assert mesh is not None
+        types = f"(jax.sharding.AxisType.{self.ambient_mesh},) * {len(mesh.shape)}"
+        return f"jax.make_mesh({mesh.shape}, {mesh.dim_names}, axis_types={types})"
 
     def to_sgd(self) -> Case:
         """Return the same case with SGD. A step of SGD depends on the scale of the gradient."""
@@ -197,7 +220,9 @@ def draw_case(
     }
     drawn_map = draw_map(choices, variables, model.layer_outputs, devices)
     optimizer, rows = choices.pick_weighted(model.optimizers), choices.pick_weighted(_ROWS)
-    return Case(model, drawn_map, optimizer, rows, devices)
+    is_on_jax = get_adapter(model.library).engine_name == "jax" and devices is EIGHT
+    ambient_mesh = choices.pick("", "", "Auto", "Explicit") if is_on_jax else ""
+    return Case(model, drawn_map, optimizer, rows, devices, ambient_mesh=ambient_mesh)
 
 
 def _execute(model: DrawnModel, source: str) -> dict[str, Any]:

@@ -52,6 +52,16 @@ def decay(x, a):
 
 
 """,
+    "constrain": """\
+def constrain(x):
+    specs, sizes = [None] * x.ndim, dict(jax.sharding.get_abstract_mesh().shape)
+    for axis, length in enumerate(x.shape):
+        specs[axis] = next((dim for dim, size in sizes.items() if size > 1 and length % size == 0), None)
+        sizes.pop(specs[axis], None)
+    return jax.lax.with_sharding_constraint(x, jax.P(*specs)) if any(specs) else x
+
+
+""",
     "halved": """\
 @jax.custom_vjp
 def halved(x):
@@ -299,5 +309,6 @@ FUNCTIONS: Kinds = {
     "sliced": (ANY, 5, _draw_slice),
     "reshaped": (ANY, 4, _draw_reshape),
     "outer": (range(1, 3), 1, _draw_outer_product),
+    "constrained": (ANY, 3, _keep_shape("constrain({x})", "constrain(jnp.tanh({x}))")),
     "elementwise": (ANY, 2, _keep_shape("halved({x})", "jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})")),
 }
